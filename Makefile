@@ -61,8 +61,10 @@ peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmar
 layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints anew, with the libraries that people save with
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
-scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/precision/emulation tests/docs/test_pages.py -k "scaling or hf-trainer or lightning or libraries"
+scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: scalers, loops, and the pages about them
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/replay/frameworks tests/loops/frameworks \
+		tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
+		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 
 versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
 	$(BIN)/python benchmarks/versions.py $(TORCH)

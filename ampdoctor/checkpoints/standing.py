@@ -25,7 +25,10 @@ from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import Skipped
 
-_BESIDE = ("rng_state.pth", "rng_state_0.pth", "random_states_0.pkl", "scheduler.pt", "scheduler.bin")
+_BESIDE = (
+    *("rng_state.pth", "rng_state_0.pth", "random_states_0.pkl"),
+    *("scheduler.pt", "scheduler.bin", "dl_state_dict.bin"),
+)
 """Files of the Trainer and Accelerate, of the first rank, that hold nothing that a scan examines."""
 _LOADER = re.compile(r"(^|_)(data_?loader|dl|combined_loader)s?(_\d+)?(_states?)?(_dict)?s?$", re.IGNORECASE)
 _RANDOM = re.compile(r"(^|_)(rngs?|random|seed)(_|$)", re.IGNORECASE)

@@ -79,15 +79,14 @@ def test_a_step_comes_back_from_its_snapshot(tmp_path):
 @pytest.mark.parametrize("saved", [3, 7])
 def test_it_goes_on_where_its_checkpoint_stands(tmp_path, how, saved):
     def make():
-        trainer = make_trainer(
-            tmp_path, gradient_accumulation_steps=3, save_strategy="steps", save_steps=saved, save_total_limit=4
-        )
+        trainer = make_trainer(tmp_path, gradient_accumulation_steps=3)
         if how == "--checkpoint":
             return trainer
         return TrainingRun.from_trainer(trainer, resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved}"))
 
     torch.manual_seed(0)
-    seen, weights = trained(make_trainer(tmp_path, gradient_accumulation_steps=3, save_strategy="steps", save_steps=saved))
+    saving = {"save_strategy": "steps", "save_steps": saved}
+    seen, weights = trained(make_trainer(tmp_path, gradient_accumulation_steps=3, **saving))
     given = str(tmp_path / f"checkpoint-{saved}") if how == "--checkpoint" else None
     again, replayed_weights = replayed(make, checkpoint=given)
     assert again == seen[-len(again) :]

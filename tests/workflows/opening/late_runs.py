@@ -1,4 +1,4 @@
-"""Trainings that fail late, by hand and as factories: what their checkpoint leads to is what the loop itself went on to."""
+"""Trainings that fail late, by hand and as factories: what comes after their checkpoint is known from the loop."""
 
 from __future__ import annotations
 

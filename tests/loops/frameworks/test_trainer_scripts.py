@@ -1,4 +1,4 @@
-"""Scripts of Trainer, TRL and PEFT users, with no line added: their replay is their training, and the sick are diagnosed."""
+"""Scripts of Trainer, TRL and PEFT users, with no line added: a replay is the training, and the sick are diagnosed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 for name in ("accelerate", "transformers", "datasets", "trl", "peft"):
     pytest.importorskip(name)
 
-from ampdoctor import ReplayRequest, bisect_nan
-from ampdoctor.workflows.opening.open_replay import open_replay
-from tests.loops.recorder import LOOPS, machine
-from tests.replay.frameworks.trainers import recording
+from ampdoctor import ReplayRequest, bisect_nan  # noqa: E402
+from ampdoctor.workflows.opening.open_replay import open_replay  # noqa: E402
+from tests.loops.recorder import LOOPS, machine  # noqa: E402
+from tests.replay.frameworks.trainers import recording  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -81,12 +81,10 @@ def test_its_replay_is_its_training(script, policy, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_the_sick_are_diagnosed(script, code, step, module, tmp_path, monkeypatch):
+def test_the_sick_are_diagnosed(script, code, step, module, tmp_path, monkeypatch):  # noqa: PLR0917
     monkeypatch.chdir(tmp_path)
     arguments = tuple(SICK[script].split())
-    report = bisect_nan(
-        ReplayRequest(factory=str(LOOPS / script), script_arguments=arguments, steps=max(step + 1, 8))
-    )
+    report = bisect_nan(ReplayRequest(factory=str(LOOPS / script), script_arguments=arguments, steps=max(step + 1, 8)))
     (finding,) = [finding for finding in report.findings if finding.severity == "error"]
     assert (finding.code, finding.where.step, finding.where.module) == (code, step, module)
     assert report.run["precision"] == "fp16"
