@@ -3,10 +3,10 @@
 Run: python benchmarks/until_sick.py [--steps 66] [--precision fp32] [--size 40M] [--tokens 512] [--parts]
 
 The whole command's search runs, as far as it goes before the first firing: batches drawn and kept, random states, the
-cheap look, a snapshot now and then. Whenever it says that a step is done, the hand-written loop takes a step on a model,
-optimizer, scaler and DataLoader of its own, under the same emulation of CUDA's casts, so that a busy neighbour slows
-both. Times are CPU seconds of the process, on one thread; what is printed are ratios over stretches of steps as long as
-the distance of two snapshots, so that each holds the cost of one.
+cheap look, a snapshot now and then. Whenever it says that a step is done, the hand-written loop takes a step on a
+model, optimizer, scaler and DataLoader of its own, under the same emulation of CUDA's casts, so that a busy neighbour
+slows both. Times are CPU seconds of the process, on one thread; what is printed are ratios over stretches of steps as
+long as the distance of two snapshots, so that each holds the cost of one.
 """
 
 from __future__ import annotations

@@ -203,6 +203,8 @@ class _Search:
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
+        if self.until_sick:
+            self._tell("replaying", 0)
         try:
             return self._replayed_to_the_end()
         finally:
@@ -210,11 +212,7 @@ class _Search:
 
     def _replayed_to_the_end(self) -> bool:
         sentinel = self.look.sentinel()
-        if self.until_sick:
-            self._tell("replaying", 0)
         for step in self._steps():
-            if self.back.is_due(self.session, step) or not self.look.rewinds:
-                self._watching.close()  # a snapshot is of the run alone
             beside = self.alongside if self.alongside is not None and self.alongside.wants(self.session, step) else None
             self.back.passes(self.session, step, exact=beside is not None or not self.look.rewinds)
             outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
@@ -234,8 +232,6 @@ class _Search:
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             self._looking_into = step if fired else None
-            if fired:
-                self._watching.close()
             snapshot, sick = self._judged(outcome, sentinel, fired=fired)
             if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
                 raise DoesNotComeBackError(f"step {step}")
@@ -267,6 +263,8 @@ class _Search:
     def _judged(self, outcome: StepOutcome, sentinel: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
         """Returns the state before a step, or an earlier one if the step did not fire; and whether it is sick."""
         step = outcome.step
+        if fired:
+            self._watching.close()
         with self._telling(f"looking closely at step {step}"):
             snapshot = self.back.to(step) if fired else self.back.nearest
             self.judge.earlier = (self.back.begin, self.back.farthest) if fired and self.until_sick else None
@@ -279,6 +277,8 @@ class _Search:
                 self._look_on()
             if step >= self.steps or not self.session.has_step(step):
                 return
+            if self.back.is_due(self.session, step) or not self.look.rewinds:
+                self._watching.close()  # a snapshot is of the run alone
             yield step
 
     def _look_on(self) -> None:

@@ -10,8 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 
 def samples_indices(made: Any) -> bool:
-    """Is it a DataLoader whose batches are chosen by a sampler's indices?"""
-    return isinstance(made, DataLoader) and not isinstance(made.dataset, IterableDataset)
+    """Is it a DataLoader whose batches are chosen by a sampler's indices, and which lets them be passed over?
+
+    One that keeps a state (torchdata's) begins its sampler more than once, and counts what it has drawn itself.
+    """
+    plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
+    return plain and not isinstance(made.dataset, IterableDataset)
 
 
 def length_of(made: Any) -> int | None:

@@ -149,6 +149,7 @@ def test_a_function_is_told_its_start():
         behind(lambda start: start, DataPlace(steps=4), 1)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata asks torch for it
 def test_a_stateful_loader_goes_on_from_its_own_state():
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     source = stateful(Rows(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))

@@ -9,6 +9,7 @@ import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -198,6 +199,7 @@ def test_ctrl_c_reports_what_is_known(at, tmp_path, check_report):
     said = "interrupted by Ctrl-C: steps 0 to 12 were replayed and stayed finite (the training's 5 to 17)"
     assert (error.kind, error.message) == ("interrupted", said)
     assert torch.equal(torch.get_rng_state(), before)
+    assert "more time" in str(next_step(report))
 
 
 @pytest.mark.parametrize(
