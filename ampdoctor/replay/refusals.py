@@ -43,6 +43,10 @@ _TABLE = (
         why="the op has no kernel for half on this device: run it in float32, with x.float() inside "
         "torch.autocast(device_type, enabled=False)",
     ),
+    _Refusal(
+        said=r"Cannot access accelerator device when none is available|FSDP needs a non-CPU accelerator",
+        why="FSDP shards over GPUs, and a replay on a CPU is one process, which shards nothing: leave it out here",
+    ),
     _Refusal(said=r"Got unsupported ScalarType BFloat16", why="NumPy has no bfloat16: write x.float().numpy()"),
     _Refusal(
         said=rf"(?i)(same dtype|expected scalar type|should be the same|found dtype|must be the same).*{_HALF}"

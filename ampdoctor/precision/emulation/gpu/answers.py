@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed
 
-from ampdoctor.errors import ReplayError
 from ampdoctor.precision.emulation.gpu import card, streams
 from ampdoctor.precision.emulation.gpu.asking import asker_hears_yes, hears_yes
 
@@ -35,10 +36,6 @@ def _now(ask: Callable[[], Any]) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: ask()
 
 
-def _no_graph(*_args: Any, **_kwargs: Any) -> Any:
-    raise ReplayError("the code captures a CUDA graph, which only a GPU runs: let it run without one here")
-
-
 def _set_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
     # A state that was saved on a GPU says nothing of the CPU's generator, and is of another size.
     if state.numel() == torch.default_generator.get_state().numel():
@@ -50,6 +47,8 @@ def _set_states(states: Any, *_args: Any, **_kwargs: Any) -> None:
         _set_state(state)
 
 
+_CUDART: Final = SimpleNamespace(**dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop"), _always(0)))
+"""The CUDA runtime, as far as training code calls it."""
 _YES: Final = _always(True)
 _ONE: Final = _always(1)
 _ZERO: Final = _always(0)
@@ -88,6 +87,7 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     "memory_summary": _now(card.memory_summary),
     "memory_snapshot": _now(list),
     "list_gpu_processes": _always(""),
+    "get_per_process_memory_fraction": _always(1.0),
     **dict.fromkeys(
         (
             "empty_cache",
@@ -125,10 +125,11 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
         **dict.fromkeys(("init", "synchronize", "set_device", "ipc_collect", "set_sync_debug_mode"), _nothing),
         **dict.fromkeys(("current_device", "get_sync_debug_mode"), _ZERO),
         **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _ZERO),
-        **dict.fromkeys(("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"), _no_graph),
+        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), streams.Graph),
         **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
         **_STREAMS,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), _always(-1)),
+        "cudart": _always(_CUDART),
         "get_device_name": _always(card.CARD.name),
         "get_device_capability": _always(card.CAPABILITY),
         "get_device_properties": _always(card.CARD),
@@ -156,11 +157,13 @@ CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
         "ExternalStream": streams.Stream,
         "StreamContext": streams.StreamContext,
         "Event": streams.Event,
+        **dict.fromkeys(("CUDAGraph", "graph"), streams.Graph),
         **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
     },
     torch: {"Stream": streams.Stream, "Event": streams.Event},
+    torch.accelerator: {"device_index": nullcontext},
 }
-"""By module: classes, and what stands in their place."""
+"""By module: classes, and the classes that stand in their place: annotations name them too."""
 
 
 def _class(_original: Any, cls: Any) -> Any:

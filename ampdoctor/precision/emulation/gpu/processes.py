@@ -23,7 +23,7 @@ from ampdoctor.precision.emulation.gpu.asking import hears_yes
 if TYPE_CHECKING:
     from ampdoctor.precision.emulation.gpu.replacing import Replacements
 
-_C10D: Any = distributed_c10d
+_DIST: Any = dist
 _LAUNCHED: Final = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -88,7 +88,7 @@ class OneProcess:
                 return
             _refuse_others(world_size)
             if not dist.is_initialized():  # a factory that is called again joins again
-                original("gloo", store=_C10D.HashStore(), rank=0, world_size=1)
+                original("gloo", store=_DIST.HashStore(), rank=0, world_size=1)
                 _Group.ours = dist.group.WORLD
 
         return init_process_group

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from ampdoctor.errors import ReplayError
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -103,6 +105,13 @@ class StreamContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.stream is not None:
             self.stream.__exit__(kind, error, at)
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph` and `torch.cuda.graph`, of which none is made."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise ReplayError("the code captures a CUDA graph, which only a GPU runs: let it run without one here")
 
 
 _DEFAULT = Stream()

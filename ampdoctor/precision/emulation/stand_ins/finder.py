@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 class _Module(ModuleType):
     """A module whose names are there, and are noted, once they are asked for."""
 
-    def __init__(self, name: str, note: Callable[[str], None]) -> None:
+    def __init__(self, name: str, note: Callable[[str], None], below: Callable[[str], ModuleType]) -> None:
         super().__init__(name)
-        self.__dict__.update(_note=note, __path__=[], __all__=list(STAND_INS[name]), __version__="0")
+        self.__dict__.update(_note=note, _below=below, __path__=[], __all__=list(STAND_INS[name]), __version__="0")
 
     def __getattr__(self, name: str) -> Any:
+        if f"{self.__name__}.{name}" in STAND_INS:
+            return self._below(f"{self.__name__}.{name}")
         if name not in STAND_INS[self.__name__]:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         torchs, stand_in = STAND_INS[self.__name__][name]
@@ -81,12 +83,15 @@ class StandIns:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Returns the module, the same at each import: classes stay what they are."""
-        if spec.name not in self._modules:
-            self._modules[spec.name] = _Module(spec.name, self._note)
-        return self._modules[spec.name]
+        return self._module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """It is what it is."""
+
+    def _module(self, name: str) -> ModuleType:
+        if name not in self._modules:
+            self._modules[name] = _Module(name, self._note, self._module)
+        return self._modules[name]
 
     def _truth(self, original: Any) -> Any:
         @functools.wraps(original)

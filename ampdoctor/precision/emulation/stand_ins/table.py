@@ -47,11 +47,11 @@ INSTEAD: Final[Mapping[str, str]] = {
     "apex": "an optimizer or layer of torch's",
     "bitsandbytes": "torch.optim.AdamW and plain linear layers",
     "causal_conv1d": "torch.nn.functional.conv1d",
-    "deepspeed": "the model and optimizer without its engine",
-    "flash_attn": f"torch.nn.functional.{_SDPA}, or a layer of torch's",
+    "deepspeed": "the model and its optimizer without the engine",
+    "flash_attn": f"torch.nn.functional.{_SDPA} (transformers: attn_implementation='sdpa')",
     "mamba_ssm": "the model's own path without it",
     "transformer_engine": "layers of torch's under torch.autocast",
-    "triton": "the same function written in torch",
+    "triton": "the same function written with torch",
     "xformers": f"torch.nn.functional.{_SDPA}, or a layer of torch's",
 }
 """Libraries, and parts of them, that nothing stands in for, and what the user's code may have in their place."""
@@ -61,21 +61,18 @@ def why_absent(error: ImportError) -> str | None:
     """Returns the sentence for an import that ended the run because it needs a GPU; None for any other.
 
     Args:
-        error: What the import raised.
+        error: What the import raised, or what a library said of one.
     """
-    named = [f"{error.name}.{part}" for part in INSTEAD_PARTS.get(error.name or "", ()) if f"'{part}'" in str(error)]
-    library = next((name for name in (*named, *_outwards(error.name or "")) if name in INSTEAD), None)
-    if library is None:
+    missing, said = error.name or "", str(error)
+    library = missing.partition(".")[0]
+    named = [name for name in INSTEAD if "." not in name and name in said] if not missing else [library]
+    parts = [name for name in INSTEAD if name.partition(".")[0] == library and _names_part(name, missing, said)]
+    found = next((name for name in (*parts, *named) if name in INSTEAD), None)
+    if found is None:
         return None
-    return (
-        f"{library} needs a GPU and is not here: where its import fails (except ImportError), let the code take "
-        f"{INSTEAD[library]}"
-    )
+    return f"{found} needs a GPU and is not here: let the code take {INSTEAD[found]} where it is missing"
 
 
-def _outwards(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-
-
-INSTEAD_PARTS: Final = {"apex": ("amp", "parallel")}
+def _names_part(name: str, missing: str, said: str) -> bool:
+    part = name.partition(".")[2]
+    return bool(part) and (missing.startswith(name) or f"import name '{part}'" in said)
