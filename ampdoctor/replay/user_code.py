@@ -197,8 +197,8 @@ def _exit_sentence(what: str, error: SystemExit) -> str:
 def trimmed_traceback(error: BaseException) -> str:
     """Returns the traceback as Python prints it, causes included, without frames of ampdoctor and the import system.
 
-    If no other frame is left and the last one is ampdoctor's, all frames stay: the error is then ours, or lies in how a
-    callback was called.
+    What ampdoctor itself was handling meanwhile is no part of the user's error. If no other frame is left and the last
+    one is ampdoctor's, all frames stay: the error is then ours, or lies in how a callback was called.
     """
     rendered = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
@@ -209,11 +209,17 @@ def trimmed_traceback(error: BaseException) -> str:
             continue
         seen.add(id(part))
         shown = [frame for frame in part.stack if not _is_hidden(frame.filename)]
+        if part.__context__ is not None and shown and _is_all_ours(part.__context__):
+            part.__context__ = None
         # raised by a line of ours, with no user frame: our frames are then the only way to find the mistake
         if shown or not part.stack or not part.stack[-1].filename.startswith(_OWN_FOLDER):
             part.stack = traceback.StackSummary.from_list(shown)
         todo += [part.__cause__, part.__context__, *(part.exceptions or ())]
     return "".join(rendered.format())
+
+
+def _is_all_ours(part: traceback.TracebackException) -> bool:
+    return all(_is_hidden(frame.filename) for frame in part.stack) and part.stack[-1:] != []
 
 
 def has_user_frames(error: BaseException) -> bool:

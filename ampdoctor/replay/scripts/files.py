@@ -75,7 +75,7 @@ class Files:
                 raise _Stopped
             if not os.path.lexists(place):
                 self._made.add(place)
-                self._note("made", f"{self._name} {did} on its way to its training loop, which each replay goes again")
+                self._note("made", f"{self._name} {did} before its training loop, and so does each replay of it")
             elif not any(one in self._made for one in (place, *place.parents)):
                 stopped.append(did)
                 raise _Stopped
@@ -88,8 +88,8 @@ class Files:
                 raise
         if stopped:
             raise FactoryError(
-                f"the script {self._name} {stopped[0]} on its way to its training loop, and was stopped before that: "
-                f"give it another folder (arguments follow --), or run it in a copy"
+                f"the script {self._name} {stopped[0]} before its training loop, over a file that is there already, "
+                f"and was stopped: let it write to another folder (its arguments follow --), or run it in a copy"
             )
 
     @contextmanager

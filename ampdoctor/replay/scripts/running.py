@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import format_exception_only
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.loop.halt import StepHalted
 from ampdoctor.loop.marked import told_of_marks
+from ampdoctor.loop.raised import describe
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import ADAPTERS
 from ampdoctor.replay.guarding.changes import users_line
@@ -29,7 +31,7 @@ from ampdoctor.replay.scripts.rewriting import Edits
 from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
 from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import ProcessState
-from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
+from ampdoctor.replay.user_code import trimmed_traceback, user_code
 
 
 @dataclass(slots=True)
@@ -184,10 +186,13 @@ class Runner:
                 except SystemExit as error:
                     if error.code or not run.is_left():
                         raise FactoryError(_ended(self._name, error)) from None
+                except ModuleNotFoundError as error:
+                    said = f"the script {self._name} raised {describe(error)} (is it installed where ampdoctor runs?)"
+                    raise UserCodeError(said, trimmed_traceback(error), describe(error)) from error
                 except SyntaxError as error:
-                    if error.filename == str(self._file) and not has_user_frames(error):
-                        raise UserCodeError(_not_python(error), trimmed_traceback(error)) from error
-                    raise
+                    if error.filename != str(self._file):
+                        raise
+                    raise UserCodeError(_not_python(error), "".join(format_exception_only(error))) from error
         except (FactoryError, StepHalted):
             if not run.is_left():
                 raise
