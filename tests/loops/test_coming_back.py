@@ -1,4 +1,4 @@
-"""A step of a script comes back from a snapshot: its counters, prefetched batches, environments and averages with it."""
+"""A step of a script comes back from a snapshot, with its counters, prefetched batches, environments and averages."""
 
 from __future__ import annotations
 
