@@ -35,13 +35,11 @@ class Script:
 
     Attributes:
         name: Its file's name without `.py`.
-        backwards: How many backwards one turn of its training loop makes.
         sick: What makes it sick, and the truth about it.
         draws_its_batches: Does the body draw them itself, from a generator that no snapshot brings back?
     """
 
     name: str
-    backwards: int
     sick: Truth
     draws_its_batches: bool = False
 
@@ -54,7 +52,6 @@ class Script:
 SCRIPTS = (
     Script(
         name="nanogpt",
-        backwards=2,
         sick=Truth(
             arguments=("--learning_rate=3.0",),
             policies=("cuda",),
@@ -69,12 +66,10 @@ SCRIPTS = (
     ),
     Script(
         name="vision_ema",
-        backwards=1,
         sick=Truth(arguments=("--norm-per-image",), found={"code": "AMP204", "step": 6, "tensor": "0.1.0"}),
     ),
     Script(
         name="gan",
-        backwards=3,
         sick=Truth(
             arguments=("--log-loss", "--lrD", "0.02"),
             found={"code": "AMP202", "step": 4, "module": "", "op": "aten.log", "line": "gan.py:148"},
@@ -82,7 +77,6 @@ SCRIPTS = (
     ),
     Script(
         name="ppo",
-        backwards=16,
         sick=Truth(
             arguments=("--bf16", "--learning-rate", "5e-5"),
             found={"code": "AMP501", "step": 0, "module": "actor.2", "op": "aten.add_"},
@@ -90,7 +84,6 @@ SCRIPTS = (
     ),
     Script(
         name="diffusion",
-        backwards=2,
         draws_its_batches=True,
         sick=Truth(
             arguments=("--zero_snr",),

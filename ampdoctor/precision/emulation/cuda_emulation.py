@@ -23,6 +23,7 @@ from torch.amp import autocast_mode, grad_scaler
 from ampdoctor.precision.emulation.gpu import card
 from ampdoctor.precision.emulation.gpu.answers import Answers
 from ampdoctor.precision.emulation.gpu.devices import DeviceRedirection
+from ampdoctor.precision.emulation.gpu.kernels import AttentionKernels
 from ampdoctor.precision.emulation.gpu.lasting import lasting_emulation
 from ampdoctor.precision.emulation.gpu.libraries import forget_what_was_heard
 from ampdoctor.precision.emulation.gpu.processes import OneProcess
@@ -68,7 +69,8 @@ class _Installed:
         self.replacements = Replacements()
         self.answers = Answers(self.active, self.says_yes, self.note)
         self.stand_ins = StandIns(self.active, self.say)
-        for part in (DeviceRedirection(self.active, self.note), self.answers, OneProcess(self.active), self.stand_ins):
+        devices, kernels = DeviceRedirection(self.active, self.note), AttentionKernels(self.active)
+        for part in (devices, self.answers, kernels, OneProcess(self.active), self.stand_ins):
             part.declare(self.replacements)
         self.cuda_state: tuple[bool, torch.dtype] | None = None
 

@@ -55,7 +55,7 @@ class MainModule:
         if self._inside:
             yield
             return
-        before = dict(sys.modules)
+        before = sys.modules.copy()
         hidden = [name for name, module in before.items() if self._hides(name, module)]
         finder = _Finder(self._edits, self._seam)
         for name in hidden:
@@ -68,7 +68,7 @@ class MainModule:
         finally:
             self._inside = False
             sys.meta_path.remove(finder)
-            for name, module in list(sys.modules.items()):
+            for name, module in sys.modules.copy().items():  # a finaliser may import meanwhile
                 if before.get(name) is not module and (name == _MAIN or _is_users(module)):
                     self._own[name] = sys.modules.pop(name)
             sys.modules.update({name: before[name] for name in (*hidden, *self._own) if name in before})

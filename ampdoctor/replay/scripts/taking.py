@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,21 +18,28 @@ from ampdoctor.replay.scripts.files import Files
 from ampdoctor.replay.scripts.seam import Body, entered
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Stepping:
     """What the steps of a run have in common, of ours.
 
     Attributes:
         scalers: The run's own.
         files: What it writes.
-        held: What lives as long as the run: contexts around the loop, variables of the functions that it was left in.
+        held: Contexts around the loop, which stay entered as long as this lives; a file among them is closed then.
+        seen: Variables of the functions that the loop was left in: what they hold lives as long.
         over: Has an entry once the loop would have ended.
     """
 
     scalers: tuple[Any, ...]
     files: Files
     held: tuple[Any, ...]
+    seen: Any
     over: list[bool]
+
+    def __post_init__(self) -> None:
+        for file in self.held:
+            if isinstance(file, io.IOBase):
+                weakref.finalize(self, file.close)
 
 
 def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:

@@ -52,6 +52,8 @@ SERVED = {
     "torch.cuda.FloatTensor([1.0]).type('torch.cuda.HalfTensor').dtype == torch.float16": True,
     "isinstance(torch.ones(1), torch.cuda.FloatTensor)": True,
     "torch.fft.fftfreq(4, device='cuda').shape == (4,)": True,
+    "torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged, device='cuda').size(0)": 1,
+    "torch.cuda.cudart().cudaProfilerStart()": 0,
     "torch.cuda.is_current_stream_capturing()": False,
 }
 
@@ -159,3 +161,10 @@ def test_map_locations_lead_to_the_cpu(tmp_path):
     with emulate_cuda():
         for place in (lambda storage, _: storage.cuda(0), {"cuda:0": "cuda:0"}, {"cuda:1": torch.device("cuda:0")}):
             assert torch.load(tmp_path / "w.pt", map_location=place)["w"].sum() == 2
+
+
+@pytest.mark.parametrize("kernel", ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH"])
+def test_attention_kernels_that_only_a_gpu_has(kernel):
+    q = torch.ones(1, 1, 4, 8, dtype=torch.float16)
+    with emulate_cuda(), torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
+        assert torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).shape == q.shape

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,6 +47,8 @@ def _set_states(states: Any, *_args: Any, **_kwargs: Any) -> None:
         _set_state(state)
 
 
+_CUDART: Final = SimpleNamespace(**dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop"), _always(0)))
+"""The CUDA runtime, as far as training code calls it."""
 _YES: Final = _always(True)
 _ONE: Final = _always(1)
 _ZERO: Final = _always(0)
@@ -83,6 +87,7 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     "memory_summary": _now(card.memory_summary),
     "memory_snapshot": _now(list),
     "list_gpu_processes": _always(""),
+    "get_per_process_memory_fraction": _always(1.0),
     **dict.fromkeys(
         (
             "empty_cache",
@@ -124,6 +129,7 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
         **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
         **_STREAMS,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), _always(-1)),
+        "cudart": _always(_CUDART),
         "get_device_name": _always(card.CARD.name),
         "get_device_capability": _always(card.CAPABILITY),
         "get_device_properties": _always(card.CARD),
@@ -155,6 +161,7 @@ CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
         **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
     },
     torch: {"Stream": streams.Stream, "Event": streams.Event},
+    torch.accelerator: {"device_index": nullcontext},
 }
 """By module: classes, and the classes that stand in their place: annotations name them too."""
 

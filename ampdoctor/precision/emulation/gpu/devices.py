@@ -63,10 +63,13 @@ class DeviceRedirection:
         replace(torch.Tensor, "cuda", self._cuda)
         for name in ("pin_memory", "record_stream"):
             replace(torch.Tensor, name, self._stay)
-        for owner in (torch.UntypedStorage, torch.TypedStorage):  # of `map_location=lambda storage, _: storage.cuda()`
-            replace(owner, "cuda", self._stay)
-        for name in ("fftfreq", "rfftfreq"):
-            replace(torch.fft, name, self._factory)
+        for storage in (
+            torch.UntypedStorage,
+            torch.TypedStorage,
+        ):  # of `map_location=lambda storage, _: storage.cuda()`
+            replace(storage, "cuda", self._stay)
+        for module, name in ((torch.fft, "fftfreq"), (torch.fft, "rfftfreq"), (torch.nested, "nested_tensor")):
+            replace(module, name, self._factory)
         replace(torch.Tensor, "type", self._type)
         replace(torch, "set_default_tensor_type", self._default_type)
         replace(_BaseDataLoaderIter, "__init__", self._iterate)

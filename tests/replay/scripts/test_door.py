@@ -1,0 +1,398 @@
+"""A script as a target: run as `python FILE` would run it, up to its loop; what it does besides; what is said else."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import ampdoctor
+from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.replay.scripts.target import load_target
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+HEAD = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(1)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """
+for i in range(20):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The working folder is an empty one."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Returns a function that writes a file of the working folder; a body without a head gets the common one."""
+
+    def written(body, name="train.py", head=HEAD):
+        place = tmp_path / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(head + textwrap.dedent(body))
+        return place
+
+    return written
+
+
+def steps_of(target="train.py", steps=3, **request):
+    """The session's first steps: their losses, the session, and the replay's notes."""
+    with open_replay(ReplayRequest(factory=target, **request)) as replay:
+        session = replay.session()
+        outcomes = [session.step(step) for step in range(steps) if session.has_step(step)]
+        session.close()
+        return outcomes, session, replay.notes
+
+
+def bare_losses(steps=3):
+    """The losses of HEAD and LOOP, as Python computes them."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).pow(2).mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def test_a_loop_at_the_top_of_a_script(write):
+    write(LOOP)
+    outcomes, session, notes = steps_of()
+    assert [outcome.loss for outcome in outcomes] == bare_losses()
+    assert [outcome.optimizer_steps for outcome in outcomes] == [1, 1, 1]
+    assert (session.precision.compute, list(session.optimizers), notes) == ("fp32", ["optimizer"], [])
+
+
+def test_a_snapshot_puts_the_loops_variables_back(write):
+    write(
+        """
+        count, seen, best = 0, [], None
+        def train():
+            global count
+            total = 0.0
+            while count < 20:
+                optimizer.zero_grad()
+                loss = model(torch.randn(8, 4)).pow(2).mean() + 0.1 * count + 0.01 * len(seen) + total
+                loss.backward()
+                optimizer.step()
+                count += 1
+                total += loss.item()
+                seen.append(loss.item())
+        if __name__ == "__main__":
+            train()
+        """
+    )
+    with open_replay(ReplayRequest(factory="train.py")) as replay:
+        session = replay.session()
+        session.has_step(0)
+        start = session.snapshot()
+        first = [session.step(step).loss for step in range(3) if session.has_step(step)]
+        start.restore()
+        assert [session.step(step).loss for step in range(3)] == first
+        fresh = replay.session()
+        assert [fresh.step(step).loss for step in range(3) if fresh.has_step(step)] == first
+        assert len(set(first)) == 3
+
+
+def test_it_runs_as_python_runs_it(write, tmp_path):
+    write("def size():\n    return 4\n", "helper.py", head="")
+    write("def more():\n    import late\n    return late.VALUE\n", "lib/thing.py", head="")
+    write("", "lib/__init__.py", head="")
+    write("VALUE = 3\n", "late.py", head="")
+    write(
+        """
+        import dataclasses, json, pickle
+        from helper import size
+        from lib.thing import more
+        @dataclasses.dataclass
+        class Config:
+            n: int = 0
+        with open("said.txt", "a") as file:
+            file.write(json.dumps([__name__, __file__, sys.argv, sys.path[0], size(), __package__]) + "\\n")
+        assert pickle.loads(pickle.dumps(Config(2))) == Config(2)
+        for i in range(20):
+            assert sys.modules["__main__"].Config is Config and pickle.loads(pickle.dumps(Config(i))).n == i
+            loss = model(torch.randn(8, 4)).pow(2).mean() * more()
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    main, modules = sys.modules["__main__"], set(sys.modules)
+    steps_of(script_arguments=("--a", "b c"))
+    folder = tmp_path.as_posix()
+    said = set((tmp_path / "said.txt").read_text().splitlines())
+    assert said == {f'["__main__", "{folder}/train.py", ["{folder}/train.py", "--a", "b c"], "{folder}", 4, null]'}
+    assert sys.modules["__main__"] is main
+    assert not {"helper", "lib", "late"} & (set(sys.modules) - modules)
+
+
+def test_a_loop_in_a_file_beside_the_script(write):
+    write(
+        """
+        class Engine:
+            def __init__(self, model):
+                self.net, self.__scale = model, 2.0
+                self.opt = __import__("torch").optim.SGD(model.parameters(), lr=0.1)
+            def evaluate(self):
+                return self._run(range(30), train=False)
+            def fit(self):
+                for epoch in range(3):
+                    self.evaluate()
+                    self._run(range(30), train=True)
+            def _run(self, xs, train):
+                import torch
+                with torch.set_grad_enabled(train), open("log.txt", "a") as log:
+                    for x in xs:
+                        loss = self.net(torch.full((8, 4), float(x))).pow(2).mean() / self.__scale
+                        log.write(f"{x} ")
+                        if train:
+                            loss.backward()
+                            if (x + 1) % 3 == 0:
+                                self.opt.step()
+                                self.opt.zero_grad()
+        """,
+        "engine.py",
+        head="",
+    )
+    write("from engine import Engine\nEngine(model).fit()\n")
+    outcomes, session, _ = steps_of(steps=4)
+    assert [outcome.optimizer_steps for outcome in outcomes] == [1, 1, 1, 1]
+    assert session.batches_of(1) == [[3, 4, 5]]
+
+
+def test_several_models_and_optimizers_have_their_names(write):
+    write(
+        """
+        parts = {"policy": nn.Linear(4, 4), "value": nn.Linear(4, 1)}
+        frozen = nn.Linear(4, 4)
+        optims = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts.values()]
+        scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+        unused = torch.optim.SGD(frozen.parameters(), lr=1.0)
+        for i in range(20):
+            with torch.autocast("cuda", dtype=torch.float16):
+                x = parts["policy"](frozen(torch.randn(8, 4)))
+                first, second = x.float().pow(2).mean(), parts["value"](x).float().mean()
+            scaler.scale(first + second).backward()
+            for optim in optims:
+                scaler.step(optim)
+                optim.zero_grad()
+            scaler.update()
+        """
+    )
+    outcomes, session, _ = steps_of()
+    assert [name for name, _ in session.model.named_children()] == ["policy", "value"]
+    assert list(session.optimizers) == ["optims0", "optims1"]
+    assert (session.precision.compute, session.scaler.get_scale()) == ("fp16", 8.0)
+    assert [outcome.optimizer_steps for outcome in outcomes] == [2, 2, 2]
+    assert all(abs(outcome.loss) < 50 for outcome in outcomes), "the losses are those before the scale"
+
+
+@pytest.mark.parametrize(
+    ("loops", "items"),
+    [
+        ("for epoch in range(9):\n    for part in range(3):\n        update()\n", list(range(9))),
+        ("for epoch in range(2):\n    for part in range(3):\n        update()\n", [0, 1, 2]),
+        ("for epoch in range(2):\n    for part in range(30):\n        update()\n", list(range(30))),
+        ("for epoch in ampdoctor.steps(range(5)):\n    for part in range(30):\n        update()\n", list(range(5))),
+    ],
+    ids=["minibatches", "a short training", "epochs", "marked"],
+)
+def test_which_loop_it_is(write, loops, items):
+    update = "def update():\n    model(torch.ones(1, 4)).pow(2).mean().backward()\n    optimizer.step()\n"
+    write(f"import ampdoctor\n{update}{loops}")
+    with open_replay(ReplayRequest(factory="train.py")) as replay:
+        session = replay.session()
+        found = [session.batches_of(step)[0][0] for step in range(40) if session.has_step(step)]
+        assert found == items
+
+
+def test_steps_are_nothing_but_the_iterable_elsewhere():
+    batches = [1, 2]
+    assert ampdoctor.steps(batches) is batches
+    assert [step for step, _ in zip(ampdoctor.steps(), range(3), strict=False)] == [0, 1, 2]
+
+
+def test_a_region_of_autocast_around_the_loop_shows_its_old_casts(write):
+    write(
+        """
+        model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for i in range(20):
+                optimizer.zero_grad()
+                loss = (model(torch.randn(16, 4)).float() - 1).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+        """
+    )
+    assert "AMP210" in [finding.code for finding in bisect_nan(ReplayRequest(factory="train.py")).findings]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_there_stays_as_it_is(write, tmp_path):
+    write("with open('config.json', 'w') as file:\n    file.write('{}')\n" + LOOP)
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(FactoryError, match=r"opens config.json for writing at train.py:\d+ before its training loop"):
+        steps_of()
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_new_files_are_made_and_told_of(write, tmp_path):
+    config = "with open('out/config.json', 'w') as file:\n    file.write('{}')\n"
+    write(f"import os\nos.makedirs('out', exist_ok=True)\n{config}{LOOP}")
+    _, _, notes = steps_of()
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert notes == [
+        (
+            "train.py opens out/config.json for writing at train.py:10 before its training loop, and so does "
+            "each replay of it"
+        ),
+    ]
+
+
+def test_replayed_steps_save_no_checkpoint(write, tmp_path):
+    write(
+        """
+        import numpy
+        from safetensors.torch import save_file
+        """
+        + textwrap.indent(LOOP, " " * 8)
+        + """
+            torch.save(model.state_dict(), "last.pt")
+            save_file(model.state_dict(), "last.safetensors")
+            numpy.save("loss.npy", loss.item())
+        """
+    )
+    (tmp_path / "last.pt").write_text("mine")
+    _, _, notes = steps_of()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "train.py"]
+    assert (tmp_path / "last.pt").read_text() == "mine"
+    assert notes == ["train.py:18 saves a checkpoint; replayed steps do not"]
+
+
+def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
+    write(
+        """
+        try:
+            for i in range(20):
+                model(torch.randn(8, 4)).mean().backward()
+                optimizer.step()
+        except BaseException:
+            open("crash.txt", "w").close()
+            raise
+        finally:
+            torch.save(model.state_dict(), "last.pt")
+        """
+    )
+    (tmp_path / "last.pt").write_text("mine")
+    steps_of()
+    assert (tmp_path / "last.pt").read_text() == "mine"
+    assert not (tmp_path / "crash.txt").exists()
+
+
+# -- what is no training ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("print(1)\n", "train.py ended without a training step"),
+        ("sys.exit('no data')\n", r"the script train.py ended with sys.exit\(no data\) before a training step"),
+        ("def f(:\n", "train.py, line 8 is not valid Python"),
+        ("import no_such_module\n", r"No module named 'no_such_module' \(is it installed where ampdoctor runs\?\)"),
+        ("model(torch.ones(3, 5))\n", "the script train.py raised RuntimeError: mat1 and mat2"),
+        (
+            "def f():\n    for i in range(9):\n        yield i\n        optimizer.step()\nlist(f())\n",
+            r"train.py:9 has a yield or an await in it",
+        ),
+        (
+            (
+                "w = torch.zeros(3, requires_grad=True)\no = torch.optim.SGD([w], lr=0.1)\n"
+                "for i in range(20):\n    w.sum().backward()\n    o.step()\n"
+            ),
+            r"the loop at train.py:10 steps SGD, but sees no torch.nn.Module with their parameters",
+        ),
+    ],
+)
+def test_one_sentence_says_why_there_is_nothing_to_replay(write, body, said):
+    write(body)
+    with pytest.raises(FactoryError, match=said) as caught:
+        steps_of()
+    text = getattr(caught.value, "traceback_text", "")
+    assert "/ampdoctor/replay/" not in text
+
+
+@pytest.mark.parametrize("body", ["loss = model(torch.randn(8, 5))", "helper(model)"])
+def test_an_error_in_a_step_shows_the_users_lines(write, body):
+    write("def helper(model):\n    raise ValueError('late')\n", "helping.py", head="")
+    write(
+        f"from helping import helper\nif __name__ == '__main__':\n    for i in range(20):\n        if i == 2:\n"
+        f"            {body}\n        model(torch.ones(1, 4)).mean().backward()\n        optimizer.step()\n"
+    )
+    with pytest.raises(UserCodeError) as caught:
+        bisect_nan(ReplayRequest(factory="train.py"))
+    text = caught.value.traceback_text
+    assert text.count("Traceback") == 1
+    assert 'train.py", line 12, in <module>' in text
+    assert "/ampdoctor/" not in text
+
+
+def test_a_file_with_a_sure_factory_is_not_run(write):
+    write("def make_run() -> 'TrainingRun':\n    return None\nraise SystemExit\n")
+    with pytest.raises(FactoryError, match=r"names no function: .*has make_run"):
+        load_target("train.py")
+
+
+def test_arguments_are_a_factorys_too(write):
+    write(
+        "import sys\nfrom ampdoctor import TrainingRun\nSEEN = list(sys.argv)\ndef make_run():\n    assert "
+        "sys.argv == SEEN\n    return torch.nn.Linear(*map(int, sys.argv[1:]))\n",
+        head="import torch\n",
+    )
+    target = load_target("train.py:make_run", script_arguments=("3", "5"))
+    assert target.make(batches=[1], loss=lambda model, batch: None).model.out_features == 5
+
+
+def test_options_of_a_factory_are_refused(write):
+    write(LOOP)
+    with pytest.raises(FactoryError, match=r"train.py is a script and no factory: leave out --arg and --loss"):
+        load_target("train.py").make({"a": 1}, loss="train:loss")
+
+
+def test_a_checkpoint_is_loaded_and_its_steps_passed_over(write, tmp_path):
+    write(LOOP.replace("torch.randn(8, 4)", "torch.full((8, 4), float(i))"))
+    with open_replay(ReplayRequest(factory="train.py")) as replay:
+        session = replay.session()
+        for step in range(3):
+            assert session.has_step(step)
+            session.step(step)
+        state = {"model": session.model.state_dict(), "optimizer": session.optimizers["optimizer"].state_dict()}
+        torch.save(state, tmp_path / "last.pt")
+    run = load_target("train.py").make()
+    assert next(run.batches(start=3)) == [3]
+    with open_replay(ReplayRequest(factory="train.py", checkpoint="last.pt")) as replay:
+        session = replay.session()
+        model = torch.load("last.pt")["model"]
+        assert all(torch.equal(a, b) for a, b in zip(session.model.parameters(), model.values(), strict=True))
