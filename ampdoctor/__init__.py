@@ -12,6 +12,7 @@ from ampdoctor.evidence import notebook
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
+    from ampdoctor.loop.marked import steps
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -35,6 +36,7 @@ __all__ = [
     "recommend",
     "scan",
     "scan_several",
+    "steps",
 ]
 
 _HOME = {
@@ -47,6 +49,7 @@ _HOME = {
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
     "scan_several": "ampdoctor.workflows.scan_several",
+    "steps": "ampdoctor.loop.marked",
 }
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.standing import Standing, standing_of
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
@@ -25,6 +27,7 @@ class LoadedCheckpoint:
         optimizers: Optimizer state dicts by path, in the form that `Optimizer.load_state_dict` takes.
         scaler: State dict of the first loss scaler; None if there is none.
         global_step: Training step, if stored.
+        standing: Random numbers, schedules and places in the data, as far as they were saved.
         log: Training log stored beside the weights.
         format: The recognised layout.
         files: Files that were read, relative to `path`.
@@ -42,6 +45,7 @@ class LoadedCheckpoint:
     files: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = field(default=())
     errors: tuple[ErrorNote, ...] = field(default=())
+    standing: Standing = field(default_factory=Standing)
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
@@ -65,6 +69,7 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
         }
         optimizers = {key: _load(state, None) for key, state in checkpoint.optimizers().items()}
         scalers = [_load(state, None) for state in checkpoint.scaler_dicts().values()]
+        standing = standing_of(checkpoint, Path(path))
         checkpoint.require_unchanged()
         return LoadedCheckpoint(
             model=next(iter(models.values()), None),
@@ -77,6 +82,7 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
             files=tuple(f.path for f in checkpoint.files),
             skipped=checkpoint.skipped,
             errors=checkpoint.errors,
+            standing=standing,
         )
 
 

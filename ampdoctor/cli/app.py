@@ -15,6 +15,7 @@ from ampdoctor.cli.commands.rule import rule
 from ampdoctor.cli.commands.scan import scan
 from ampdoctor.cli.process.streams import write_stdout
 from ampdoctor.cli.settings.configured import ConfiguredCommand, configured
+from ampdoctor.cli.settings.script_arguments import ReplayCommand
 
 _EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
 
@@ -46,13 +47,13 @@ def ampdoctor(
     """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
 
 
-for _name, _command in (
-    ("scan", scan),
-    ("bisect-nan", bisect_nan),
-    ("profile", profile),
-    ("recommend", recommend),
-    ("merge", merge),
+for _name, _command, _kind in (
+    ("scan", scan, ConfiguredCommand),
+    ("bisect-nan", bisect_nan, ReplayCommand),
+    ("profile", profile, ReplayCommand),
+    ("recommend", recommend, ReplayCommand),
+    ("merge", merge, ConfiguredCommand),
 ):
-    app.command(_name, cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))
+    app.command(_name, cls=_kind, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))
 for _name, _command in (("rule", rule), ("env", env)):
     app.command(_name, epilog=_EPILOG)(_command)

@@ -6,13 +6,14 @@ import contextlib
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.adapter import Adapter
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.training_run import TrainingRun, kind_of
@@ -31,6 +32,7 @@ class LoadedFactory:
         name: What the user wrote, or the function's own name; for reports and errors.
         function: The user's callable.
         argv0: `sys.argv[0]` while their code runs; None if the callable was passed itself.
+        script_arguments: What follows it in `sys.argv`.
         path: Folders that are first on `sys.path` while their code runs.
         app_dir: As given to `load_factory`.
         environment: As given to `load_factory`.
@@ -39,6 +41,7 @@ class LoadedFactory:
     name: str
     function: Callable[..., Any]
     argv0: str | None = None
+    script_arguments: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     app_dir: str | None = None
     environment: Environment = contextlib.nullcontext
@@ -55,7 +58,8 @@ class LoadedFactory:
         Raises:
             UserCodeError: The code raised.
         """
-        with self.environment(), user_code(self.argv0, what=what, path=self.path):
+        entered = user_code(self.argv0, what=what, path=self.path, arguments=self.script_arguments)
+        with self.environment(), entered:
             yield
 
     def make(
@@ -92,7 +96,7 @@ class LoadedFactory:
         given = {"--batches": batches, "--loss": loss}
         adapter = adapter_of(made)
         if adapter is not None or isinstance(made, TrainingRun):
-            run = made if adapter is None else adapter.run_of(made)
+            run = made if adapter is None else self._started(adapter, made)
             open_loss = adapter is not None and run.loss is not None  # a framework's loop around a loss of the user's
             extra = [option for option, value in given.items() if value is not None]
             if extra and not (open_loss and extra == ["--loss"]):
@@ -112,6 +116,12 @@ class LoadedFactory:
             )
         return TrainingRun(model=made, batches=self._part(batches, "--batches"), loss=self._part(loss, "--loss"))
 
+    def _started(self, adapter: Adapter, made: Any) -> TrainingRun:
+        """A framework's training, set up by itself and stopped at its first step, is user code as well."""
+        what = f"the start of {adapter.name}'s training"
+        with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=True):
+            return adapter.run_of(made)
+
     def _part(self, part: Any, option: str) -> Any:
         if not isinstance(part, str):
             return part
@@ -124,6 +134,7 @@ def load_factory(
     app_dir: str | None = None,
     *,
     environment: Environment | None = None,
+    script_arguments: Sequence[str] = (),
 ) -> LoadedFactory:
     """Import the factory that `factory` names; it is not called yet.
 
@@ -131,6 +142,7 @@ def load_factory(
         factory: `package.module:function`, `path/to/file.py:function`, or the function itself.
         app_dir: First folder of the import path (after a file's own); the working directory by default.
         environment: Makes the context manager that surrounds the import and each later call.
+        script_arguments: What follows the file in `sys.argv` while its code runs.
 
     Raises:
         FactoryError: The name has neither form, its file, module or attribute does not exist, or it is not callable.
@@ -145,10 +157,18 @@ def load_factory(
     spec = Spec.parse(factory)
     path = spec.search_path(app_dir)
     with around():
-        function = load_object(spec, path=path)
+        function = load_object(spec, path=path, arguments=script_arguments)
         _check_callable(function, factory)
     argv0 = getattr(sys.modules.get(spec.module), "__file__", None) or spec.argv0
-    return LoadedFactory(name=factory, function=function, argv0=argv0, path=path, app_dir=app_dir, environment=around)
+    return LoadedFactory(
+        name=factory,
+        function=function,
+        argv0=argv0,
+        script_arguments=tuple(script_arguments),
+        path=path,
+        app_dir=app_dir,
+        environment=around,
+    )
 
 
 def _check_callable(value: object, name: str) -> None:

@@ -251,6 +251,11 @@ class Session:
             stack.callback(setattr, self, "_probes", before)
             yield
 
+    @property
+    def is_watched(self) -> bool:
+        """Is a probe attached?"""
+        return bool(self._probes)
+
     def has_step(self, step: int) -> bool:
         """Does optimizer step `step` have its batches? Batches that are not on the tape yet are drawn."""
         needed = (step + 1) * self.batches_per_step

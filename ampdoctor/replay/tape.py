@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.errors import FactoryError
 from ampdoctor.loop.nested import copy_batch, iter_tensors
+from ampdoctor.replay.positioning.place import DataPlace, drawn
+from ampdoctor.replay.positioning.start import takes_start
 
 if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
@@ -34,11 +35,13 @@ class BatchTape:
     Attributes:
         cut: True if a batch was released to keep within `ROOM`; `rewind` draws from the start again.
         size: Bytes of the batches that are held.
+        place: Where the batches begin; to be set before the first is drawn.
     """
 
     def __init__(self, run: TrainingRun) -> None:
         self.cut = False
         self.size = 0
+        self.place = DataPlace()
         self._batches: list[Any] = []
         self._sizes: list[int] = []
         self._run = run
@@ -56,7 +59,7 @@ class BatchTape:
         """
         while len(self._batches) < count and not self._exhausted:
             if self._iterator is None:
-                self._iterator = self._open()
+                self._iterator = drawn(self._run.batches, self.place)
             try:
                 batch = copy_batch(next(self._iterator))
             except StopIteration:
@@ -81,6 +84,12 @@ class BatchTape:
                 self.size -= self._sizes[index]
                 self.cut = True
 
+    @property
+    def is_placed(self) -> bool:
+        """Do the batches begin behind others, which a checkpoint's training has seen?"""
+        told = takes_start(self._run.batches) and self.place.steps > 0
+        return told or self.place.batches > 0 or self.place.state is not None
+
     def rewind(self) -> None:
         """Forget the drawn batches; the next draw opens the source again, in the random state of that moment."""
         self._batches.clear()
@@ -102,14 +111,6 @@ class BatchTape:
 
     def __len__(self) -> int:
         return len(self._batches)
-
-    def _open(self) -> Iterator[Any]:
-        source = self._run.batches
-        made = source() if isinstance(source, Callable) and not hasattr(source, "__iter__") else source  # type: ignore[arg-type]
-        try:
-            return iter(made)  # type: ignore[arg-type]
-        except TypeError:
-            raise FactoryError(f"TrainingRun(batches=...) gave {type(made).__name__}, which is not iterable") from None
 
 
 def _bytes(tensor: torch.Tensor) -> int:

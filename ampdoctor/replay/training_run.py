@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.positioning.start import takes_start
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,8 @@ class TrainingRun:
     Args:
         model: The model, in the mode (train or eval) in which the loop runs it.
         batches: Re-iterable, or a callable that returns an iterator. A one-shot generator is refused: a replay draws
-            the same batches again.
+            the same batches again. A callable with a parameter `start` is called with the number of optimizer steps
+            that the checkpoint holds, 0 without one, and begins with the batch of the step after them.
         loss: `loss(model, batch) -> Tensor`: forward and loss as in the user's loop; called under autocast. May be
             omitted where `step` is given.
         optimizer: An optimizer, a mapping of names to optimizers, or a callable `model -> either`. Without one, the
@@ -57,7 +59,7 @@ class TrainingRun:
     """
 
     model: nn.Module
-    batches: Iterable[Any] | Callable[[], Iterator[Any]]
+    batches: Iterable[Any] | Callable[..., Iterator[Any]]
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     optimizer: Any = None
     scheduler: Any = None
@@ -73,6 +75,23 @@ class TrainingRun:
     move: Callable[[Any, Any], Any] | None = None
     load: Callable[[TrainingRun, Any], None] | None = None
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_trainer(cls, trainer: Any, **arguments: Any) -> TrainingRun:
+        """Returns the run of a Hugging Face Trainer: its own step, batches, precision and scaler.
+
+        Its `train()` sets it up for real and is stopped at the first update, so that it is not called again.
+
+        Args:
+            trainer: A `transformers.Trainer`, or a subclass (TRL's), with any model (PEFT's).
+            arguments: Those of its `train()`, as `resume_from_checkpoint="out/checkpoint-400"`.
+
+        Raises:
+            FactoryError: It trains with DeepSpeed's engine, FSDP, FP8 or several devices, which is not replayed.
+        """
+        from ampdoctor.replay.frameworks.trainer_parts import trainer_parts
+
+        return cls(**trainer_parts(trainer, arguments))
 
     @classmethod
     def from_lightning(cls, module: Any, trainer: Any = None, data: Any = None, **arguments: Any) -> TrainingRun:
@@ -244,8 +263,9 @@ def _check_takes(name: str, function: Callable[..., Any], arguments: tuple[str, 
     signature = _signature(function)
     if signature is None:
         return
+    named = {"start": 0} if name == "batches" and takes_start(function) else {}
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **named)
     except TypeError as error:
         raise FactoryError(
             f"TrainingRun({name}=...) is called as {name}({', '.join(arguments)}), but it takes {signature}"

@@ -29,16 +29,23 @@ _HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.s
 
 
 @contextlib.contextmanager
-def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequence[str] = ()) -> Iterator[None]:
+def user_code(
+    argv0: str | None = None,
+    *,
+    what: str = "the factory",
+    path: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> Iterator[None]:
     """Make the body believe that it runs in a process of its own: `python argv0`.
 
     What it prints, also from C++ and from child processes, goes to stderr: stdout carries the report and nothing else.
     All of it is undone afterwards, whatever the body does. Calls may be nested.
 
     Args:
-        argv0: `sys.argv` is `[argv0]` inside; None leaves it alone.
+        argv0: `sys.argv` begins with it inside; None leaves that alone.
         what: What runs; the subject of the error's sentence.
         path: Folders that are first on `sys.path` inside, in this order.
+        arguments: What follows in `sys.argv`.
 
     Raises:
         UserCodeError: The body raised, be it `SystemExit` or another `BaseException`. Ampdoctor's own errors about the
@@ -50,7 +57,7 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
     try:
         with prints_to_stderr(), import_path(path), working_folder():
             if argv0 is not None:
-                sys.argv = [argv0]
+                sys.argv = [argv0, *arguments]
             yield
     except (KeyboardInterrupt, StepHalted):
         raise

@@ -112,7 +112,14 @@ def _siblings(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else []
 
 
-def load_object(spec: Spec, *, path: Sequence[str], what: str = "the factory", reuse: bool = False) -> Any:
+def load_object(
+    spec: Spec,
+    *,
+    path: Sequence[str],
+    what: str = "the factory",
+    reuse: bool = False,
+    arguments: Sequence[str] = (),
+) -> Any:
     """Import the module that `spec` names and return its object.
 
     Args:
@@ -121,13 +128,15 @@ def load_object(spec: Spec, *, path: Sequence[str], what: str = "the factory", r
         what: The object's purpose, for the error's sentence ("the factory", "--loss").
         reuse: False: execute a file outside any package anew. True: only if it is not loaded yet, so that two objects
             of one file share its classes.
+        arguments: What follows the file in `sys.argv` meanwhile.
 
     Raises:
         FactoryError: There is no such module or attribute.
         UserCodeError: Importing it raised.
     """
     importing = f"importing {what} {spec.text!r}"
-    with user_code(spec.argv0, what=importing, path=path), building(importing, (Path.cwd(), *path), imports=True):
+    entered = user_code(spec.argv0, what=importing, path=path, arguments=arguments)
+    with entered, building(importing, (Path.cwd(), *path), imports=True):
         importlib.invalidate_caches()
         try:
             module = (
@@ -255,15 +264,23 @@ def factories_in(file: Path) -> list[str]:
     A factory returns a TrainingRun, or says by its annotation or its name that it makes one or a model. What calls
     `backward` or `step` itself is a training, whatever its name.
     """
+    likely = [(_likeness(node), node.name) for node in _public_functions(file) if not _trains(node)]
+    return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
+
+
+def _public_functions(file: Path) -> list[ast.FunctionDef]:
     try:
         if file.stat().st_size > _LONGEST_SOURCE:
             return []
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    public = (node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
-    likely = [(_likeness(node), node.name) for node in public if not _trains(node)]
-    return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def sure_factories_in(file: Path) -> list[str]:
+    """Returns the functions of a file that return a TrainingRun, or say so by their annotation; nothing is run."""
+    return [node.name for node in _public_functions(file) if _makes_run(node)]
 
 
 def makes_run(function: Any) -> bool:
@@ -274,9 +291,12 @@ def makes_run(function: Any) -> bool:
     except (OSError, TypeError, SyntaxError, ValueError):
         return False
     node = tree.body[0] if tree.body else None
-    return isinstance(node, ast.FunctionDef) and (
-        _likeness(node) == 0 or (node.returns is not None and "TrainingRun" in ast.unparse(node.returns))
-    )
+    return isinstance(node, ast.FunctionDef) and _makes_run(node)
+
+
+def _makes_run(function: ast.FunctionDef) -> bool:
+    annotated = function.returns is not None and "TrainingRun" in ast.unparse(function.returns)
+    return annotated or _likeness(function) == 0
 
 
 _UNLIKE = 4

@@ -3,12 +3,13 @@
 Pass 1 replays the steps with one reduction per tensor. A step that fires is rewound and traced op by op; the births
 that harm it give the cause, and the prescription is replayed. A run that stays clean is compared with fp32 before it
 counts as healthy. A failure that the user has set aside does not end the search, as long as the run goes on behind it.
+With `until_sick` it runs on for thousands of steps, and only the last ones are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -26,6 +27,7 @@ from ampdoctor.evidence.report import (
     Finding,
     Report,
     Skipped,
+    Verdict,
     finding_order,
     verdict_of,
 )
@@ -42,9 +44,10 @@ from ampdoctor.workflows.opening.history import history_findings, not_said_yet
 from ampdoctor.workflows.opening.in_half import nothing_in_half
 from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
 from ampdoctor.workflows.opening.path import module_types, path_section
-from ampdoctor.workflows.opening.request import keep_all
+from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.opening.unexamined import saw_anything, unexamined
+from ampdoctor.workflows.opening.until_sick import LAST, elsewhere, interrupted, only_looked_at
 from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.one_cause import led_on, told_once
 from ampdoctor.workflows.proving.proof import proof_of
@@ -72,7 +75,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
 
     Args:
         request: What to replay.
-        progress: Called after each step.
+        progress: Called after each step; with `until_sick` also before the first.
         set_aside: Decides what the user accepts. The search goes on behind a failure that it sets aside or makes less
             than an error, as long as the run stays finite.
 
@@ -81,10 +84,12 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
 
     Raises:
         AmpdoctorError: The run cannot be replayed; one sentence says why.
+        KeyboardInterrupt: Ctrl-C; with `until_sick` the report says what was known by then instead.
     """
     with open_replay(request) as replay:
         try:
-            report = _searched(replay, progress, set_aside, Alongside(request.compare_steps))
+            beside = None if request.until_sick else Alongside(request.compare_steps)
+            report = _searched(replay, progress, set_aside, beside)
         except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
             report = _searched(replay, progress, set_aside, None)
     return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
@@ -93,10 +98,15 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
 def _searched(
     replay: OpenReplay, progress: Progress | None, set_aside: SetAside, alongside: Alongside | None
 ) -> Report:
-    steps = replay.request.steps or DEFAULT_STEPS
+    request = replay.request
+    steps = request.max_steps or MOST_UNTIL_SICK if request.until_sick else request.steps or DEFAULT_STEPS
     search = _Search(replay, steps, progress, set_aside, alongside)
     try:
         search.run()
+    except KeyboardInterrupt:
+        if not (request.until_sick and search.outcomes):
+            raise
+        search.is_interrupted()
     finally:
         search.start.restore()
         search.session.close()
@@ -132,11 +142,15 @@ class _Search:
     _not_in_half: bool = False
     _nonfinite_steps: int = 0
     _compared: int = 0
+    _forgotten: int = 0
+    _looking_into: int | None = None
+    _watching: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
-        self.back = WayBack(self.steps)
+        self.back = WayBack(self.steps, self._beside_at_the_end if self.until_sick else 0)
+        self.back.also(0, self.start)
         resumed = self.replay.resumed
         fresh = resumed.collapsed_from if resumed is not None else None
         self.judge = Judge(self.look, self.steps, self.session.events.scale(), self.start, fresh)
@@ -150,6 +164,17 @@ class _Search:
     def thresholds(self) -> Thresholds:
         """The thresholds that the user has set."""
         return self.replay.request.thresholds
+
+    @property
+    def until_sick(self) -> bool:
+        """Does it run on until a step is not finite, comparing none on the way?"""
+        return self.replay.request.until_sick
+
+    @property
+    def _beside_at_the_end(self) -> int:
+        """How many of the last steps of a run until it is sick are held beside fp32."""
+        wanted = self.replay.request.compare_steps
+        return LAST if wanted is None else wanted
 
     # -- the search ----------------------------------------------------------------------------------------------
 
@@ -178,8 +203,18 @@ class _Search:
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
+        try:
+            return self._replayed_to_the_end()
+        finally:
+            self._watching.close()
+
+    def _replayed_to_the_end(self) -> bool:
         sentinel = self.look.sentinel()
+        if self.until_sick:
+            self._tell("replaying", 0)
         for step in self._steps():
+            if self.back.is_due(self.session, step) or not self.look.rewinds:
+                self._watching.close()  # a snapshot is of the run alone
             beside = self.alongside if self.alongside is not None and self.alongside.wants(self.session, step) else None
             self.back.passes(self.session, step, exact=beside is not None or not self.look.rewinds)
             outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
@@ -188,6 +223,7 @@ class _Search:
             state = self.back.random_state(step)
             left_out = outcome.skipped or outcome.passes_over
             self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out))
+            self._forget()
             if not left_out:
                 self._note_headroom(sentinel)
             self._tell("replaying", step + 1)
@@ -197,9 +233,10 @@ class _Search:
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
-            with self._telling(f"looking closely at step {step}"):
-                snapshot = self.back.to(step) if fired else self.back.nearest  # only used if the step fired
-                sick = self.judge.is_sick(snapshot, outcome, sentinel)
+            self._looking_into = step if fired else None
+            if fired:
+                self._watching.close()
+            snapshot, sick = self._judged(outcome, sentinel, fired=fired)
             if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
                 raise DoesNotComeBackError(f"step {step}")
             if sick:
@@ -214,7 +251,26 @@ class _Search:
                     raise DoesNotComeBackError(f"step {step}")
                 raise raised  # a mistake of the user's code: nothing non-finite led to it
             del snapshot  # the next one takes its memory
+            self._looking_into = None
         return False
+
+    def _forget(self) -> None:
+        """Let go of what was seen in steps to which nothing leads back in a run of thousands."""
+        if self.until_sick and self.back.begin > self._forgotten:
+            del self.seen[: self.back.begin - self._forgotten]
+            self._forgotten = self.back.begin
+
+    def is_interrupted(self) -> None:
+        """Ctrl-C has ended the search: what is known is the report."""
+        self.errors.append(interrupted(self.replay, self.outcomes, self._looking_into))
+
+    def _judged(self, outcome: StepOutcome, sentinel: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
+        """Returns the state before a step, or an earlier one if the step did not fire; and whether it is sick."""
+        step = outcome.step
+        with self._telling(f"looking closely at step {step}"):
+            snapshot = self.back.to(step) if fired else self.back.nearest
+            self.judge.earlier = (self.back.begin, self.back.farthest) if fired and self.until_sick else None
+            return snapshot, self.judge.is_sick(snapshot, outcome, sentinel)
 
     def _steps(self) -> Iterator[int]:
         """Yields the steps to replay, as many as were asked for, or as there are batches."""
@@ -229,7 +285,12 @@ class _Search:
         """Ask for more steps than the usual few, where fp32 moves nothing in any of them: a learning rate of 0."""
         seen = {} if self.alongside is None else self.alongside.seen
         compared = [beside.comparison for beside in seen.values() if beside.comparison is not None]
-        if self.replay.request.steps is not None or not compared or not all(is_at_rest(one) for one in compared):
+        if (
+            self.until_sick
+            or self.replay.request.steps is not None
+            or not compared
+            or not all(is_at_rest(one) for one in compared)
+        ):
             return
         if self.steps == DEFAULT_STEPS:
             self.replay.notes.append(
@@ -238,7 +299,13 @@ class _Search:
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
-        """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""
+        """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin.
+
+        With `until_sick` the probe stays attached from step to step: to attach it is to look at all state.
+        """
+        if self.until_sick:
+            self._watch(sentinel)
+            return self.session.attempt(step)
         first: Seen | None = None
         own = {} if beside is None else self.session.reached.beyond()
         if beside is None or not beside.proved:
@@ -262,6 +329,10 @@ class _Search:
         if twin is not None and outcome.raised is None:
             beside.note(self.session, twin, outcome, sentinel)
         return outcome
+
+    def _watch(self, sentinel: NonFiniteProbe) -> None:
+        if not self.session.is_watched:
+            self._watching.enter_context(self.session.watched(sentinel))
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
         """Are all errors so far set aside, and does the run go on behind the last of them?
@@ -336,8 +407,12 @@ class _Search:
         if left_out is not None:
             self.skipped.append(left_out)
             self._not_in_half = True
+        asked = "--max-steps" if self.until_sick else "--steps"
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
-            self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
+            self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for ({asked})"))
+        elif self.until_sick:
+            ended = f"the batches end after {len(self.outcomes)} of {self.steps} (--max-steps)"
+            self.skipped.append(Skipped(what="further steps", reason=ended))
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         """Add the finding that torch's scaler refuses the order of the step's calls."""
@@ -367,10 +442,15 @@ class _Search:
     def _compare(self) -> None:
         """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
         wanted = self.replay.request.compare_steps
-        self.back = WayBack(self.steps)  # its snapshot has had its time
         with self._telling("comparing with fp32"):
-            passed = self._beside_fp32(self.seen[:wanted])
-        if wanted is not None and wanted < len(self.seen):
+            if self.until_sick:
+                passed = self._last_beside_fp32(len(self.outcomes))
+            else:
+                self.back = WayBack(self.steps)  # its snapshot has had its time
+                passed = self._beside_fp32(self.seen[:wanted])
+        if self.until_sick:
+            self.skipped += only_looked_at(len(self.outcomes), self._beside_at_the_end)
+        elif wanted is not None and wanted < len(self.seen):
             what = "comparison of further steps with fp32" if wanted else "comparison with fp32"
             reason = f"{wanted} were asked for (--compare-steps)" if wanted else "switched off (--no-compare)"
             self.skipped.append(Skipped(what=what, reason=reason))
@@ -389,9 +469,19 @@ class _Search:
         known = {} if self.alongside is None else self.alongside.seen
         return compare_with_fp32(self.session, self._rewound(), seen, self.replay.session, self.thresholds, known)
 
+    def _last_beside_fp32(self, end: int) -> ReferencePass:
+        """Hold the last steps before `end` beside fp32, from a state a little before them."""
+        begin, begun = self.back.begin, self.back.farthest if self.look.rewinds else None
+        seen, first = self.seen[: end - begin], max(end - self._beside_at_the_end, begin)
+        parts = self.session, begun, seen, self.replay.session, self.thresholds
+        return compare_with_fp32(*parts, begin=begin, first=first)
+
     def _rewound(self) -> Snapshot | None:
-        """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there."""
-        if self.session.tape.cut:
+        """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there.
+
+        Of a run until it is sick only the first batches are ahead: to draw all anew may take its length again.
+        """
+        if self.session.tape.cut and not self.until_sick:
             self.session.tape.rewind()
         return self.start if self.look.rewinds else None
 
@@ -401,9 +491,12 @@ class _Search:
         last = self.outcomes[-1].step
         earlier = [one.comparison for step, one in seen.items() if step < last and one.comparison is not None]
         misused = any(suspicious(outcome.events) for outcome in self.outcomes[:-1])
-        if not misused and all(is_calm(comparison, self.thresholds) for comparison in earlier):
+        if self.until_sick:
+            passed = self._last_beside_fp32(last)
+        elif not misused and all(is_calm(comparison, self.thresholds) for comparison in earlier):
             return
-        passed = self._beside_fp32(self.seen[:-1])
+        else:
+            passed = self._beside_fp32(self.seen[:-1])
         told, self.judge.findings[:] = led_on(passed.findings, self.judge.findings)
         self.findings += told
         self.judge.births.update(passed.births)
@@ -435,7 +528,7 @@ class _Search:
     def _finite_result(self) -> str:
         """Was a harmful value non-finite? A working scaler's skips are no harm; finite sickness has its own check."""
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
-        if self._sick or settled or self._never_finite():
+        if self._sick or settled or self._never_finite() or self._looking_into is not None:
             return "found"
         return "ok" if saw_anything(self.outcomes, self._observed()) else "not_run"
 
@@ -478,13 +571,18 @@ class _Search:
             complete=not errors,
             findings=findings,
             checks=checks,
-            skipped=(*self.replay.left_out(), *self.skipped),
+            skipped=(*self.replay.left_out(), *self.skipped, *self._elsewhere(verdict)),
             errors=errors,
             scaler=scaler_after(self.session, findings),
             path=self._path(shown),
             proof=proof_of(shown),
             thresholds=self.thresholds.listed(),
         )
+
+    def _elsewhere(self, verdict: Verdict) -> Iterator[Skipped]:
+        """Yields what a late failure may hang on, where none was found."""
+        if self.until_sick and verdict != "sick":
+            yield elsewhere(self.session.device.type)
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
         """Returns the path of the first error whose birth is known."""

@@ -138,6 +138,11 @@ class Checkpoint:
         return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the files hold, in order."""
+        return tuple(self._parts)
+
+    @property
     def total_bytes(self) -> int:
         """Number of bytes that are read for all chunks together."""
         return sum(ref.nbytes for ref in self._refs)

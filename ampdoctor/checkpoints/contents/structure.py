@@ -89,6 +89,7 @@ class Sections:
         ordered: True if `models`' entries are in the order of `named_parameters()`; safetensors sorts them.
         search: Counts the work of searching its objects.
         places: Paths in use, each with the number of entries that print like it.
+        tree: The saved object as a whole; None where the file holds tensors alone.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Sections:
     ordered: bool = True
     search: Search = field(default_factory=Search, repr=False)
     places: dict[str, int] = field(default_factory=dict, repr=False)
+    tree: Any = field(default=None, repr=False)
 
     def place(self, path: str, key: object) -> str:
         """Returns the path of an entry; keys that print alike (1 and "1", two objects) still get two paths."""
@@ -118,7 +120,7 @@ class Sections:
 def sort_out(saved: Saved) -> Sections:
     """Returns the parts of a saved object."""
     tree = _without_nests(with_local_shards(saved.tree))
-    sections = Sections(foreign=saved.foreign)
+    sections = Sections(foreign=saved.foreign, tree=tree)
     _visit(tree, "", sections, Below())
     if isinstance(tree, Mapping):
         sections.global_step = _step_of(tree)

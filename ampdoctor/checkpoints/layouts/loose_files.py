@@ -26,6 +26,7 @@ _LEFT_ALONE: tuple[tuple[str, str], ...] = (
     (RANDOM_STATES, "random state"),
     ("scheduler*.pt", "learning-rate schedule"),
     ("scheduler*.bin", "learning-rate schedule"),
+    ("dl_state_dict*.bin", "a data loader's place"),
     ("custom_checkpoint_*.pkl", "pickled object; never opened"),
     ("sampler*.bin", "pickled object; never opened"),
     ("tokenizer*", "tokenizer"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,18 +12,24 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.cli.options.thresholds import ThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.process.estimate import Estimate
 from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.settings.script_arguments import script_arguments
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.request import Progress, SetAside, Strategy
+from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, Progress, SetAside, Strategy
 
 
 @flatten
 def bisect_nan(
     context: typer.Context,
     factory: Annotated[
-        str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
+        str,
+        typer.Argument(
+            metavar="FACTORY",
+            help="package.module:function or path/file.py:function; or a script that trains, path/train.py.",
+        ),
     ],
     replay: ReplayOptions,
     *,
@@ -47,6 +53,28 @@ def bisect_nan(
     no_compare: Annotated[
         bool, typer.Option("--no-compare", help="Hold none beside fp32: only look for NaN and Inf.")
     ] = False,
+    until_sick: Annotated[
+        bool,
+        typer.Option(
+            "--until-sick",
+            help="Run on until a step is not finite, with only the cheap look on the way, and then look closely.",
+        ),
+    ] = False,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--max-steps", metavar="N", min=1, help=f"How far --until-sick runs at most [default: {MOST_UNTIL_SICK}]."
+        ),
+    ] = None,
+    skip_batches: Annotated[
+        str | None,
+        typer.Option(
+            "--skip-batches",
+            metavar="N|checkpoint",
+            help="Micro-batches to pass over; checkpoint: those of its steps [default: 0, with --until-sick: "
+            "checkpoint].",
+        ),
+    ] = None,
     fresh_scaler: Annotated[
         bool,
         typer.Option(
@@ -64,14 +92,21 @@ def bisect_nan(
     """
     refuse_empty("FACTORY", factory)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
-    request = replay.request(factory, allow_partial=gates.allow_partial)
+    request = replay.request(factory, allow_partial=gates.allow_partial, script_arguments=script_arguments(context))
     if no_compare and compare_steps:
         raise UsageError(f"--no-compare and --compare-steps {compare_steps} say two things: give one of them")
     compared = 0 if no_compare else compare_steps
     if fresh_scaler and request.checkpoint is None:
         raise UsageError("--fresh-scaler stands in for a checkpoint's scaler: without --checkpoint it is fresh anyway")
     request = replace(
-        request, strategy=strategy, compare_steps=compared, fresh_scaler=fresh_scaler, thresholds=thresholds
+        request,
+        strategy=strategy,
+        compare_steps=compared,
+        fresh_scaler=fresh_scaler,
+        thresholds=thresholds,
+        until_sick=until_sick,
+        max_steps=max_steps,
+        skip_batches=_counted(skip_batches),
     )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
@@ -80,6 +115,21 @@ def bisect_nan(
         with loading():
             from ampdoctor.workflows import bisect_nan as workflow
 
+        if request.until_sick and not output.quiet:
+            progress = Estimate(progress)
         return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
     return reporting(work, output, gates, replay.inputs(factory))
+
+
+def _counted(batches: str | None) -> int | Literal["checkpoint"] | None:
+    """Returns how many batches to pass over.
+
+    Raises:
+        UsageError: It is neither a number nor "checkpoint".
+    """
+    if batches is None or batches == "checkpoint":
+        return batches  # type: ignore[return-value]  # the literal
+    if not batches.isascii() or not batches.isdecimal():
+        raise UsageError(f"--skip-batches {batches}: a number of micro-batches, or checkpoint")
+    return int(batches)

@@ -14,6 +14,7 @@ from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.process.ranks import own_file, rank_of
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.settings.script_arguments import script_arguments
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.opening.request import Progress, SetAside
 
@@ -25,7 +26,8 @@ def profile(
         list[str],
         typer.Argument(
             metavar="TARGET",
-            help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
+            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
+            "that were saved, of one run.",
         ),
     ],
     *,
@@ -47,7 +49,13 @@ def profile(
     save = None if save is None else own_file(save, rank_of())
     typed = on_the_command_line(context)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
-    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
+    request, files = replay.target(
+        target,
+        thresholds,
+        allow_partial=gates.allow_partial,
+        typed=typed,
+        script_arguments=script_arguments(context),
+    )
 
     def work(progress: Progress | None, _: SetAside) -> Report:
         if not (files or request.spill):

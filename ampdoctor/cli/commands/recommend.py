@@ -13,6 +13,7 @@ from ampdoctor.cli.options.thresholds import AdviceThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.settings.script_arguments import script_arguments
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.opening.request import Progress, SetAside
 
@@ -24,7 +25,8 @@ def recommend(
         list[str],
         typer.Argument(
             metavar="TARGET",
-            help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
+            help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
+            "that were saved, of one run.",
         ),
     ],
     *,
@@ -41,7 +43,14 @@ def recommend(
     """
     typed = on_the_command_line(context)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
-    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
+    request, files = replay.target(
+        target,
+        thresholds,
+        allow_partial=gates.allow_partial,
+        typed=typed,
+        advice=advice,
+        script_arguments=script_arguments(context),
+    )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
         if not (files or request.spill):

@@ -172,6 +172,7 @@ class ReplayOptions:
         allow_partial: bool,
         typed: Collection[str],
         advice: AdviceOptions | None = None,
+        script_arguments: tuple[str, ...] = (),
     ) -> tuple[ReplayRequest, list[str]]:
         """Return what the workflows take, and the saved profiles where those are the target.
 
@@ -181,6 +182,7 @@ class ReplayOptions:
             allow_partial: A checkpoint may fit the model only in part.
             typed: The parameters that the command line itself gives.
             advice: For whom the advice is.
+            script_arguments: Those of the user's script.
 
         Raises:
             UsageError: Several targets, and not all of them are profiles; or options of a replay where nothing runs.
@@ -191,10 +193,10 @@ class ReplayOptions:
         if len(targets) > 1 and len(files) < len(targets):
             other = next(target for target in targets if target not in files)
             raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
-        given = self._given(typed)
+        given = [*self._given(typed), *(["what follows --"] if script_arguments else [])]
         if files and given:
             raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
-        request = self.request(targets[0], allow_partial=allow_partial)
+        request = self.request(targets[0], allow_partial=allow_partial, script_arguments=script_arguments)
         request = replace(request, thresholds=thresholds)
         if advice is not None:
             request = replace(
@@ -212,11 +214,12 @@ class ReplayOptions:
         """Those of its options that were typed: a setting is there for the runs that it fits."""
         return [f"--{option.name.replace('_', '-')}" for option in fields(self) if option.name in typed]
 
-    def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
+    def request(self, factory: str, *, allow_partial: bool, script_arguments: tuple[str, ...] = ()) -> ReplayRequest:
         """Return what the workflows take."""
         return ReplayRequest(
             factory=factory,
             arguments=parse_arguments(self.arg),
+            script_arguments=script_arguments,
             checkpoint=self.checkpoint,
             steps=self.steps,
             precision=self.precision,

@@ -54,7 +54,8 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
         from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
 
         cut = comparison_left_out(report)
-        further = "more --steps may reach it" if cut is None else f"one that stays finite shows without {cut}"
+        more = "--max-steps" if "--until-sick" in (report.target.get("options") or {}) else "--steps"
+        further = f"more {more} may reach it" if cut is None else f"one that stays finite shows without {cut}"
         return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
     if report.verdict == "inconclusive":
         return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")

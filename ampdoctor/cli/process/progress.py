@@ -138,10 +138,11 @@ def _left(phase: _Phase, total: int, now: float) -> str:
     if not phase.rate or now - phase.start < _SETTLED:
         return ""
     seconds = (total - phase.done) / phase.rate - (now - phase.at)
-    return f"{_duration(max(seconds, 0.0))} left"
+    return f"{duration(max(seconds, 0.0))} left"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns a time in words: "12 s", "7 min 05 s", "2 h 10 min"."""
     whole = math.ceil(seconds)
     if whole < 60:
         return f"{whole} s"

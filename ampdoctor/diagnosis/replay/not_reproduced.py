@@ -62,6 +62,8 @@ class Here:
         lacks: What of the run's state the checkpoint did not hold ("optimizer").
         file_scaler: The scaler's state in the checkpoint; None where there is none.
         compared: How many of the steps were held beside fp32, where the user wanted fewer than all; else None.
+        option: The option that says how many steps are replayed.
+        placed: The batches begin where the checkpoint was saved.
     """
 
     steps: int
@@ -75,6 +77,8 @@ class Here:
     lacks: tuple[str, ...] = ()
     file_scaler: ScalerState | None = None
     compared: int | None = None
+    option: str = "--steps"
+    placed: bool = False
 
 
 def known_failure(
@@ -148,8 +152,7 @@ def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
     if not here.checkpoint:
         found.append("the weights are as the factory makes them, not as they were when it failed (--checkpoint)")
     found += [f"the checkpoint holds no {part}" for part in here.lacks]
-    origin = "" if here.global_step is None else f", not those that followed step {here.global_step}"
-    found.append(f"the data are the first {here.steps} steps' batches of the factory{origin}")
+    found.append(_data(here))
     if here.file_scaler is not None and not here.scaled:
         found.append(f"it was trained with a GradScaler, in fp16, and is replayed in {here.precision} without one")
     if here.device != "cpu":
@@ -160,8 +163,18 @@ def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
         )
     else:
         found.append("the device is a CPU, with its own autocast list (--policy native)")
+    found.append("one process replays it: what hangs on the number of ranks is not seen")
     found.append(f"torch is {here.torch}")
     return tuple(found)
+
+
+def _data(here: Here) -> str:
+    if here.placed:
+        return (
+            f"the data are those that followed step {here.global_step}, as far as the factory gives them in that order"
+        )
+    origin = "" if here.global_step is None else f", not those that followed step {here.global_step}"
+    return f"the data are the first {here.steps} steps' batches of the factory{origin}"
 
 
 def comparison_left_out(report: Report) -> str | None:
@@ -181,7 +194,7 @@ def _comparison(compared: int) -> str:
 
 def _steps(known: KnownFailure, here: Here) -> str:
     if known.step is None or here.global_step is None:
-        return f"only {here.steps} steps were replayed (--steps)"
+        return f"only {here.steps} steps were replayed ({here.option})"
     first, last = here.global_step + 1, here.global_step + here.steps
     if known.step < first:
         return (
@@ -190,5 +203,7 @@ def _steps(known: KnownFailure, here: Here) -> str:
         )
     if known.step > last:
         reach = known.step - here.global_step
-        return f"it failed at step {known.step}, and steps {first} to {last} were replayed (--steps {reach} reaches it)"
-    return f"it failed at step {known.step}, which was replayed, but not with that step's data"
+        further = f"{here.option} {reach} reaches it"
+        return f"it failed at step {known.step}, and steps {first} to {last} were replayed ({further})"
+    data = "with the data that the factory gives for it" if here.placed else "but not with that step's data"
+    return f"it failed at step {known.step}, which was replayed, {data}"

@@ -89,6 +89,7 @@ class Target(TypedDict, total=False):
         factory: The factory.
         checkpoint: The checkpoint that a replay began with.
         options: What was said of the run beside its factory and checkpoint.
+        arguments: What followed `--`: the arguments of the user's script.
         advice_options: What was said of whom the advice is for.
         paths: Of several, each.
         files: Of the checkpoint.
@@ -111,6 +112,7 @@ class Target(TypedDict, total=False):
     factory: str | None
     checkpoint: str | None
     options: Options
+    arguments: Sequence[str]
     advice_options: Options
     paths: Sequence[str]
     files: Sequence[TargetFile]

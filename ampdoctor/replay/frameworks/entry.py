@@ -51,16 +51,20 @@ class _Finder(MetaPathFinder):
     def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
         self._module = module
         self._change = change
+        self._asks = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As the import system asks."""
-        if fullname != self._module:
+        if fullname != self._module or self._asks:  # others may ask the others as well
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
+        self._asks = True
+        try:
+            specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
             self._follow(spec.loader)
         return spec

@@ -7,8 +7,9 @@ from typing import Final
 from ampdoctor.replay.frameworks.accelerate import ACCELERATE
 from ampdoctor.replay.frameworks.adapter import Adapter
 from ampdoctor.replay.frameworks.lightning import LIGHTNING
+from ampdoctor.replay.frameworks.trainer import TRAINER
 
-ADAPTERS: Final[tuple[Adapter, ...]] = (LIGHTNING, ACCELERATE)
+ADAPTERS: Final[tuple[Adapter, ...]] = (TRAINER, LIGHTNING, ACCELERATE)
 """Asked in this order who claims what a factory returned."""
 
 

@@ -46,7 +46,7 @@ def building(
     stopped: list[str] = []
     thread = threading.get_ident()
 
-    def stop(did: str) -> None:
+    def stop(did: str, _place: object = None) -> None:
         advice = f"{_SCRIPT}; {_FACTORY}" if imports else _FACTORY
         stopped.append(f"{what} {did}, and was stopped there: {advice}")
         raise _Stopped if threading.get_ident() == thread else SystemExit  # which ends a thread without a traceback

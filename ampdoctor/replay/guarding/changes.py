@@ -32,7 +32,7 @@ _Changes = Iterable[tuple[Path | None, str]]
 
 
 @contextmanager
-def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) -> Iterator[None]:
+def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str, Path], None]) -> Iterator[None]:
     """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
 
     Python's audit events say it, from whichever function and thread; of torch's and safetensors' writers, which open
@@ -42,8 +42,8 @@ def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) 
 
     Args:
         folders: The working folder, and that of the user's file.
-        tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"). What it
-            raises ends the function that would do it, before it is done.
+        tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"), and the
+            place that changes. What it raises ends the function that would do it, before it is done.
     """
     roots = [Path(folder).resolve() for folder in folders]
     apart = list(_apart())
@@ -52,7 +52,7 @@ def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) 
         changes = _EVENTS.get(event)
         for place, did in () if changes is None else changes(*arguments):
             if place is not None and _lies_below(place, roots, apart) and _is_work(place):
-                tell(f"{did}{users_line()}")
+                tell(f"{did}{users_line()}", place)
 
     _Audit.install()
     with ExitStack() as stack:
@@ -222,13 +222,17 @@ def _audited(original: Any) -> Any:
 def users_line() -> str:
     """The innermost line of the user's own, for the end of a sentence: " at train.py:41"; "" where none is known."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the one way up that makes no traceback
-    base = sys.base_prefix + os.sep
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith(("<", str(FOLDER), base)) or "site-packages" in name):
+        if is_users_file(name):
             try:
                 return f" at {Path(name).resolve().relative_to(Path.cwd()).as_posix()}:{frame.f_lineno}"
             except (ValueError, OSError):
                 return f" at {Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_users_file(name: str) -> bool:
+    """Is code of this file the user's own: neither Python's, nor an installed package's, nor ours?"""
+    return not (name.startswith(("<", str(FOLDER), sys.base_prefix + os.sep)) or "site-packages" in name)

@@ -261,6 +261,8 @@ def is_installed(module: str) -> bool:
         module: Its name, with dots.
     """
     package = module.partition(".")[0]
+    if package == "__main__":  # the user's script, whatever the process itself began with
+        return False
     if package in sys.stdlib_module_names or package == _OURS:
         return True
     places = Path(getattr(sys.modules.get(package), "__file__", None) or "").parts

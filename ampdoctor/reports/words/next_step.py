@@ -113,7 +113,8 @@ def _not_reproduced(report: Report) -> Step:
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")
-    further = {"--steps": [str(2 * steps)]} if isinstance(steps, int) and steps else {}
+    option = "--max-steps" if "--until-sick" in (report.target.get("options") or {}) else "--steps"
+    further = {option: [str(2 * steps)]} if isinstance(steps, int) and steps else {}
     return Step("go further", _replay(report.command, report.target, {**further, "--expect-failure": []}))
 
 
@@ -305,7 +306,8 @@ def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingPro
     if target.get("checkpoint"):
         options["--checkpoint"] = [target["checkpoint"]]
     own = {name: values for name, values in sorted(options.items()) if name not in more}
-    return _command(command, target["factory"], *_typed({**own, **more}))
+    after = ["--", *target["arguments"]] if target.get("arguments") else []
+    return _command(command, target["factory"], *_typed({**own, **more}), *after)
 
 
 def _typed(options: _Options) -> list[str]:

@@ -53,7 +53,7 @@ class Again:
     @classmethod
     def at(cls, place: Place, step: int) -> Again | None:
         """Lead the run from its start to a step; None where its batch is gone."""
-        fresh = Place(place.session, place.start, place.seen)
+        fresh = place.anew()
         return cls(place.session, place.session.snapshot(), step) if fresh.comes_to(step) else None
 
     def written(self, *, wide: bool = False) -> WritesProbe:

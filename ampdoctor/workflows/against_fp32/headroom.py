@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.opening.request import ReplayRequest
 
 NAME = "tightest headroom"
-_GRADIENTS_ONLY = "; --strategy bisect looks at no layer's output until a step fails"
+_GRADIENTS_ONLY = "looks at no layer's output until a step fails"
 
 
 def headroom_check(
@@ -28,10 +28,11 @@ def headroom_check(
         seen: What the probe saw in these steps.
         request: The request: `--strategy bisect` does not look at the layers' outputs until a step fails.
     """
-    layers = request.strategy != "bisect"
+    layers = request.strategy != "bisect" and not request.until_sick
+    option = "--until-sick" if request.until_sick else "--strategy bisect"
     if tightest is None:
         if outcomes:
-            yield Check(name=NAME, result=_unknown(outcomes, seen, layers=layers))
+            yield Check(name=NAME, result=_unknown(outcomes, seen, None if layers else option))
         return
     scale = next((o.scale_before for o in outcomes if o.step == tightest.step), None)
     gradient = tightest.kind != "output"
@@ -45,7 +46,7 @@ def headroom_check(
     yield Check(
         name=NAME,
         result=f"{tightest.binades:.1f} binades: {what}{scaled} reaches {tightest.amax:.4g} in step {tightest.step}, "
-        f"and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else _GRADIENTS_ONLY}",
+        f"and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else f'; {option} {_GRADIENTS_ONLY}'}",
         headroom={
             "binades": tightest.binades,
             "module": tightest.module,
@@ -60,11 +61,13 @@ def headroom_check(
     )
 
 
-def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], *, layers: bool) -> str:
-    if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(outcomes, seen, strict=True)):
+def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], option: str | None) -> str:
+    known = outcomes[len(outcomes) - len(seen) :]  # of a run until it is sick the last ones
+    if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(known, seen, strict=True)):
         return "not measured: each step was skipped or met something non-finite"
-    if not layers:
-        return "not measured: --strategy bisect looks at no layer until a step fails (--strategy trace does)"
+    if option is not None:
+        other = " (--strategy trace does)" if option == "--strategy bisect" else ""
+        return f"not measured: {option} looks at no layer until a step fails{other}"
     return "no tensor in a half-precision format was looked at"
 
 

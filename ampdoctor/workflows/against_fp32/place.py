@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,26 +28,44 @@ network too: rounding to fp32 is 2^-13 of rounding to fp16."""
 
 @dataclass(slots=True)
 class Place:
-    """Where a session is among its steps; before the first one that has to be run again, it is where it was left."""
+    """Where a session is among its steps; before the first one that has to be run again, it is where it was left.
+
+    Attributes:
+        session: The session.
+        start: The state from which its steps are led to.
+        seen: What the first replay saw of the steps from there on.
+        step: The step that it stands before; None where it was left.
+        begin: The step that `start` stands before.
+    """
 
     session: Session
     start: Snapshot
     seen: Sequence[Replayed]
     step: int | None = None
+    begin: int = 0
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the run, those before `start` included."""
+        return self.begin + len(self.seen)
+
+    def anew(self) -> Place:
+        """Returns the same place before anything is run again."""
+        return replace(self, step=None)
 
     def comes_to(self, step: int) -> bool:
         """Lead the session to the start of a step, from the run's start if need be; False where its batch is gone."""
         if self.step is None:
             self.start.restore()
-            self.step = 0
+            self.step = self.begin
         for earlier in range(self.step, step):
             if self.session.has_step(earlier):
-                self.seen[earlier].random_state.restore()
+                self.seen[earlier - self.begin].random_state.restore()
                 self.session.step(earlier)
         if not self.session.has_step(step):  # drawn anew if the batches were too large to be kept
             return False
         self.session.keep_steps(lambda earlier: earlier >= step)
-        self.seen[step].random_state.restore()
+        self.seen[step - self.begin].random_state.restore()
         return True
 
 

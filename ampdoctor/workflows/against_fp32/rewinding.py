@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _ELSEWHERE = ("forward_overflow", "forward_precision")
 """Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
+TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would have to come all the way"
 NOT_YET: Mapping[int, Beside] = MappingProxyType({})
 
 
@@ -65,6 +67,9 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     fresh: Callable[[], Session],
     thresholds: Thresholds,
     beside: Mapping[int, Beside] = NOT_YET,
+    *,
+    begin: int = 0,
+    first: int = 0,
 ) -> ReferencePass:
     """Hold the steps beside fp32, and stop at the first sick one.
 
@@ -74,18 +79,21 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
 
     Args:
         session: The session, in any state.
-        start: The state before step 0; None if snapshots are known not to bring a step back.
-        seen: The steps of the first replay.
+        start: The state before step `begin`; None if snapshots are known not to bring a step back.
+        seen: The steps of the first replay, from `begin` on.
         fresh: Makes another session from the factory.
         thresholds: What matters, and how far is far.
         beside: The steps that were compared in the first replay.
+        begin: The first step that can be come to. Of a run whose beginning is too far back for a fresh one to be led
+            here, nothing more is compared once a step does not come back.
+        first: The first step to compare.
     """
-    if start is None:
-        return compare_fresh_runs(session, seen, fresh, thresholds)
     passing = Passing(thresholds)
-    place = Place(session, start, seen)
-    for step, first in enumerate(seen):
-        known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
+    if start is None:
+        return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
+    place = Place(session, start, seen, begin=begin)
+    for step, noted in islice(enumerate(seen, begin), max(first - begin, 0), None):
+        known = beside.get(step) if not noted.skipped else Beside()  # without an update, nothing is compared
         if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds, passing.known)):
             passing.passes(known)
             continue
@@ -99,13 +107,14 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
         place.step = step + 1
         if pair is None:
             continue
-        if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
-            return compare_fresh_runs(session, seen, fresh, thresholds)
+        same = first_difference(noted.observed, pair.observed) is None
+        if not same or pair.steps != (noted.optimizer_steps,) * 2:
+            return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
         findings = _looked_at_closely(place, before, pair, thresholds, passing=passing)
         passing.add(pair.comparison)
         if findings:
             return passing.ended(findings)
-    return passing.ended(by_tensor(Place(session, start, seen), passing.compared, thresholds, passing.known))
+    return passing.ended(by_tensor(place.anew(), passing.compared, thresholds, passing.known))
 
 
 def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
@@ -195,7 +204,7 @@ def _looked_at_closely(
 def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, passing: Passing) -> tuple[Finding, ...]:
     """Returns the findings of the first rule that holds; the session is left after the step."""
     session, comparison, (before, after) = place.session, pair.comparison, ends
-    trying = partial(Trials, session, before, comparison.step, len(place.seen), without=(pair.own,))
+    trying = partial(Trials, session, before, comparison.step, place.steps, without=(pair.own,))
     wrong_use = misuse(comparison, thresholds)
     readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
     tried: list[Finding] = []

@@ -41,7 +41,7 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
     hungry = starved(compared, thresholds)
     fed = _starving(place, compared, hungry) if hungry else ()
     known = frozenset(parameter.name for parameter in hungry)
-    return (*fed, *by_update(Place(place.session, place.start, place.seen), compared, thresholds, known, seen))
+    return (*fed, *by_update(place.anew(), compared, thresholds, known, seen))
 
 
 def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> tuple[Finding, ...]:
@@ -61,7 +61,7 @@ def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry:
     trace = traced(session, before, step, flushes=True)
     saturated = _saturated(trace, hungry)
     finding = starved_finding(compared, hungry, None if saturated else _dies_at(trace.flushes, hungry), saturated)
-    trials = Trials(session, before, step, len(place.seen), tensors=[parameter.name for parameter in hungry])
+    trials = Trials(session, before, step, place.steps, tensors=[parameter.name for parameter in hungry])
     return replace(finding, prescription=_cure(trials, session, finding, hungry))
 
 

@@ -44,8 +44,8 @@ class CloseLook:
         self.session = self.replay.session()
 
     def sentinel(self) -> NonFiniteProbe:
-        """Returns the probe for pass 1; a search by halving only needs to know that there is harm, not where."""
-        return NonFiniteProbe(locate=not self._bisects)
+        """Returns the probe for pass 1; a search by halving, or of thousands of steps, need not know where harm is."""
+        return NonFiniteProbe(locate=not self._bisects and not self.replay.request.until_sick)
 
     def described(self) -> dict[str, Any]:
         """Returns the part of the report's `run` section on the close look."""
@@ -96,6 +96,7 @@ class CloseLook:
             for earlier in range(step):
                 if session.has_step(earlier):
                     session.step(earlier)
+                session.keep_steps(lambda later, now=earlier: later > now)  # type: ignore[misc]
             yield session
         finally:
             self.session.count_with(session)
@@ -124,6 +125,7 @@ class CloseLook:
                 if not session.has_step(earlier):
                     return None
                 session.step(earlier)
+                session.keep_steps(lambda later, now=earlier: later > now)  # type: ignore[misc]
             if not session.has_step(step):
                 return None
             with session.watched(sentinel, tracer):

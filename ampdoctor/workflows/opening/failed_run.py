@@ -30,7 +30,10 @@ def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
         session: The session.
         steps: Number of steps that were replayed.
     """
-    resumed, wanted = replay.resumed, replay.request.compare_steps
+    request, resumed = replay.request, replay.resumed
+    wanted = request.compare_steps
+    if request.until_sick and wanted:  # of so many steps it never compares more than the last
+        wanted = None
     run = replay.described(session, steps)
     return Here(
         steps=steps,
@@ -44,4 +47,6 @@ def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
         lacks=resumed.lacks if resumed is not None else (),
         file_scaler=resumed.file_scaler if resumed is not None else None,
         compared=wanted if wanted is not None and wanted < steps else None,
+        option="--max-steps" if request.until_sick else "--steps",
+        placed=session.tape.is_placed,
     )

@@ -29,16 +29,17 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
-from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.frameworks.accelerate_state import own_state
 from ampdoctor.replay.frameworks.lightning_devices import one_device
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable
 from ampdoctor.replay.user_code import out_of_memory
+from ampdoctor.workflows.opening.position import begin_anew, go_on
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
@@ -73,7 +74,7 @@ class OpenReplay:
 
     request: ReplayRequest
     device: torch.device
-    factory: LoadedFactory
+    factory: Target
     resumed: ResumeReport | None = None
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -81,6 +82,7 @@ class OpenReplay:
     detour: HalfProducts | None = None
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
+    _not_as_it_was: tuple[str, ...] = ()
 
     def session(self) -> Session:
         """Returns a fresh run from the factory, with the checkpoint loaded.
@@ -109,7 +111,7 @@ class OpenReplay:
     def _user_code(self, what: str) -> Iterator[None]:
         """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
 
-        def note(did: str) -> None:
+        def note(did: str, _place: Path) -> None:
             if not any(said.startswith(_RUNS_CODE) for said in self.notes):
                 self.notes.append(f"{_RUNS_CODE} {did}, {_ALSO_REPLAYED}")
 
@@ -148,6 +150,10 @@ class OpenReplay:
                 fresh_scaler=request.fresh_scaler,
             )
             session.state_loaded()
+            step = self.resumed.global_step
+            self._not_as_it_was = tuple(go_on(session, request, step, state.standing, self.notes.append))
+        else:
+            begin_anew(session, request, self.notes.append)
         self.notes += run.notes
         self.other_names = other_names(session.model)
         self.notes += (
@@ -169,6 +175,7 @@ class OpenReplay:
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 reasons.append(f"{what}: {', '.join(names[:3])}{more}")
+        reasons += self._not_as_it_was
         return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
 
     def located(self, finding: Finding) -> Finding:
@@ -230,7 +237,13 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
         environment = _emulated_cuda(notes, says_yes=request.policy == "cuda") if emulated else nullcontext
-        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        factory = load_target(
+            request.factory,
+            request.app_dir,
+            environment=environment,
+            script_arguments=request.script_arguments,
+            notes=notes,
+        )
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
             yield replay

@@ -23,10 +23,13 @@ Policy = Literal["cuda", "native"]
 HalfProducts = Literal["fp32", "plain"]
 Strategy = Literal["trace", "bisect"]
 
+MOST_UNTIL_SICK = 2000
+"""Steps that `until_sick` runs on at most, unless another number is given."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _OF_THE_RUN = (
     *("app_dir", "batches", "loss", "allow_partial", "steps", "precision"),
     *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
+    *("until_sick", "max_steps", "skip_batches"),
 )
 _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
 
@@ -77,9 +80,10 @@ class ReplayRequest:
     """What to replay, and how.
 
     Attributes:
-        factory: `package.module:function`, `path/to/file.py:function` or the function itself; for `recommend` also the
-            path of a profile.
+        factory: `package.module:function`, `path/to/file.py:function` or the function itself; or a script that trains,
+            `path/to/train.py`; for `recommend` also the path of a profile.
         arguments: Keyword arguments of the factory.
+        script_arguments: What follows the file in `sys.argv` while a script, or a factory, runs.
         checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
         steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
         precision: Overrides the run's own precision.
@@ -96,6 +100,10 @@ class ReplayRequest:
         strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
             the order of its layers with one probe per replay.
         compare_steps: How many steps of a run that stays finite `bisect-nan` holds beside fp32; None for all.
+        until_sick: `bisect-nan` runs on until a step is not finite, with only the cheap look on the way.
+        max_steps: Optimizer steps that it runs on at most; None for `MOST_UNTIL_SICK`.
+        skip_batches: Micro-batches that are passed over before step 0; "checkpoint": as many as its steps took. None:
+            like that with `until_sick`, else none. A function of batches that takes `start` is told the steps itself.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
         spill: Keep the states that steps begin from in a nameless file where temporary files are, not in memory.
         thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
@@ -107,11 +115,13 @@ class ReplayRequest:
         accumulation: Micro-batches per step of the training; None for the run's number.
 
     Raises:
-        UsageError: `steps`, `precision`, `policy`, `half_products`, `strategy` or `device` is none of the above.
+        UsageError: `steps`, `precision`, `policy`, `half_products`, `strategy` or `device` is none of the above, or
+            two options say two things.
     """
 
     factory: str | Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    script_arguments: tuple[str, ...] = ()
     checkpoint: str | None = None
     steps: int | None = None
     precision: Precision | None = None
@@ -125,6 +135,9 @@ class ReplayRequest:
     loss: str | None = None
     strategy: Strategy = "trace"
     compare_steps: int | None = None
+    until_sick: bool = False
+    max_steps: int | None = None
+    skip_batches: int | Literal["checkpoint"] | None = None
     expect_failure: bool = False
     spill: bool = False
     thresholds: Thresholds = DEFAULT_THRESHOLDS
@@ -149,7 +162,8 @@ class ReplayRequest:
         arguments = [_typed(name, value) for name, value in self.arguments.items()]
         named = {"--arg": arguments} if arguments and None not in arguments else {}
         options = {**named, **self._options(_OF_THE_RUN)}
-        return {"factory": factory, "checkpoint": self.checkpoint, **({"options": options} if options else {})}
+        more = {"options": options, "arguments": list(self.script_arguments)}
+        return {"factory": factory, "checkpoint": self.checkpoint, **{key: said for key, said in more.items() if said}}
 
     def described_advice(self) -> dict[str, Any]:
         """Returns what the `target` of advice holds besides: the options that say for whom."""
@@ -167,6 +181,7 @@ class ReplayRequest:
             raise UsageError(f"steps is {self.steps}: a replay needs at least one step")
         if self.compare_steps is not None and self.compare_steps < 0:
             raise UsageError(f"compare_steps is {self.compare_steps}: it counts from 0, which compares nothing")
+        self._check_until_sick()
         if self.precision is not None and self.precision not in get_args(Precision):
             raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
         if self.policy not in get_args(Policy):
@@ -182,6 +197,20 @@ class ReplayRequest:
         target_named(self.target)
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")
+
+    def _check_until_sick(self) -> None:
+        if self.until_sick and self.steps is not None:
+            raise UsageError(
+                f"--until-sick runs on for --max-steps, and --steps {self.steps} says another number: give one of them"
+            )
+        if self.max_steps is not None and not self.until_sick:
+            raise UsageError("--max-steps bounds --until-sick: without that it is --steps")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise UsageError(f"max_steps is {self.max_steps}: a replay needs at least one step")
+        if isinstance(self.skip_batches, int) and self.skip_batches < 0:
+            raise UsageError(f"skip_batches is {self.skip_batches}: it counts from 0, which passes over nothing")
+        if self.skip_batches == "checkpoint" and self.checkpoint is None:
+            raise UsageError("--skip-batches checkpoint passes over what a checkpoint's steps took: give --checkpoint")
 
 
 def _typed(name: str, value: Any) -> str | None:

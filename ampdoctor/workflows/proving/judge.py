@@ -34,7 +34,7 @@ from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, pr
 from ampdoctor.workflows.proving.proof import replayed
 from ampdoctor.workflows.proving.repair import repair
 from ampdoctor.workflows.proving.scaler_protocol import put_right
-from ampdoctor.workflows.proving.trials import Trials
+from ampdoctor.workflows.proving.trials import AFTER, Trials
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
@@ -88,6 +88,8 @@ class Judge:
         start_scale: The loss scale before step 0; None if no scaler is enabled.
         start: The state before step 0.
         fresh: The scale at which the factory's scaler starts, where the checkpoint's has collapsed.
+        earlier: A step before the one that is judged, and the state before it: a change for good must not break what
+            lies between. None: step 0.
         findings: What is sick.
         errors: What could not be explained.
         births: The birth that a finding names or rests on, by the finding's fingerprint.
@@ -101,6 +103,7 @@ class Judge:
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     births: dict[str, Birth] = field(default_factory=dict)
+    earlier: tuple[int, Snapshot] | None = None
     _skipped: set[int] = field(default_factory=set)
     _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
@@ -396,12 +399,15 @@ class Judge:
         make = partial(Trials, look.session, snapshot, step, steps, settles=settles, fresh=self.fresh)
         make = partial(make, raised=self._raised, without=self._replayed)
         if look.rewinds:
-            return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
+            begin, before = self.earlier or (0, self.start)
+            known = before is not None and step > begin
+            return make(before=(before, frozenset(self._skipped)) if known else None, begin=begin)
         return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
 
     def _known_steps(self, known: int) -> int:
         """Returns how many steps have batches, so that a trial may run past the bad one."""
-        while known < self.steps and self.look.session.has_step(known):
+        last = min(known + AFTER + 1, self.steps)
+        while known < last and self.look.session.has_step(known):
             known += 1
         return known
 

@@ -84,8 +84,9 @@ class Trials:
         silent: Thresholds for a failure that stays finite: with a change, finite values must not depart from the right
             ones by more. None for other failures.
         raised: The exception with which the user's code ended the bad step, type first; None if it came to its end.
-        before: The state before step 0 and the steps that the scaler skipped since, if the earlier steps can be
+        before: The state before step `begin` and the steps that the scaler skipped, if the steps from there on can be
             replayed: a permanent change must not break them.
+        begin: The first of them.
         without: The steps as they went without a change, to be shown beside the others.
         tensors: Names of parameters whose gradients have to agree with fp32's as well, as they vanish in the total.
         together: How far these may be from fp32's together (relative L2); None: `ONE_ALONE`, one by one.
@@ -114,6 +115,7 @@ class Trials:
         silent: Thresholds | None = None,
         raised: str | None = None,
         before: tuple[Snapshot, frozenset[int]] | None = None,
+        begin: int = 0,
         without: Sequence[ReplayedStep] = (),
         tensors: Sequence[str] = (),
         together: float | None = None,
@@ -130,7 +132,8 @@ class Trials:
         self._silent = silent
         self._failed: int | None = None
         self._raised = raised
-        self._before = before
+        self._before = before if before is not None and 0 <= step - begin <= MOST_EARLIER else None
+        self._begin = begin
         self._reference: Gradients | None = None
         self._referenced = False
         self._without = tuple(without)
@@ -203,13 +206,13 @@ class Trials:
         Returns () if fp32 stays finite for as many steps as a cure must hold; if that step is not finite from the first
         state either, because of its batch or formula; or if the run cannot be replayed from its start.
         """
-        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+        if self._before is None or not self._goes_back():
             return ()
         start, _ = self._before
         try:
-            losses, fine = self._wide_from(start, range(min(self._step + AFTER + 1, self._steps)))
-            last = len(losses) - 1
-            if fine or last == 0 or not self._wide_from(start, range(last, last + 1))[1]:
+            losses, fine = self._wide_from(start, range(self._begin, min(self._step + AFTER + 1, self._steps)))
+            last = self._begin + len(losses) - 1
+            if fine or last == self._begin or not self._wide_from(start, range(last, last + 1))[1]:
                 return ()
         except AmpdoctorError:
             return ()
@@ -289,16 +292,20 @@ class Trials:
             self._settled = lower
         return wrong, got
 
+    def _goes_back(self) -> bool:
+        """Can the steps before the bad one be replayed? Those of a run's start may have been let go of."""
+        return self._begin > 0 or not self._session.tape.cut
+
     def _breaks_earlier(self, change: Change) -> str | None:
         """Does the change harm a healthy step before the bad one? The run will train through that step, too."""
-        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+        if self._before is None or not self._goes_back():
             return None
         start, skipped = self._before
         session, sentinel = self._session, NonFiniteProbe(locate=False)
         start.restore()
         try:
             with change(session), session.watched(sentinel):
-                for step in range(self._step):
+                for step in range(self._begin, self._step):
                     outcome = session.step(step)
                     self._changed[step] = replayed(outcome, sentinel.sightings.sinks)
                     if sentinel.sightings.sinks and not outcome.skipped:
@@ -306,7 +313,7 @@ class Trials:
                     if outcome.skipped and step not in skipped:
                         return f"the scaler skips step {step}, which it did not"
         except AmpdoctorError as error:
-            return f"step 0 to {self._step - 1} cannot be replayed with it: {error}"
+            return f"step {self._begin} to {self._step - 1} cannot be replayed with it: {error}"
         finally:
             self._snapshot.restore()
         return None

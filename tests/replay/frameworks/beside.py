@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -14,7 +13,7 @@ from ampdoctor.workflows.opening.request import ReplayRequest
 
 @dataclass(kw_only=True)
 class Seen:
-    """What a training went through: a row for each micro-batch, the weights after the last, the rates of its optimizer."""
+    """What a training went through: a row for each micro-batch, the weights after the last, the optimizer's rate."""
 
     rows: list = field(default_factory=list)
     weights: dict = field(default_factory=dict)
@@ -35,12 +34,10 @@ def bare(make, train, *, policy="cuda"):
             return train(replay.factory.function())
 
 
-def replayed(make, rows, steps, *, policy="cuda", start=0, **request):
+def replayed(make, rows, steps, *, policy="cuda", **request):
     """The same training, replayed; `rows` is where its code writes them."""
     with machine(make, policy=policy, **request) as replay:
         session = replay.session()
-        if start:
-            session.run.batches = partial(session.run.batches, start=start)
         rows.clear()
         for index in range(steps):
             assert session.has_step(index)

@@ -1,0 +1,134 @@
+"""What the rewritten parts of a user's file ask while they run."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from ampdoctor.loop.halt import StepHalted
+
+Items = Callable[[], Iterable[Any]]
+"""Makes what a loop runs over, anew; None in its place for a `while`."""
+Body = Callable[[Any], Any]
+"""The body of a loop; takes an item, and returns how the loop goes on: None for as ever."""
+Arrival = Callable[[Items | None, Body, FrameType], None]
+"""Told that a run has come to its loop, in which frame; ends the run with `Left`, or lets the loop run as it is."""
+
+
+class Left(StepHalted):
+    """The script is left where it is; what it would do at its end, or where it is broken off, is not done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The body ended its function with this value."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a loop that ran as it is has ended.
+
+    Attributes:
+        broken: By a `break`.
+        value: What the function is to return now, in a tuple; `NOTHING` if it goes on.
+    """
+
+    broken: bool = False
+    value: Any = None
+
+
+class _Kept:
+    """A context of the user's around the loop, which is not left with it: a file stays open, a progress bar stays.
+
+    Those of torch are left, because they hold for the whole thread, and entered again around each replayed step.
+    """
+
+    def __init__(self, seam: Seam, make: Callable[[], Any]) -> None:
+        self._seam, self._make = seam, make
+
+    def __enter__(self) -> Any:
+        self._manager = self._make()
+        return type(self._manager).__enter__(self._manager)
+
+    def __exit__(self, kind: object, error: object, frames: object) -> Any:
+        if isinstance(error, Left) and not self._seam.left_in(self._make, self._manager):
+            return None
+        return type(self._manager).__exit__(self._manager, kind, error, frames)
+
+
+@contextmanager
+def entered(around: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    """Inside, contexts that are made anew are in force.
+
+    Args:
+        around: Make them, the outermost first.
+    """
+    with ExitStack() as stack:
+        for make in around:
+            stack.enter_context(make())
+        yield
+
+
+def _is_of_torch(manager: Any) -> bool:
+    made_by = getattr(manager, "func", type(manager))  # the function behind `contextlib.contextmanager`
+    module = getattr(made_by, "__module__", "") or ""
+    return module.partition(".")[0] == "torch" and not module.startswith(("torch.utils.tensorboard", "torch.profiler"))
+
+
+class Seam:
+    """Asked by the rewritten parts of one run of a script.
+
+    Args:
+        arrives: As said at `Arrival`.
+
+    Attributes:
+        around: Make the contexts of torch around the loop that was left, the outermost first.
+        held: The other contexts around it, which stay entered as long as they are held.
+
+    """
+
+    BROKEN: Final = object()
+    OVER: Final = object()
+    NOTHING: Final = None
+    Left = Left
+    returned = Returned
+
+    def __init__(self, arrives: Arrival) -> None:
+        self._arrives = arrives
+        self.around: list[Callable[[], Any]] = []
+        self.held: list[Any] = []
+
+    def left_in(self, make: Callable[[], Any], manager: Any) -> bool:
+        """Note that a context is around the loop; returns whether it is to be exited."""
+        if _is_of_torch(manager):
+            self.around.insert(0, make)
+            return True
+        self.held.append(manager)
+        return False
+
+    def loop(self, items: Items | None, body: Body) -> End:
+        """Stands in the loop's place; runs it as it is, unless the run is to end here."""
+        self._arrives(items, body, sys._getframe(1))  # noqa: SLF001 the one way to the loop's own variables
+        for item in itertools.repeat(None) if items is None else items():
+            said = body(item)
+            if said is None:
+                continue
+            if said is self.OVER:
+                return End()
+            return End(broken=True, value=(said.value,) if isinstance(said, Returned) else None)
+        return End()
+
+    def kept(self, make: Callable[[], Any]) -> _Kept:
+        """Stands in a context's place."""
+        return _Kept(self, make)
+
+    def leaving(self) -> bool:
+        """Asked in a `finally`: is the script being left?"""
+        return isinstance(sys.exc_info()[1], Left)

@@ -1,0 +1,115 @@
+"""One step of a run: the body of the user's loop, once for each item of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdoctor.loop.backwards import scaled_within
+from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
+from ampdoctor.replay.scripts.files import Files
+from ampdoctor.replay.scripts.seam import Body, entered
+
+
+@dataclass(slots=True, eq=False)
+class Stepping:
+    """What the steps of a run have in common, of ours.
+
+    Attributes:
+        scalers: The run's own.
+        files: What it writes.
+        held: What lives as long as the run: contexts around the loop, variables of the functions that it was left in.
+        over: Has an entry once the loop would have ended.
+    """
+
+    scalers: tuple[Any, ...]
+    files: Files
+    held: tuple[Any, ...]
+    over: list[bool]
+
+
+def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:
+    """Take one step.
+
+    The body and what stands around it are arguments of their own, so that what they reach counts as reached by the step.
+
+    Args:
+        body: The body of the loop.
+        around: Make the contexts around it.
+        stepping: The rest.
+        batch: The items of the step.
+
+    Returns:
+        What the step called `backward` on, before it was scaled; the sum, where that were several.
+    """
+    losses: list[Any] = []
+    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing():
+        for item in batch:
+            with entered(around):
+                said = body(item)
+            if said is not None:
+                stepping.over.append(True)
+                break
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    with unseen():
+        return sum(float(loss) for loss in losses)
+
+
+@contextmanager
+def _backwards_in(losses: list[Any], scalers: Sequence[Any]) -> Iterator[None]:
+    """Inside, each loss that a backward begins with is added."""
+    unscaled: dict[int, tuple[Any, Any]] = {}
+    depth = 0
+
+    def seen(backward: Backward, run: Callable[[], Any]) -> Any:
+        nonlocal depth
+        if backward.accumulated and not depth:
+            losses.extend(_loss(root, unscaled) for root in backward.roots if _is_scalar(root))
+        depth += 1
+        try:
+            return run()
+        finally:
+            depth -= 1
+
+    with ExitStack() as stack:
+        stack.enter_context(seen_backwards(seen))
+        for owner in (torch.amp.GradScaler, *scalers):
+            _keep_unscaled(owner, unscaled, stack)
+        yield
+
+
+def _keep_unscaled(owner: Any, unscaled: dict[int, tuple[Any, Any]], stack: ExitStack) -> None:
+    """Note what is scaled: by any scaler, and by one whose own method stands before its class's."""
+    if not isinstance(owner, type) and "scale" not in vars(owner):
+        return
+    original = owner.scale
+
+    def scale(*args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        if args and isinstance(outputs, torch.Tensor):
+            unscaled[id(outputs)] = (outputs, args[-1])
+        return outputs
+
+    owner.scale = scale
+    stack.callback(setattr, owner, "scale", original)
+
+
+def _is_scalar(root: Any) -> bool:
+    return isinstance(root, torch.Tensor) and root.numel() == 1
+
+
+def _loss(root: Any, unscaled: dict[int, tuple[Any, Any]]) -> Any:
+    if id(root) in unscaled:
+        return unscaled[id(root)][1].detach()
+    if unscaled and scaled_within(root):  # computed further from what was scaled
+        outputs, loss = next(reversed(unscaled.values()))
+        with unseen():
+            scaled = float(outputs)
+            return float(root) * (float(loss) / scaled) if scaled and math.isfinite(scaled) else float(loss)
+    return root.detach()

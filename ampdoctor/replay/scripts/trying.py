@@ -1,0 +1,131 @@
+"""Tries a script's loop once, to learn what its steps are made of; the run that it was tried on is thrown away."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdoctor.replay.scripts.finding import told_of_steps
+from ampdoctor.replay.scripts.made import Made
+from ampdoctor.replay.scripts.seam import Body, Items, entered
+
+ENOUGH = 8
+"""Items of a loop that is worth replaying: as many as `bisect-nan` replays steps. What ends before is a part of one."""
+_MOST_TOGETHER = 1024
+"""Iterations in which an optimizer has to step: what accumulates more is none."""
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What a loop's first step has shown.
+
+    Attributes:
+        items: How many the loop has, up to `ENOUGH`.
+        together: Iterations that one optimizer step takes.
+        optimizers: Places, among what the script makes, of the optimizers that it steps.
+        scalers: Places of the loss scalers that it asks.
+        autocast: The format of its autocast regions; None without one.
+        ended: The loop has ended within its first step.
+    """
+
+    items: int
+    together: int
+    optimizers: tuple[int, ...]
+    scalers: tuple[int, ...]
+    autocast: str | None
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop that a run of the script has come to.
+
+    Attributes:
+        items: Makes what it runs over; None for a `while`.
+        body: Its body.
+        seen: The variables that it sees.
+    """
+
+    items: Items | None
+    body: Body
+    seen: list[tuple[str, Any]]
+
+
+def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson:
+    """Runs a loop's body until an optimizer has stepped.
+
+    Args:
+        loop: The loop.
+        around: Make the contexts around it.
+        made: What the script has made.
+    """
+    stepped: dict[int, None] = {}
+    scalers: dict[int, None] = {}
+    regions: set[torch.dtype] = set()
+
+    def step(optimizer: Any, _frame: Any) -> None:
+        place = made.place_of(optimizer)
+        if place is not None:
+            stepped[place] = None
+
+    def scaling(scaler: Any) -> None:
+        place = made.place_of(scaler)
+        if place is not None and scaler.is_enabled():
+            scalers[place] = None
+
+    source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
+    count, said = 0, None
+    with told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add):
+        for item in itertools.islice(source, _MOST_TOGETHER):
+            count += 1
+            with entered(around):
+                said = loop.body(item)
+            if said is not None or stepped:
+                break
+    ended = said is not None
+    more = 0 if ended or not stepped else sum(1 for _ in itertools.islice(source, max(0, ENOUGH - count)))
+    return Lesson(
+        items=count + more,
+        together=count,
+        optimizers=tuple(stepped),
+        scalers=tuple(scalers),
+        autocast=next((name for dtype, name in _FORMATS.items() if dtype in regions), None),
+        ended=ended,
+    )
+
+
+@contextmanager
+def _told_of_scaling(tell: Callable[[Any], None]) -> Iterator[None]:
+    original = torch.amp.GradScaler.scale
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        tell(scaler)
+        return original(scaler, outputs)
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _told_of_regions(tell: Callable[[torch.dtype], None]) -> Iterator[None]:
+    original = torch.autocast.__enter__
+
+    def enter(region: Any) -> Any:
+        if region._enabled:  # noqa: SLF001 torch has no public name for it
+            tell(region.fast_dtype)
+        return original(region)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = original  # type: ignore[method-assign]

@@ -1,0 +1,228 @@
+"""A run that goes on from its checkpoint until a step is not finite: batches, losses and step are the training's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ampdoctor.errors import UsageError
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.proving import way_back
+from tests.workflows.opening import late_runs
+
+FACTORY = "tests.workflows.opening.late_runs:make_run"
+
+
+def request(file, options, **more):
+    arguments = {name: value for name, value in options.items() if value is not None}
+    return ReplayRequest(factory=FACTORY, arguments=arguments, checkpoint=file, until_sick=True, **more)
+
+
+def assert_same_batches(asked, trained, saved_at, end):
+    """What is drawn behind the checkpoint is what the loop drew."""
+    with open_replay(asked) as replay:
+        session = replay.session()
+        for step in range(end - saved_at):
+            assert session.has_step(step)
+            for mine, theirs in zip(session.batches_of(step), trained.steps[saved_at + step], strict=True):
+                assert mine[0].tolist() == theirs[0].tolist()
+                assert torch.equal(mine[1], theirs[1])
+        session.close()
+
+
+def losses_of(report):
+    return {row.step: row.without.loss for row in report.proof.steps if row.without is not None}
+
+
+def assert_found(report, trained, saved_at):
+    finding = report.findings[0]
+    step = trained.failed - saved_at
+    known = trained.failed if saved_at else None
+    assert (report.verdict, finding.where.step, finding.where.global_step) == ("sick", step, known)
+    seen = losses_of(report)
+    assert {at: loss for at, loss in seen.items() if at < step} == {
+        at: trained.losses[saved_at + at] for at in seen if at < step
+    }
+
+
+def fails_by_growth(tmp_path, saved_at, accumulation, rate, max_steps):
+    file = str(tmp_path / "last.pt")
+    options = {"rate": rate, "accumulation": accumulation}
+    trained = late_runs.train(max_steps, saved_at, file, **options)
+    assert trained.failed > 2 * saved_at
+    asked = request(file, options, max_steps=max_steps)
+    report = bisect_nan(asked)
+    assert_found(report, trained, saved_at)
+    assert report.findings[0].code == "AMP201"
+    assert report.findings[0].prescription.verified
+    assert_same_batches(asked, trained, saved_at, trained.failed + 1)
+    return report
+
+
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_training_goes_on_from_its_checkpoint_to_its_failure(accumulation, tmp_path, check_report):
+    report = fails_by_growth(tmp_path, 20, accumulation, 1000.0, 100)
+    check_report(render_json(report))
+    assert report.target["options"]["--until-sick"] == []
+    (note,) = [note for note in report.run["notes"] if "lie behind the checkpoint" in note]
+    batches = 20 * accumulation
+    assert note.startswith(f"{batches} batches lie behind the checkpoint and were passed over unloaded")
+    assert note.endswith(f"{batches % 15} batches into epoch {batches // 15}")
+    assert not any("random" in skipped.reason for skipped in report.skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_failure_at_step_400_of_a_training_that_was_saved_at_200(accumulation, tmp_path):
+    fails_by_growth(tmp_path, 200, accumulation, 48.0, 500)
+
+
+@pytest.mark.parametrize("saved_at", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_one_bad_sample_of_an_epoch_comes_at_its_own_step(saved_at, tmp_path):
+    file, fails = str(tmp_path / "last.pt"), 2 * saved_at
+    options = {"rate": 0.01, "rows": 10 * fails}
+    sound = late_runs.train(fails + 1, saved_at, file, **options)
+    bad = int(sound.steps[fails][0][0][2])
+    trained = late_runs.train(fails + 1, saved_at, file, **options, bad=bad)
+    assert trained.failed == fails
+    late_runs.Numbered.loaded = 0
+    report = bisect_nan(request(file, {**options, "bad": bad}))
+    assert late_runs.Numbered.loaded <= 4 * (fails - saved_at + 6)
+    assert_found(report, trained, saved_at)
+    assert bad in trained.steps[fails][0][0]
+
+
+def test_a_run_that_stays_finite_says_what_was_not_looked_at(tmp_path, check_report):
+    file, options = str(tmp_path / "last.pt"), {"rate": 0.01}
+    late_runs.train(5, 5, file, **options)
+    report = bisect_nan(request(file, options, max_steps=20))
+    check_report(render_json(report))
+    assert (report.verdict, report.run["steps"]) == ("healthy", 20)
+    compared = next(check for check in report.checks if check.name == "gradients and updates agree with fp32")
+    assert (compared.result, compared.headroom["steps"]) == ("ok", 8)
+    left_out = {skipped.what: skipped.reason for skipped in report.skipped}
+    assert "the last 8 were held beside fp32" in left_out["comparison of every step with fp32"]
+    assert "may not come back here" in left_out["other hardware and other numbers of ranks"]
+    assert left_out["further batches"] == "20 steps were asked for (--max-steps)"
+    again = bisect_nan(request(file, options, max_steps=20, expect_failure=True))
+    (note,) = again.findings
+    assert (again.verdict, note.code) == ("not_reproduced", "AMP902")
+    assert "what hangs on the number of ranks is not seen" in note.help
+    assert "the data are those that followed step 5" in note.help
+    assert "only 20 steps were replayed (--max-steps)" in note.help
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_it_runs_from_the_factorys_first_step(tmp_path):
+    options = {"rate": 1000.0}
+    trained = late_runs.train(100, None, None, **options)
+    asked = ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=100)
+    assert_found(bisect_nan(asked), trained, 0)
+
+
+def test_a_function_that_takes_start_is_told_it_even_without_until_sick(tmp_path):
+    file, starts = str(tmp_path / "last.pt"), []
+
+    def make_run():
+        run = late_runs.make_run(rate=0.01)
+
+        def batches(start):
+            starts.append(start)
+            return iter([[torch.arange(4), torch.full((4, 8), float(start + step))] for step in range(3)])
+
+        run.batches = batches
+        return run
+
+    late_runs.train(7, 7, file, rate=0.01)
+    for checkpoint, start in ((file, 7), (None, 0)):
+        with open_replay(ReplayRequest(factory=make_run, checkpoint=checkpoint)) as replay:
+            session = replay.session()
+            assert session.has_step(0)
+            assert float(session.batches_of(0)[0][1][0, 0]) == start
+            session.close()
+    assert starts == [7, 0]
+
+
+def test_single_skips_of_a_scaler_at_work_do_not_end_it():
+    def make_run():
+        run = late_runs.make_run(rate=0.01)
+        run.scaler = {"init_scale": 2.0**20, "growth_interval": 12}
+        return run
+
+    report = bisect_nan(ReplayRequest(factory=make_run, until_sick=True, max_steps=60))
+    skips = next(check for check in report.checks if check.name == "steps skipped by the scaler")
+    assert int(skips.result.split()[0]) > 2
+    assert (report.verdict, report.run["steps"]) == ("healthy", 60)
+
+
+def test_only_two_snapshots_are_held_on_the_way_and_little_of_what_was_seen(monkeypatch):
+    held = []
+    passes = way_back.WayBack.passes
+
+    def watched(self, session, step, **options):
+        passes(self, session, step, **options)
+        held.append((len(self._ring), len(self._states)))
+
+    monkeypatch.setattr(way_back.WayBack, "passes", watched)
+    options = {"rate": 0.01}
+    bisect_nan(ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=80))
+    assert len(held) == 80
+    assert max(ring for ring, _ in held) == 2
+    assert max(states for _, states in held) <= 2 * max(way_back.stretch(80), 8)
+
+
+@pytest.mark.parametrize("at", [13, 0])
+def test_ctrl_c_reports_what_is_known(at, tmp_path, check_report):
+    file, options = str(tmp_path / "last.pt"), {"rate": 0.01}
+    late_runs.train(5, 5, file, **options)
+    before = torch.get_rng_state()
+
+    def progress(what, done, total, *, unit=""):
+        if (what, done) == ("replaying", at):
+            raise KeyboardInterrupt
+
+    asked = request(file, options, max_steps=40)
+    if not at:
+        with pytest.raises(KeyboardInterrupt):
+            bisect_nan(asked, progress=progress)
+        return
+    report = bisect_nan(asked, progress=progress)
+    check_report(render_json(report))
+    (error,) = report.errors
+    assert (report.verdict, report.complete, report.run["steps"]) == ("inconclusive", False, 13)
+    said = "interrupted by Ctrl-C: steps 0 to 12 were replayed and stayed finite (the training's 5 to 17)"
+    assert (error.kind, error.message) == ("interrupted", said)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"until_sick": True, "steps": 4}, "--until-sick runs on for --max-steps, and --steps 4 says another number"),
+        ({"max_steps": 4}, "--max-steps bounds --until-sick"),
+        ({"until_sick": True, "max_steps": 0}, "max_steps is 0"),
+        ({"skip_batches": -1}, "skip_batches is -1"),
+        ({"skip_batches": "checkpoint"}, "give --checkpoint"),
+    ],
+)
+def test_options_that_say_two_things(options, said):
+    with pytest.raises(UsageError, match=said):
+        ReplayRequest(factory=FACTORY, **options)
+
+
+def test_what_a_checkpoint_lacks_is_said(tmp_path):
+    file, options = str(tmp_path / "last.pt"), {"rate": 0.01}
+    late_runs.train(5, 5, file, **options)
+    saved = torch.load(file)
+    torch.save({"model": saved["model"], "optimizer": saved["optimizer"], "scaler": saved["scaler"]}, file)
+    report = bisect_nan(request(file, options, max_steps=8))
+    reasons = [skipped.reason for skipped in report.skipped]
+    for said in ("no schedule of the learning rate", "no random state of torch", "the file says no step"):
+        assert any(said in reason for reason in reasons), reasons
+    assert report.verdict == "healthy"
+    assert math.isclose(report.checks[0].headroom["steps"], 8)
