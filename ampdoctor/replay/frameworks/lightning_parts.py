@@ -198,6 +198,8 @@ def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace
         load_states()
 
     def stop() -> None:
+        loop.epoch_loop.reset()  # which finds out where a checkpoint that fit() has resumed stood in its epoch
+        loop.epoch_loop.on_iteration_done()
         reached.append(True)
         raise _Reached
 
@@ -262,7 +264,7 @@ def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool)
         max_steps=-1 if loop.max_steps is None else loop.max_steps,
         steps=steps,
         epoch=trainer.current_epoch if resumed else 0,
-        index=loop.epoch_loop.batch_progress.current.ready if resumed and loop.restarting else 0,
+        index=loop.epoch_loop.batch_progress.current.ready,
         number=trainer.global_step // steps if resumed else 0,
     )
 

@@ -122,7 +122,7 @@ def _place_schedules(trainer: Any, update: Update) -> None:
     """Let the schedules go on where they stood: Lightning moves them on after a skipped step as well."""
     for config in trainer.lr_scheduler_configs:
         taken = (update.number if config.interval == "step" else update.epoch) // config.frequency
-        if not config.reduce_on_plateau and taken > 0:
+        if not config.reduce_on_plateau and getattr(config.scheduler, "last_epoch", taken) < taken:
             place_schedule(config.scheduler, taken)
 
 
