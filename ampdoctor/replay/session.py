@@ -40,7 +40,7 @@ from ampdoctor.replay.scaler_state import OtherScalers, clone
 from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
 from ampdoctor.replay.tape import BatchTape
-from ampdoctor.replay.user_code import user_code
+from ampdoctor.replay.user_code import prints_to_nobody, user_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +98,7 @@ class Session:
         self.precision = Precision(
             compute=compute, autocast=run.autocast, master_weights=run.master_weights and half and not run.autocast
         )
+        self._own_precision = self.precision
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
         self._wide_casts = False
@@ -122,6 +123,7 @@ class Session:
         self.told: Callable[[], None] | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
+        self._heard: set[int] = set()
 
     def _build(self, precision: str | None) -> None:
         """Put the model on the device in its dtype and make the other parts; the stack undoes the changes."""
@@ -354,6 +356,10 @@ class Session:
         with ExitStack() as stack:
             where = f", replayed in {self.precision.compute}," if self._overridden else ""
             stack.enter_context(self._user_code(f"step {index}{where}"))
+            if self.precision is not self._own_precision or index in self._heard:  # what a step says is read once
+                stack.enter_context(prints_to_nobody())
+            else:
+                self._heard.add(index)
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())

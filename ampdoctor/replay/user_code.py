@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import (
@@ -150,6 +151,13 @@ def prints_to_stderr() -> Iterator[None]:
         if saved is not None:
             stack.callback(_restore_descriptor, saved)
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+@contextlib.contextmanager
+def prints_to_nobody() -> Iterator[None]:
+    """Drop what the body writes to `sys.stdout`: a step that is replayed says again what it has said."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nobody, contextlib.redirect_stdout(nobody):
         yield
 
 

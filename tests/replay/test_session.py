@@ -504,3 +504,20 @@ def test_replays_are_counted():
         assert session.has_step(step)
         session.step(step)
     assert session.replays == 2
+
+
+def test_a_step_says_once_what_it_says_however_often_it_is_replayed(capsys):
+    def step(model, batch, autocast):
+        with autocast():
+            loss(model, batch).backward()
+        print("took a step")
+
+    session = Session(TrainingRun(model=network(), batches=batches(), step=step), device=CPU)
+    start = session.snapshot()
+    with session.reference():
+        session.step(0)
+    for index in (0, 0, 1):
+        start.restore()
+        session.step(index)
+    session.close()
+    assert capsys.readouterr().err.count("took a step") == 2

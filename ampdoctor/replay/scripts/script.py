@@ -123,7 +123,7 @@ class Script:
         adapter = adapter_of(made)
         if adapter is None:
             raise AssertionError("an entry hands over what its adapter claims")
-        with self._runner.environment():
+        with self.user_code(f"the start of {adapter.name}'s training"):
             return adapter.run_of(made)
 
     def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
