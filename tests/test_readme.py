@@ -54,7 +54,7 @@ def commands(python=sys.executable):
     for line in listed.splitlines():
         name, _, purpose = line.strip().partition("  ")
         usage = ampdoctor(name, "--help", python=python)[0].splitlines()[0].removeprefix("Usage: ")
-        lines.append(f"{usage:44}{purpose.strip()}")
+        lines.append(f"{usage:54}{purpose.strip()}")
     return "\n".join(lines) + "\n"
 
 

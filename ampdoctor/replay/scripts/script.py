@@ -44,6 +44,7 @@ class Script:
     Args:
         name: As the user wrote it; for reports and errors.
         file: The file.
+        package: The package that it is run in, as by `python -m`; None for a file of its own.
         arguments: What follows it in `sys.argv`.
         path: Folders that are first on `sys.path` while its code runs.
         environment: Makes the context manager around its code.
@@ -57,6 +58,7 @@ class Script:
         name: str,
         file: Path,
         *,
+        package: str | None,
         arguments: tuple[str, ...],
         path: tuple[str, ...],
         environment: Environment,
@@ -64,7 +66,15 @@ class Script:
     ) -> None:
         self.name, self.path = name, path
         self._files = Files(name, (Path.cwd(), *path), notes)
-        self._runner = Runner(name, file, arguments=arguments, path=path, environment=environment, files=self._files)
+        self._runner = Runner(
+            name,
+            file,
+            package=package,
+            arguments=arguments,
+            path=path,
+            environment=environment,
+            files=self._files,
+        )
         self._learnt: _Learnt | None = None
 
     def user_code(self, what: str) -> AbstractContextManager[None]:

@@ -146,6 +146,14 @@ def test_it_runs_as_python_runs_it(write, tmp_path):
     assert not {"helper", "lib", "late"} & (set(sys.modules) - modules)
 
 
+def test_a_module_of_a_package_is_run_as_by_python_m(write):
+    write("", "pkg/__init__.py", head="")
+    write("def f(x):\n    return x\n", "pkg/parts.py", head="")
+    write("from .parts import f\nassert (__name__, __package__) == ('__main__', 'pkg')\n" + LOOP, "pkg/train.py")
+    outcomes, _, _ = steps_of("pkg.train")
+    assert [outcome.loss for outcome in outcomes] == bare_losses()
+
+
 def test_a_loop_in_a_file_beside_the_script(write):
     write(
         """
