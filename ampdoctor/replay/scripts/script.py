@@ -150,7 +150,7 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
-        stepping = Stepping(scalers, self._files, tuple(run.seam.held), loop.seen, [])
+        stepping = Stepping(scalers, self._files, loop.seen, [])
         return TrainingRun(
             model=model,
             batches=partial(_steps, loop.items, lesson, stepping.over),

@@ -79,7 +79,7 @@ def load_target(
 
 
 def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] | None:
-    """Returns the script that a target names, and the package of one that it names as a module; None if it names none."""
+    """Returns the script that a target names, and the package of one that is named as a module; None for others."""
     path = Path(target.strip()).expanduser()
     if path.suffix == ".py":
         return (path.resolve(), None) if path.is_file() else None
