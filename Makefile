@@ -62,7 +62,7 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/precision/emulation tests/docs/test_pages.py -k "scaling or hf-trainer or lightning or libraries"
 
 versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
 	$(BIN)/python benchmarks/versions.py $(TORCH)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ampdoctor.precision.casting import CastInputs, InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
 from ampdoctor.precision.emulation.cuda_emulation import CudaEmulation, emulate_cuda
+from ampdoctor.precision.emulation.gpu.asking import heard_by
+from ampdoctor.precision.emulation.gpu.lasting import lasting_emulation
 from ampdoctor.precision.emulation.half_products import HalfProducts, half_products
 from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.emulation.tf32 import round_to_tf32, tf32
@@ -48,8 +50,10 @@ __all__ = [
     "half_dtype",
     "half_products",
     "half_tensors",
+    "heard_by",
     "island_of",
     "island_on",
+    "lasting_emulation",
     "lends_kernels",
     "let_compile_see_hooks",
     "map_tensors",

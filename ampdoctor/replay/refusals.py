@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampdoctor.package import FOLDER
+from ampdoctor.precision.emulation.stand_ins.table import why_absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,10 @@ _TABLE = (
         why="the op has no kernel for half on this device: run it in float32, with x.float() inside "
         "torch.autocast(device_type, enabled=False)",
     ),
+    _Refusal(
+        said=r"Cannot access accelerator device when none is available|FSDP needs a non-CPU accelerator",
+        why="FSDP shards over GPUs, and a replay on a CPU is one process, which shards nothing: leave it out here",
+    ),
     _Refusal(said=r"Got unsupported ScalarType BFloat16", why="NumPy has no bfloat16: write x.float().numpy()"),
     _Refusal(
         said=rf"(?i)(same dtype|expected scalar type|should be the same|found dtype|must be the same).*{_HALF}"
@@ -60,9 +65,13 @@ _LONGEST = 40
 def explained(error: BaseException) -> str | None:
     """Returns line, call, reason and remedy of a refusal that comes of mixed precision; None for any other error.
 
+    Of an import, what needs a GPU and what stands in its place.
+
     Args:
         error: What the user's code raised.
     """
+    if isinstance(error, ImportError):
+        return why_absent(error)
     if not isinstance(error, RuntimeError | TypeError | ValueError):
         return None
     said = str(error)

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
+from ampdoctor.precision import emulate_cuda
 from ampdoctor.replay.refusals import explained
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -130,3 +131,12 @@ def test_a_large_mask_in_a_step_is_explained_with_its_line_and_call(policy):
         bisect_nan(ReplayRequest(factory=f"{__file__}:attention", arguments={"precision": "fp16"}, policy=policy))
     assert caught.value.explained.startswith(f"test_refusals.py:{line}, scores.masked_fill: a number in this call")
     assert not bisect_nan(ReplayRequest(factory=f"{__file__}:attention", arguments={"precision": "bf16"})).findings
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_fsdp_wants_a_gpu():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with emulate_cuda():
+        torch.distributed.init_process_group("nccl")
+        assert "FSDP shards over GPUs" in refusal(lambda: FullyShardedDataParallel(nn.Linear(2, 2), device_id=0))

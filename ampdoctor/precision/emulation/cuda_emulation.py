@@ -23,10 +23,14 @@ from torch.amp import autocast_mode, grad_scaler
 from ampdoctor.precision.emulation.gpu import card
 from ampdoctor.precision.emulation.gpu.answers import Answers
 from ampdoctor.precision.emulation.gpu.devices import DeviceRedirection
+from ampdoctor.precision.emulation.gpu.kernels import AttentionKernels
+from ampdoctor.precision.emulation.gpu.lasting import lasting_emulation
 from ampdoctor.precision.emulation.gpu.libraries import forget_what_was_heard
+from ampdoctor.precision.emulation.gpu.processes import OneProcess
 from ampdoctor.precision.emulation.gpu.replacing import Replacements
 from ampdoctor.precision.emulation.overlay import LOCK
 from ampdoctor.precision.emulation.patches import Patches
+from ampdoctor.precision.emulation.stand_ins.finder import StandIns
 from ampdoctor.precision.emulation.torch_internals import CUSTOM_FWD_CAST
 
 if TYPE_CHECKING:
@@ -62,9 +66,12 @@ class _Installed:
     def __init__(self) -> None:
         self.regions: list[CudaEmulation] = []
         self.patches = Patches()
-        replacements = Replacements()
-        self.devices = DeviceRedirection(self.active, self.note, replacements)
-        self.answers = Answers(self.active, self.says_yes, self.note, replacements)
+        self.replacements = Replacements()
+        self.answers = Answers(self.active, self.says_yes, self.note)
+        self.stand_ins = StandIns(self.active, self.say)
+        devices, kernels = DeviceRedirection(self.active, self.note), AttentionKernels(self.active)
+        for part in (devices, self.answers, kernels, OneProcess(self.active), self.stand_ins):
+            part.declare(self.replacements)
         self.cuda_state: tuple[bool, torch.dtype] | None = None
 
     def active(self) -> bool:
@@ -74,7 +81,9 @@ class _Installed:
         return bool(self.regions) and self.regions[-1].says_yes
 
     def note(self) -> None:
-        text = YES_NOTE if self.says_yes() else DEVICE_NOTE
+        self.say(YES_NOTE if self.says_yes() else DEVICE_NOTE)
+
+    def say(self, text: str) -> None:
         for region in tuple(self.regions):
             region._note(text)  # noqa: SLF001 - its own class's keeper
 
@@ -83,8 +92,9 @@ class _Installed:
             if not self.regions:
                 self.cuda_state = _cuda_state()
                 try:
-                    self.devices.install(self.patches)
-                    self.answers.install(self.patches)
+                    self.replacements.install(self.patches)
+                    self.answers.install_version(self.patches)
+                    self.stand_ins.install(self.patches)
                     self._install_amp()
                 except BaseException:
                     self.patches.undo()
@@ -202,6 +212,9 @@ def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
     - `torch.cuda.is_available()` and what else is asked about the device is answered as one device would
       (`gpu/answers.py`), to those who hear of it (`gpu/asking.py`): to them every tensor on the CPU is on that device.
 
+    - Where flash_attn, xformers or apex is imported and not installed, torch's own function stands in (`stand_ins/`).
+    - A process group of one process is joined whatever its backend (`gpu/processes.py`).
+
     Regions nest, and belong to the process; the last one to be left undoes everything, also after an exception.
 
     Args:
@@ -212,8 +225,9 @@ def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
         The emulation; its notes are for the report.
     """
     region = CudaEmulation(says_yes=says_yes)
-    _INSTALLED.enter(region)
-    try:
-        yield region
-    finally:
-        _INSTALLED.leave(region)
+    with lasting_emulation():
+        _INSTALLED.enter(region)
+        try:
+            yield region
+        finally:
+            _INSTALLED.leave(region)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 _ABSENT: Final = object()
@@ -15,19 +14,20 @@ class Patches:
     __slots__ = ("_done",)
 
     def __init__(self) -> None:
-        self._done: list[Callable[[], None]] = []
+        self._done: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`; one that was inherited, not the owner's own, is inherited again afterwards."""
         before = vars(owner).get(name, _ABSENT)
-        self.after(partial(delattr, owner, name) if before is _ABSENT else partial(setattr, owner, name, before))
+        self.after(*((delattr, owner, name) if before is _ABSENT else (setattr, owner, name, before)))
         setattr(owner, name, value)
 
-    def after(self, undo: Callable[[], None]) -> None:
+    def after(self, undo: Callable[..., None], *arguments: Any) -> None:
         """Have something else undone too."""
-        self._done.append(undo)
+        self._done.append((undo, arguments))
 
     def undo(self) -> None:
         """Bring everything back; a second call does nothing."""
         while self._done:
-            self._done.pop()()
+            undo, arguments = self._done.pop()
+            undo(*arguments)

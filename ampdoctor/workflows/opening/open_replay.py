@@ -23,6 +23,7 @@ from ampdoctor.precision import (
     autocast_policy,
     emulate_cuda,
     half_products,
+    lasting_emulation,
     lends_kernels,
     without_overrides,
 )
@@ -218,6 +219,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(without_overrides())
         stack.callback(before.restore)
         stack.callback(ProcessState().restore)
+        stack.enter_context(lasting_emulation())
         stack.enter_context(shown_from(Path.cwd()))
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed
 
-from ampdoctor.precision.emulation.gpu import card
+from ampdoctor.precision.emulation.gpu import card, streams
 from ampdoctor.precision.emulation.gpu.asking import asker_hears_yes, hears_yes
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def _set_states(states: Any, *_args: Any, **_kwargs: Any) -> None:
         _set_state(state)
 
 
+_CUDART: Final = SimpleNamespace(**dict.fromkeys(("cudaProfilerStart", "cudaProfilerStop"), _always(0)))
+"""The CUDA runtime, as far as training code calls it."""
 _YES: Final = _always(True)
 _ONE: Final = _always(1)
 _ZERO: Final = _always(0)
@@ -83,6 +87,7 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     "memory_summary": _now(card.memory_summary),
     "memory_snapshot": _now(list),
     "list_gpu_processes": _always(""),
+    "get_per_process_memory_fraction": _always(1.0),
     **dict.fromkeys(
         (
             "empty_cache",
@@ -109,16 +114,25 @@ _RANDOM: Final[Mapping[str, Callable[..., Any]]] = {
     "set_rng_state": _set_state,
     "set_rng_state_all": _set_states,
 }
+_STREAMS: Final[Mapping[str, Callable[..., Any]]] = {
+    "stream": streams.StreamContext,
+    "current_stream": streams.current_stream,
+    "default_stream": streams.default_stream,
+    "set_stream": streams.set_stream,
+}
 SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     torch.cuda: {
         **dict.fromkeys(("init", "synchronize", "set_device", "ipc_collect", "set_sync_debug_mode"), _nothing),
         **dict.fromkeys(("current_device", "get_sync_debug_mode"), _ZERO),
         **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _ZERO),
+        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), streams.Graph),
+        **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
+        **_STREAMS,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), _always(-1)),
+        "cudart": _always(_CUDART),
         "get_device_name": _always(card.CARD.name),
         "get_device_capability": _always(card.CAPABILITY),
         "get_device_properties": _always(card.CARD),
-        "can_device_access_peer": _always(False),
         **_MEMORY_QUERIES,
         **_RANDOM,
     },
@@ -127,12 +141,33 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     torch.accelerator: {
         **dict.fromkeys(("synchronize", "set_device_index", "set_device_idx"), _nothing),
         **dict.fromkeys(("current_device_index", "current_device_idx"), _ZERO),
+        "current_stream": streams.current_stream,
+        "set_stream": streams.set_stream,
         **_MEMORY_QUERIES,
     },
     torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _ZERO),
     torch.cuda.profiler: dict.fromkeys(("start", "stop"), _nothing),
 }
 """By module: what needs a GPU or one's memory, clock or generator, and what does its work on a CPU."""
+
+_TYPES: Final = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
+    torch.cuda: {
+        "Stream": streams.Stream,
+        "ExternalStream": streams.Stream,
+        "StreamContext": streams.StreamContext,
+        "Event": streams.Event,
+        **dict.fromkeys(("CUDAGraph", "graph"), streams.Graph),
+        **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
+    },
+    torch: {"Stream": streams.Stream, "Event": streams.Event},
+    torch.accelerator: {"device_index": nullcontext},
+}
+"""By module: classes, and the classes that stand in their place: annotations name them too."""
+
+
+def _class(_original: Any, cls: Any) -> Any:
+    return cls
 
 
 class Answers:
@@ -144,43 +179,34 @@ class Answers:
         note: Called each time that somebody was told of a GPU.
     """
 
-    __slots__ = ("_active", "_note", "_replacements", "_says_yes")
+    __slots__ = ("_active", "_note", "_says_yes", "_version")
 
-    def __init__(
-        self,
-        active: Callable[[], bool],
-        says_yes: Callable[[], bool],
-        note: Callable[[], None],
-        replacements: Replacements,
-    ) -> None:
+    def __init__(self, active: Callable[[], bool], says_yes: Callable[[], bool], note: Callable[[], None]) -> None:
         self._active = active
         self._says_yes = says_yes
         self._note = note
-        self._replacements = replacements
+        self._version = type("Version", (type(torch.version),), {"cuda": property(self._cuda_version)})
 
-    def install(self, patches: Patches) -> None:
-        """Replace them all."""
-        put = self._replacements.put
+    def declare(self, replacements: Replacements) -> None:
+        """Have them all replaced."""
         for make, table in ((self._serve, SERVED), (self._answer, QUESTIONS)):
             for module, answers in table.items():
                 for name, answer in answers.items():
-                    put(patches, module, name, make, answer)
-        self._install_version(patches)
-        put(patches, torch.Tensor, "is_cuda", self._is_cuda)
-        put(patches, torch.Tensor, "is_cpu", self._is_cpu)
-        put(patches, torch.Tensor, "device", self._device)
-        put(patches, torch.Tensor, "get_device", self._get_device)
+                    replacements.want(module, name, make, answer)
+        for module, classes in CLASSES.items():
+            for name, cls in classes.items():
+                replacements.want(module, name, _class, cls)
+        for name in ("is_cuda", "is_cpu", "device", "get_device"):
+            replacements.want(torch.Tensor, name, getattr(self, f"_{name}"))
 
-    def _install_version(self, patches: Patches) -> None:
+    def install_version(self, patches: Patches) -> None:
         """Let `torch.version.cuda` depend on who asks as well: a property of the module's class goes before its own."""
-        module, truth = torch.version, torch.version.cuda
-        patches.after(functools.partial(setattr, module, "__class__", type(module)))
+        patches.after(setattr, torch.version, "__class__", type(torch.version))
+        torch.version.__class__ = self._version
 
-        def cuda(_module: Any) -> str | None:
-            heard = self._says_yes() and hears_yes(sys._getframe(1))  # noqa: SLF001 - who asks
-            return card.CUDA_VERSION if heard else truth
-
-        module.__class__ = type("Version", (type(module),), {"cuda": property(cuda)})
+    def _cuda_version(self, module: Any) -> str | None:
+        heard = self._says_yes() and hears_yes(sys._getframe(1))
+        return card.CUDA_VERSION if heard else vars(module)["cuda"]
 
     def _serve(self, original: Any, answer: Callable[..., Any]) -> Any:
         @functools.wraps(original)
@@ -192,7 +218,7 @@ class Answers:
     def _answer(self, original: Any, answer: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._says_yes() and asker_hears_yes(sys._getframe(1)):  # noqa: SLF001 - who asks
+            if self._says_yes() and asker_hears_yes(sys._getframe(1)):
                 self._note()
                 return answer(*args, **kwargs)
             return original(*args, **kwargs)
@@ -202,14 +228,14 @@ class Answers:
     def _is_cuda(self, original: Any) -> Any:
         def is_cuda(tensor: torch.Tensor) -> bool:
             truth: bool = original.__get__(tensor)
-            return truth or (self._seems(tensor) and hears_yes(sys._getframe(1)))  # noqa: SLF001 - who asks
+            return truth or (self._seems(tensor) and hears_yes(sys._getframe(1)))
 
         return property(is_cuda, doc=original.__doc__)
 
     def _is_cpu(self, original: Any) -> Any:
         def is_cpu(tensor: torch.Tensor) -> bool:
             truth: bool = original.__get__(tensor)
-            return truth and not (self._says_yes() and hears_yes(sys._getframe(1)))  # noqa: SLF001 - who asks
+            return truth and not (self._says_yes() and hears_yes(sys._getframe(1)))
 
         return property(is_cpu, doc=original.__doc__)
 
@@ -219,7 +245,7 @@ class Answers:
         def device(tensor: torch.Tensor) -> torch.device:
             truth: torch.device = original.__get__(tensor)
             # The cheap questions first: torch asks this too, many times in a step.
-            if truth.type == "cpu" and self._says_yes() and hears_yes(sys._getframe(1)):  # noqa: SLF001 - who asks
+            if truth.type == "cpu" and self._says_yes() and hears_yes(sys._getframe(1)):
                 return there
             return truth
 
@@ -229,9 +255,9 @@ class Answers:
         @functools.wraps(original)
         def get_device(tensor: torch.Tensor) -> int:
             truth: int = original(tensor)
-            return 0 if truth < 0 and self._seems(tensor) and hears_yes(sys._getframe(1)) else truth  # noqa: SLF001 - who asks
+            return 0 if truth < 0 and self._seems(tensor) and hears_yes(sys._getframe(1)) else truth
 
         return get_device
 
     def _seems(self, tensor: torch.Tensor) -> bool:
-        return self._says_yes() and torch._C.TensorBase.device.__get__(tensor).type == "cpu"  # noqa: SLF001 - the truth
+        return self._says_yes() and torch._C.TensorBase.device.__get__(tensor).type == "cpu"

@@ -6,7 +6,7 @@ A library that hears yes goes on to what only a GPU has; torch itself would call
 
 from __future__ import annotations
 
-import functools
+import importlib
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -28,6 +28,8 @@ HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})
 _STANDARD: Final = "(the standard library)"
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _STANDARD_FOLDERS: Final = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_PACKAGES: Final[dict[str, str]] = {}
+"""By file, as far as asked: torch asks a tensor for its device many times in a step."""
 _FOLDERS: Final = ((str(FOLDER), "ampdoctor"), (str(Path(torch.__file__).parent), "torch"))
 
 
@@ -68,16 +70,28 @@ def asker_hears_yes(frame: FrameType) -> bool:
     return False
 
 
+def imported_by_user(frame: FrameType) -> bool:
+    """Is it an import of the user's own that asks, from this frame of the import system's outwards?"""
+    asking: FrameType | None = frame
+    while asking is not None and asking.f_code.co_filename.startswith("<frozen importlib"):
+        asking = asking.f_back
+    if asking is not None and asking.f_code is importlib.import_module.__code__:
+        asking = asking.f_back
+    return asking is not None and package_of(asking) == USER
+
+
 def package_of(frame: FrameType) -> str:
     """Returns the top-level package whose code runs in a frame; `USER` for code that is in no installed package."""
     filename = frame.f_code.co_filename
+    known = _PACKAGES.get(filename)
+    if known is not None:
+        return known
     if filename.startswith("<") and not filename.startswith("<frozen"):  # made by exec: it is its module's
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
-        filename = getattr(module, "__file__", None) or filename
-    return _package(filename)
+        return _package(getattr(module, "__file__", None) or filename)
+    return _PACKAGES.setdefault(filename, _package(filename))
 
 
-@functools.cache
 def _package(filename: str) -> str:
     for folder, package in _FOLDERS:
         if filename.startswith(folder):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampdoctor.precision.emulation.torch_internals import DeviceContext, device_constructors, known_to_scripts
 
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ampdoctor.precision.emulation.gpu.replacing import Replacements
-    from ampdoctor.precision.emulation.patches import Patches
 
 _LIKE: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _NEW: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -34,15 +35,13 @@ class DeviceRedirection:
     Args:
         active: Is anything emulated?
         note: Called each time that a CUDA device is asked for.
-        replacements: Keeps what is made here.
     """
 
-    __slots__ = ("_active", "_note", "_replacements")
+    __slots__ = ("_active", "_note")
 
-    def __init__(self, active: Callable[[], bool], note: Callable[[], None], replacements: Replacements) -> None:
+    def __init__(self, active: Callable[[], bool], note: Callable[[], None]) -> None:
         self._active = active
         self._note = note
-        self._replacements = replacements
 
     def redirect(self, device: Any) -> Any:
         """The CPU for a CUDA device, with the one note; anything else as it is."""
@@ -51,9 +50,9 @@ class DeviceRedirection:
             return torch.device("cpu")
         return device
 
-    def install(self, patches: Patches) -> None:
-        """Replace the device-taking functions of torch and of Tensor."""
-        replace = functools.partial(self._replacements.put, patches)
+    def declare(self, replacements: Replacements) -> None:
+        """Have the device-taking functions of torch and of Tensor replaced."""
+        replace = replacements.want
         for name in (*_factory_names(), *_LIKE):
             replace(torch, name, self._factory)
         for name in _NEW:
@@ -62,7 +61,18 @@ class DeviceRedirection:
         # Module.to parses its arguments in C++ before it reaches the tensors, and refuses a bare index there.
         replace(torch.nn.Module, "to", self._to)
         replace(torch.Tensor, "cuda", self._cuda)
-        replace(torch.Tensor, "pin_memory", self._stay)
+        for name in ("pin_memory", "record_stream"):
+            replace(torch.Tensor, name, self._stay)
+        for storage in (
+            torch.UntypedStorage,
+            torch.TypedStorage,
+        ):  # of `map_location=lambda storage, _: storage.cuda()`
+            replace(storage, "cuda", self._stay)
+        for module, name in ((torch.fft, "fftfreq"), (torch.fft, "rfftfreq"), (torch.nested, "nested_tensor")):
+            replace(module, name, self._factory)
+        replace(torch.Tensor, "type", self._type)
+        replace(torch, "set_default_tensor_type", self._default_type)
+        replace(_BaseDataLoaderIter, "__init__", self._iterate)
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
         replace(DeviceContext, "__init__", self._context)
@@ -104,10 +114,40 @@ class DeviceRedirection:
 
     def _stay(self, original: Any) -> Any:
         @functools.wraps(original)
-        def pin_memory(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            return tensor if self._active() else original(tensor, *args, **kwargs)
+        def stay(memory: Any, *args: Any, **kwargs: Any) -> Any:
+            return memory if self._active() else original(memory, *args, **kwargs)
 
-        return pin_memory
+        return stay
+
+    def _type(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def type_of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(tensor, *map(self._named, args), **kwargs)
+
+        return type_of
+
+    def _default_type(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def set_default_tensor_type(kind: Any) -> None:
+            original(self._named(kind))
+
+        return set_default_tensor_type
+
+    def _named(self, kind: Any) -> Any:
+        return kind.replace("torch.cuda.", "torch.") if self._active() and isinstance(kind, str) else kind
+
+    def _iterate(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(iterator: Any, loader: Any) -> None:  # noqa: N807 - replaces a method of that name
+            pinned = loader.pin_memory
+            if pinned and self._active():
+                loader.pin_memory = False  # torch warns that it finds no GPU
+            try:
+                original(iterator, loader)
+            finally:
+                loader.pin_memory = pinned
+
+        return __init__
 
     def _generator(self, original: Any) -> Any:
         redirect = self.redirect
@@ -126,8 +166,10 @@ class DeviceRedirection:
     def _load(self, original: Any) -> Any:
         @functools.wraps(original)
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._active() and (map_location is None or is_cuda(map_location)):
-                map_location = "cpu"
+            if self._active():
+                moved = map_location.values() if isinstance(map_location, Mapping) else (map_location,)
+                if all(place is None or is_cuda(place) for place in moved):
+                    map_location = "cpu"
             return original(f, map_location, *args, **kwargs)
 
         return load

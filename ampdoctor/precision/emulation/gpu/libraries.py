@@ -11,6 +11,7 @@ from typing import Any, Final
 
 _ASK: Final = ("transformers.utils.import_utils", "accelerate.utils.imports", "accelerate.utils.environment")
 """Modules whose functions ask about CUDA once in a process, and keep the answer."""
+_STATES: Final = ("PartialState", "AcceleratorState", "GradientState")
 _ABOUT: Final = frozenset({"cuda", "accelerator"})
 
 
@@ -21,6 +22,24 @@ def forget_what_was_heard() -> None:
         if module is not None:
             for forget in _forgetting(module):
                 forget()
+
+
+def what_is_shared() -> Callable[[], None]:
+    """Returns what puts Accelerate's idea of the process back, which it makes once: its device, its precision."""
+    before = {name: dict(shared) for name, shared in _shared().items()}
+
+    def put_back() -> None:
+        for name, shared in _shared().items():
+            shared.clear()
+            shared.update(before.get(name, {}))
+
+    return put_back
+
+
+def _shared() -> dict[str, dict[str, Any]]:
+    module = sys.modules.get("accelerate.state")
+    states = {name: getattr(module, name, None) for name in _STATES}
+    return {name: state._shared_state for name, state in states.items() if state is not None}
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Torch's own functions in the place of libraries that need a GPU."""

@@ -1,0 +1,117 @@
+"""The training scripts of `fixtures/loops`: what each does, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
+POLICIES = ("cuda", "native")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What is wrong with a sick run, found by hand in the bare script.
+
+    Attributes:
+        arguments: The command line that makes the script sick.
+        policies: Where it does: under the CPU's own policy some run in fp32.
+        found: Code, step, module, op and line of the finding; what does not matter is left out.
+    """
+
+    arguments: tuple[str, ...]
+    policies: tuple[str, ...] = POLICIES
+    found: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script.
+
+    Attributes:
+        name: Its file's name without `.py`.
+        sick: What makes it sick, and the truth about it.
+        draws_its_batches: Does the body draw them itself, from a generator that no snapshot brings back?
+    """
+
+    name: str
+    sick: Truth
+    draws_its_batches: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return LOOPS / f"{self.name}.py"
+
+
+SCRIPTS = (
+    Script(
+        name="nanogpt",
+        sick=Truth(
+            arguments=("--learning_rate=3.0",),
+            policies=("cuda",),
+            found={
+                "code": "AMP201",
+                "step": 5,
+                "module": "transformer.h.0.attn",
+                "op": "aten.matmul",
+                "line": "nanogpt.py:94",
+            },
+        ),
+    ),
+    Script(
+        name="vision_ema",
+        sick=Truth(arguments=("--norm-per-image",), found={"code": "AMP204", "step": 6, "tensor": "0.1.0"}),
+    ),
+    Script(
+        name="gan",
+        sick=Truth(
+            arguments=("--log-loss", "--lrD", "0.02"),
+            found={"code": "AMP202", "step": 4, "module": "", "op": "aten.log", "line": "gan.py:148"},
+        ),
+    ),
+    Script(
+        name="ppo",
+        sick=Truth(
+            arguments=("--bf16", "--learning-rate", "5e-5"),
+            found={"code": "AMP501", "step": 0, "module": "actor.2", "op": "aten.add_"},
+        ),
+    ),
+    Script(
+        name="diffusion",
+        draws_its_batches=True,
+        sick=Truth(
+            arguments=("--zero_snr",),
+            found={"code": "AMP202", "step": 4, "module": "", "op": "aten.div", "line": "diffusion.py:242"},
+        ),
+    ),
+)
+
+
+def each(*scripts: Script, fast: Collection[str] = ()) -> list[object]:
+    """Returns scripts under every policy, as pytest's parameters.
+
+    Args:
+        scripts: Which.
+        fast: Names of those that every `make test` runs, under CUDA's policy; the others are slow.
+    """
+    return [
+        pytest.param(
+            script,
+            policy,
+            id=f"{script.name}-{policy}",
+            marks=() if script.name in fast and policy == "cuda" else pytest.mark.slow,
+        )
+        for script in scripts
+        for policy in POLICIES
+    ]
+
+
+def request_of(script: Script, arguments: tuple[str, ...], policy: str, steps: int | None = None) -> ReplayRequest:
+    """Returns a request to replay a script's first steps."""
+    return ReplayRequest(factory=str(script.path), script_arguments=arguments, policy=policy, steps=steps)

@@ -1,0 +1,192 @@
+"""torch's functions in the place of flash_attn's, xformers' and apex's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+
+import pytest
+import torch
+
+from ampdoctor.errors import ReplayError
+from ampdoctor.precision import autocast_policy, emulate_cuda
+from ampdoctor.precision.emulation.stand_ins import apex, attention
+from ampdoctor.precision.emulation.stand_ins.table import STAND_INS
+from ampdoctor.replay.refusals import explained
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
+HALF = torch.float16
+
+
+def operands(queries, keys, heads=4, of_keys=None):
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((queries, heads), (keys, of_keys or heads), (keys, of_keys or heads))
+    return [torch.randn(2, length, count, 8, generator=generator).half() for length, count in sizes]
+
+
+def reference(q, k, v, *, scale=None, seen=lambda i, j: True, bias=lambda i, j: 0.0):
+    """Attention as it is written down, query by query in float64; i and j count from the last query and key."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    times, (queries, keys) = q.shape[2] // k.shape[2], (q.shape[1], k.shape[1])
+    for i in range(queries):
+        at = [j for j in range(keys) if seen(i - queries, j - keys)]
+        for head in range(q.shape[2] if at else 0):
+            scores = torch.einsum("bd,bkd->bk", q[:, i, head].double(), k[:, at, head // times].double())
+            scores = scores * (scale or q.shape[-1] ** -0.5)
+            scores += torch.tensor([bias(i - queries, j - keys) for j in at])
+            out[:, i, head] = torch.einsum("bk,bkd->bd", scores.softmax(-1), v[:, at, head // times].double())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        ((6, 6), {}, {}),
+        ((6, 6), {"causal": True, "softmax_scale": 0.5}, {"scale": 0.5, "seen": lambda i, j: j <= i}),
+        ((3, 7), {"causal": True}, {"seen": lambda i, j: j <= i}),  # the last query stands at the last key
+        ((7, 3), {"causal": True}, {"seen": lambda i, j: j <= i}),  # the first queries see nothing, and are zero
+        ((6, 6, 4, 2), {"causal": True}, {"seen": lambda i, j: j <= i}),
+        ((6, 6), {"window_size": (2, 1)}, {"seen": lambda i, j: i - 2 <= j <= i + 1}),
+        ((6, 6), {"causal": True, "window_size": (2, 2)}, {"seen": lambda i, j: i - 2 <= j <= i}),
+        ((4, 6), {"alibi_slopes": torch.full((4,), 0.5)}, {"bias": lambda i, j: -0.5 * abs(i - j)}),
+    ],
+)
+def test_flash_attention_is_attention(shape, options, said):
+    q, k, v = operands(*shape)
+    found = attention.flash_attn_func(q, k, v, **options)
+    assert found.dtype is HALF
+    torch.testing.assert_close(found.double(), reference(q, k, v, **said), atol=4e-3, rtol=0)
+
+
+def test_packed_and_ragged_sequences():
+    q, k, v = operands(5, 5)
+    whole = attention.flash_attn_func(q, k, v, causal=True)
+    qkv = torch.stack((q, k, v), 2)
+    assert torch.equal(attention.flash_attn_qkvpacked_func(qkv, causal=True), whole)
+    assert torch.equal(attention.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), whole)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    packed, indices, begins, longest, used = attention.unpad_input(qkv, mask)
+    assert (begins.tolist(), longest, used.tolist()) == ([0, 3, 8], 5, [3, 5])
+    found = attention.flash_attn_varlen_qkvpacked_func(packed, begins, longest, causal=True)
+    padded = attention.pad_input(found, indices, 2, 5)
+    assert torch.equal(padded, whole * mask[..., None, None])
+
+
+def test_what_flash_attention_refuses_is_refused():
+    q, k, v = operands(4, 4)
+    with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
+        attention.flash_attn_func(q.float(), k.float(), v.float())
+    with pytest.raises(ReplayError, match="no softcap"):
+        attention.flash_attn_func(q, k, v, softcap=30.0)
+
+
+def test_xformers_attention():
+    q, k, v = (part.float() for part in operands(4, 6))
+    with emulate_cuda(), autocast_policy("cuda"), torch.autocast("cuda"):
+        found = attention.memory_efficient_attention(q, k, v, attn_bias=attention.LowerTriangularMask(), scale=0.3)
+    assert found.dtype is torch.float32  # its kernels are no ops of torch's: autocast does not cast them
+    expected = reference(q, k, v, scale=0.3, seen=lambda i, j: j + 6 <= i + 4)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    flat = attention.memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+    torch.testing.assert_close(flat, attention.memory_efficient_attention(q, k, v)[:, :, 0])
+    with pytest.raises(ReplayError, match="no attention bias object"):
+        attention.memory_efficient_attention(q, k, v, attn_bias=object())
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [
+        (lambda p: apex.FusedAdam(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1)),
+        (
+            lambda p: apex.FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
+            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
+        ),
+        (lambda p: apex.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+    ],
+)
+def test_apex_optimizers_are_torchs(fused, plain):
+    ends = []
+    for make in (fused, plain):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+        optimizer = make([weight])
+        for _ in range(3):
+            weight.grad = weight.detach() ** 2 + 0.1
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("norm", [apex.FusedLayerNorm, apex.FusedRMSNorm])
+def test_apex_norms_run_in_half_under_autocast(norm):
+    layer, x = norm(8), torch.linspace(-3, 5, 16).reshape(2, 8)
+    with emulate_cuda(), autocast_policy("cuda"):
+        assert layer(x).dtype is torch.float32
+        with torch.autocast("cuda", dtype=HALF):
+            found = layer(x)
+            assert not layer(x * 1e5).isfinite().all()  # what is beyond 65504 is so before it is normalised
+    assert found.dtype is HALF
+    torch.testing.assert_close(found.float(), layer(x), atol=2e-3, rtol=0)
+
+
+def test_the_users_import_finds_them_and_nobody_else_does():
+    before = set(sys.modules)
+    with emulate_cuda() as emulation:
+        import flash_attn
+        from flash_attn import flash_attn_func
+        from xformers.ops.fmha.attn_bias import LowerTriangularMask
+
+        assert flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
+        assert importlib.import_module("apex.optimizers").FusedAdam is apex.FusedAdam
+        assert LowerTriangularMask is attention.LowerTriangularMask
+        assert importlib.util.find_spec("flash_attn") is None
+        assert importlib.util.find_spec("xformers") is None
+        code = compile("import apex.normalization", "/opt/lib/site-packages/timm/norm.py", "exec")
+        sys.modules.pop("apex.normalization", None)
+        with pytest.raises(ModuleNotFoundError):
+            exec(code, {"__name__": "timm.norm"})
+    assert "flash_attn is not installed: scaled_dot_product_attention stands in for flash_attn_func." in emulation.notes
+    assert not {name for name in set(sys.modules) - before if name in STAND_INS}
+    with pytest.raises(ModuleNotFoundError):
+        import flash_attn
+
+
+def test_what_is_installed_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").write_text("flash_attn_func = 'its own'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with emulate_cuda() as emulation:
+        import flash_attn
+
+        assert flash_attn.flash_attn_func == "its own"
+    assert emulation.notes == ()
+    del sys.modules["flash_attn"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import bitsandbytes as bnb", "bitsandbytes needs a GPU and is not here: let the code take torch.optim.AdamW"),
+        ("from apex import amp", "apex.amp needs a GPU and is not here: let the code take torch.amp"),
+        ("from apex.parallel import DistributedDataParallel", "apex.parallel needs a GPU"),
+        ("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss", "apex needs a GPU"),
+        ("import mamba_ssm.ops", "mamba_ssm needs a GPU"),
+        ("raise ImportError('FlashAttention2 is on: the package flash_attn is missing')", "attn_implementation='sdpa'"),
+    ],
+)
+def test_what_nothing_stands_in_for_is_said_in_one_sentence(code, said):
+    with emulate_cuda(), pytest.raises(ImportError) as caught:
+        exec(compile(code, "/home/user/train.py", "exec"), {"__name__": "train"})
+    assert said in explained(caught.value)
+
+
+def test_another_missing_module_is_not_explained():
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("no_such_module")
+    assert explained(caught.value) is None
+
+
+def test_a_query_that_sees_nothing_is_zero():
+    q, k, v = operands(4, 2)
+    assert attention.flash_attn_func(q, k, v, causal=True)[:, :2].abs().max() == 0
+    assert math.isfinite(attention.flash_attn_func(q, k, v, causal=True).float().sum())
