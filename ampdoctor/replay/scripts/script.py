@@ -133,7 +133,8 @@ class Script:
         adapter = adapter_of(made)
         if adapter is None:
             raise AssertionError("an entry hands over what its adapter claims")
-        with self._runner.environment():
+        what = f"the start of {adapter.name}'s training"
+        with self.user_code(what), self._files.guarded(lambda: False):
             return adapter.run_of(made)
 
     def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
