@@ -54,7 +54,7 @@ def commands(python=sys.executable):
     for line in listed.splitlines():
         name, _, purpose = line.strip().partition("  ")
         usage = ampdoctor(name, "--help", python=python)[0].splitlines()[0].removeprefix("Usage: ")
-        lines.append(f"{usage:44}{purpose.strip()}")
+        lines.append(f"{usage:54}{purpose.strip()}")
     return "\n".join(lines) + "\n"
 
 
@@ -158,7 +158,7 @@ def test_options_that_are_named_exist(python):
     known = set(
         re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help", python=python)[0] for name in commands))
     )
-    known |= {"--resume", "--cure"}  # of the tutorial's own script
+    known |= {"--resume", "--cure", "--width"}  # of the pages' own scripts
     known |= {"--extra-index-url"}  # pip's
     known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):

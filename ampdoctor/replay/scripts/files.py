@@ -53,7 +53,13 @@ class Files:
         self._made: set[Path] = set()
         self._told: set[str] = set()
 
-    def _note(self, kind: str, sentence: str) -> None:
+    def note(self, kind: str, sentence: str) -> None:
+        """Say something, once for each kind of thing.
+
+        Args:
+            kind: The kind.
+            sentence: What is said.
+        """
         if kind not in self._told:
             self._told.add(kind)
             self._notes.append(sentence)
@@ -75,7 +81,7 @@ class Files:
                 raise _Stopped
             if not os.path.lexists(place):
                 self._made.add(place)
-                self._note("made", f"{self._name} {did} before its training loop, and so does each replay of it")
+                self.note("made", f"{self._name} {did} before its training loop, and so does each replay of it")
             elif not any(one in self._made for one in (place, *place.parents)):
                 stopped.append(did)
                 raise _Stopped
@@ -98,7 +104,7 @@ class Files:
 
         def skipped(*_: Any, **__: Any) -> None:
             at = users_line().removeprefix(" at ") or self._name
-            self._note("saved", f"{at} saves a checkpoint; replayed steps do not")
+            self.note("saved", f"{at} saves a checkpoint; replayed steps do not")
 
         with ExitStack() as stack:
             for module, owner, name in _SAVERS:

@@ -26,14 +26,17 @@ class MainModule:
         file: The script.
         edits: By file, what is rewritten in it.
         seam: What the rewritten parts ask.
+        package: The package that it is run in, as by `python -m`; None for a file of its own.
     """
 
-    def __init__(self, file: Path, edits: Mapping[str, Edits], seam: Seam) -> None:
+    def __init__(self, file: Path, edits: Mapping[str, Edits], seam: Seam, package: str | None) -> None:
         self._file, self._seam = file, seam
         self._edits = dict(edits)
         self._module = ModuleType(_MAIN)
         loader = SourceFileLoader(_MAIN, str(file))
-        vars(self._module).update({"__file__": str(file), "__cached__": None, "__loader__": loader})
+        vars(self._module).update(
+            {"__file__": str(file), "__cached__": None, "__loader__": loader, "__package__": package}
+        )
         self._own: dict[str, ModuleType] = {_MAIN: self._module}
         self._inside = False
 

@@ -63,6 +63,7 @@ class Runner:
     Args:
         name: As the user wrote it; for errors.
         file: The file.
+        package: The package that it is run in, as by `python -m`; None for a file of its own.
         arguments: What follows it in `sys.argv`.
         path: Folders that are first on `sys.path` while its code runs.
         environment: Makes the context manager around its code.
@@ -74,13 +75,15 @@ class Runner:
         name: str,
         file: Path,
         *,
+        package: str | None,
         arguments: tuple[str, ...],
         path: tuple[str, ...],
         environment: Environment,
         files: Files,
     ) -> None:
         self.environment, self.files = environment, files
-        self._name, self._file, self._arguments, self._path = name, file, arguments, path
+        self._name, self._file, self._package = name, file, package
+        self._arguments, self._path = arguments, path
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
 
@@ -168,7 +171,7 @@ class Runner:
         self._process.restore()
         _leave_process_group()
         seam = Seam(arrives)
-        run = ScriptRun(MainModule(self._file, edits, seam), seam)
+        run = ScriptRun(MainModule(self._file, edits, seam, self._package), seam)
         self._main = run.main
         return run
 

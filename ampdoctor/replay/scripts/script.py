@@ -31,11 +31,12 @@ _VISITS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """Which loop it is, which visit of it, and what its steps are made of."""
+    """Which loop it is, which visit of it, what its steps are made of, and whether a loop around it repeats it."""
 
     place: LoopPlace
     visit: int
     lesson: Lesson
+    repeats: bool
 
 
 class Script:
@@ -44,6 +45,7 @@ class Script:
     Args:
         name: As the user wrote it; for reports and errors.
         file: The file.
+        package: The package that it is run in, as by `python -m`; None for a file of its own.
         arguments: What follows it in `sys.argv`.
         path: Folders that are first on `sys.path` while its code runs.
         environment: Makes the context manager around its code.
@@ -57,6 +59,7 @@ class Script:
         name: str,
         file: Path,
         *,
+        package: str | None,
         arguments: tuple[str, ...],
         path: tuple[str, ...],
         environment: Environment,
@@ -64,7 +67,15 @@ class Script:
     ) -> None:
         self.name, self.path = name, path
         self._files = Files(name, (Path.cwd(), *path), notes)
-        self._runner = Runner(name, file, arguments=arguments, path=path, environment=environment, files=self._files)
+        self._runner = Runner(
+            name,
+            file,
+            package=package,
+            arguments=arguments,
+            path=path,
+            environment=environment,
+            files=self._files,
+        )
         self._learnt: _Learnt | None = None
 
     def user_code(self, what: str) -> AbstractContextManager[None]:
@@ -102,14 +113,14 @@ class Script:
         """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has."""
         learnt: list[_Learnt] = []
         for place in loops:
-            learnt.append(self._lesson(place, again))
+            learnt.append(self._lesson(place, again, repeats=place is not loops[-1]))
             if learnt[-1].lesson.items >= ENOUGH:
                 return learnt[-1]
         if not learnt[0].lesson.optimizers:
             raise FactoryError(f"the loop at {loops[0]} ended before one of its optimizers stepped")
         return learnt[0]
 
-    def _lesson(self, place: LoopPlace, again: Callable[[], None]) -> _Learnt:
+    def _lesson(self, place: LoopPlace, again: Callable[[], None], *, repeats: bool) -> _Learnt:
         for visit in range(_VISITS):
             again()
             run = self._runner.to_loop(place, visit)
@@ -117,13 +128,23 @@ class Script:
                 lesson = tried(run.loop, run.seam.around, run.made)
             if lesson.optimizers:
                 break
-        return _Learnt(place, visit, lesson)
+        return _Learnt(place, visit, lesson, repeats)
+
+    def _next_round(self, learnt: _Learnt) -> bool:
+        if learnt.repeats:
+            self._files.note(
+                "rounds",
+                f"the loop at {learnt.place} has come to its end and begins anew; what {self.name} does between two "
+                "rounds of it is not replayed",
+            )
+        return learnt.repeats
 
     def _of_framework(self, made: Any) -> TrainingRun:
         adapter = adapter_of(made)
         if adapter is None:
             raise AssertionError("an entry hands over what its adapter claims")
-        with self.user_code(f"the start of {adapter.name}'s training"):
+        what = f"the start of {adapter.name}'s training"
+        with self.user_code(what), self._files.guarded(lambda: False):
             return adapter.run_of(made)
 
     def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
@@ -140,10 +161,10 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
-        stepping = Stepping(scalers, self._files, tuple(run.seam.held), loop.seen, [])
+        stepping = Stepping(scalers, self._files, loop.seen, [])
         return TrainingRun(
             model=model,
-            batches=partial(_steps, loop.items, lesson, stepping.over),
+            batches=partial(_steps, loop.items, lesson, stepping.over, partial(self._next_round, learnt)),
             optimizer=next(iter(named.values())) if len(named) == 1 else named,
             precision=lesson.autocast or own,
             autocast=lesson.autocast is not None or own == "fp32",
@@ -153,17 +174,21 @@ class Script:
         )
 
 
-def _steps(items: Items | None, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
+def _steps(
+    items: Items | None, lesson: Lesson, over: Sequence[bool], next_round: Callable[[], bool], start: int = 0
+) -> Iterator[list[Any]]:
     """Yields, for each step, the items that it takes, as the loop draws them.
 
     Args:
         items: What the loop runs over.
         lesson: How many make a step.
         over: Has an entry once the loop has ended.
+        next_round: Told when the loop has come to its end; returns whether it begins anew, as in the next epoch.
         start: Optimizer steps whose items are passed over.
     """
-    drawn: Iterator[Any] = itertools.repeat(None) if items is None else iter(items())
+    drawn: Iterator[Any] = itertools.repeat(None)
     if items is not None:
+        drawn = _rounds(items, next_round)
         for _ in itertools.islice(drawn, start * lesson.together):
             pass
     many = lesson.together * lesson.updates
@@ -172,6 +197,17 @@ def _steps(items: Items | None, lesson: Lesson, over: Sequence[bool], start: int
         if len(step) < many:
             return
         yield step
+
+
+def _rounds(items: Items, next_round: Callable[[], bool]) -> Iterator[Any]:
+    """Yields what a loop runs over, round after round; one that gives nothing the second time was an iterator."""
+    gave = True
+    while gave:
+        gave = False
+        for item in items():
+            gave = True
+            yield item
+        gave = gave and next_round()
 
 
 def _as_it_is(batch: Any, _device: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -90,7 +92,7 @@ class Seam:
 
     Attributes:
         around: Make the contexts of torch around the loop that was left, the outermost first.
-        held: The other contexts around it, which stay entered as long as they are held.
+        held: The other contexts around it, which stay entered as long as this lives; a file among them is closed then.
 
     """
 
@@ -110,6 +112,8 @@ class Seam:
             self.around.insert(0, make)
             return True
         self.held.append(manager)
+        if isinstance(manager, io.IOBase):
+            weakref.finalize(self, manager.close)
         return False
 
     def loop(self, items: Items | None, body: Body) -> End:

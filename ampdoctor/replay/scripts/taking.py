@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,28 +16,21 @@ from ampdoctor.replay.scripts.files import Files
 from ampdoctor.replay.scripts.seam import Body, entered
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Stepping:
     """What the steps of a run have in common, of ours.
 
     Attributes:
         scalers: The run's own.
         files: What it writes.
-        held: Contexts around the loop, which stay entered as long as this lives; a file among them is closed then.
-        seen: Variables of the functions that the loop was left in: what they hold lives as long.
+        seen: Variables of the functions that the loop was left in: what they hold lives as long as this.
         over: Has an entry once the loop would have ended.
     """
 
     scalers: tuple[Any, ...]
     files: Files
-    held: tuple[Any, ...]
     seen: Any
     over: list[bool]
-
-    def __post_init__(self) -> None:
-        for file in self.held:
-            if isinstance(file, io.IOBase):
-                weakref.finalize(self, file.close)
 
 
 def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:

@@ -49,7 +49,7 @@ def load_target(
     """Returns what makes the runs; a factory is imported, a script not run yet.
 
     Args:
-        target: A factory, as for `load_factory`, or the path of a script.
+        target: A factory, as for `load_factory`; or a script, by its path or as a module.
         app_dir: As for `load_factory`.
         environment: Makes the context manager around the user's code.
         script_arguments: What follows the file in `sys.argv` while its code runs.
@@ -59,24 +59,44 @@ def load_target(
         FactoryError: There is no such factory, or a script has one, which is then to be named.
         UserCodeError: The import raised.
     """
-    file = script_named(target) if isinstance(target, str) else None
-    if file is None or not isinstance(target, str) or sure_factories_in(file):
+    script = _script_named(target, app_dir) if isinstance(target, str) else None
+    if script is None or not isinstance(target, str) or sure_factories_in(script[0]):
         return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)
     forget_working_folder()
-    folders = [file.parent, *([] if app_dir is None else [Path(app_dir).resolve()])]
-    if app_dir is not None and not folders[-1].is_dir():
-        raise FactoryError(f"--app-dir {app_dir!r} is not a folder")
+    file, package = script
+    folders = [str(file.parent)] if package is None else [str(_folder(app_dir))]  # as `python FILE`, `python -m MODULE`
+    if app_dir is not None:
+        folders.append(str(_folder(app_dir)))
     return Script(
         target,
         file,
+        package=package,
         arguments=tuple(script_arguments),
-        path=tuple(dict.fromkeys(map(str, folders))),
+        path=tuple(dict.fromkeys(folders)),
         environment=environment or contextlib.nullcontext,
         notes=[] if notes is None else notes,
     )
 
 
-def script_named(target: str) -> Path | None:
-    """Returns the script that a target names; None for a factory, a module, or what is not there."""
+def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] | None:
+    """Returns the script that a target names, and the package of one that is named as a module; None for others."""
     path = Path(target.strip()).expanduser()
-    return path.resolve() if path.suffix == ".py" and path.is_file() else None
+    if path.suffix == ".py":
+        return (path.resolve(), None) if path.is_file() else None
+    parts = target.strip().split(".")
+    file = _folder(app_dir).joinpath(*parts).with_suffix(".py")
+    if not all(part.isidentifier() for part in parts) or not file.is_file():
+        return None
+    return file, ".".join(parts[:-1])
+
+
+def _folder(app_dir: str | None) -> Path:
+    """Returns the folder in which modules are looked for first.
+
+    Raises:
+        FactoryError: There is no such folder.
+    """
+    folder = Path.cwd() if app_dir is None else Path(app_dir).resolve()
+    if not folder.is_dir():
+        raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+    return folder

@@ -146,6 +146,14 @@ def test_it_runs_as_python_runs_it(write, tmp_path):
     assert not {"helper", "lib", "late"} & (set(sys.modules) - modules)
 
 
+def test_a_module_of_a_package_is_run_as_by_python_m(write):
+    write("", "pkg/__init__.py", head="")
+    write("def f(x):\n    return x\n", "pkg/parts.py", head="")
+    write("from .parts import f\nassert (__name__, __package__) == ('__main__', 'pkg')\n" + LOOP, "pkg/train.py")
+    outcomes, _, _ = steps_of("pkg.train")
+    assert [outcome.loss for outcome in outcomes] == bare_losses()
+
+
 def test_a_loop_in_a_file_beside_the_script(write):
     write(
         """
@@ -211,8 +219,8 @@ def test_several_models_and_optimizers_have_their_names(write):
     ("loops", "items"),
     [
         ("for epoch in range(9):\n    for part in range(3):\n        update()\n", list(range(9))),
-        ("for epoch in range(2):\n    for part in range(3):\n        update()\n", [0, 1, 2]),
-        ("for epoch in range(2):\n    for part in range(30):\n        update()\n", list(range(30))),
+        ("for epoch in range(2):\n    for part in range(3):\n        update()\n", [0, 1, 2] * 3),
+        ("for epoch in range(2):\n    for part in range(30):\n        update()\n", [*range(30), *range(30)]),
         ("for epoch in ampdoctor.steps(range(5)):\n    for part in range(30):\n        update()\n", list(range(5))),
     ],
     ids=["minibatches", "a short training", "epochs", "marked"],
@@ -222,8 +230,9 @@ def test_which_loop_it_is(write, loops, items):
     write(f"import ampdoctor\n{update}{loops}")
     with open_replay(ReplayRequest(factory="train.py")) as replay:
         session = replay.session()
-        found = [session.batches_of(step)[0][0] for step in range(40) if session.has_step(step)]
+        found = [session.batches_of(step)[0][0] for step in range(len(items)) if session.has_step(step)]
         assert found == items
+        assert ("begins anew" in str(replay.notes)) == (len(set(items)) < len(items))
 
 
 def test_steps_are_nothing_but_the_iterable_elsewhere():
