@@ -63,8 +63,8 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
 	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/docs/test_pages.py \
-		tests/replay/frameworks/test_trainer.py tests/loops/test_trainer_scripts.py \
-		-k "scaling or hf-trainer or lightning or peft or trl or test_trainer"
+		tests/replay/frameworks tests/loops/test_trainer_scripts.py \
+		-k "scaling or hf-trainer or lightning or accelerate or peft or trl or test_trainer"
 
 versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
 	$(BIN)/python benchmarks/versions.py $(TORCH)
