@@ -31,7 +31,7 @@ from ampdoctor.precision import (
     master_weights,
     override_autocast,
 )
-from ampdoctor.replay.frameworks.accelerate_state import shared_states
+from ampdoctor.replay.frameworks.accelerate.state import shared_states
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.reached.state import Reached

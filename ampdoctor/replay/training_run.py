@@ -109,7 +109,7 @@ class TrainingRun:
         Raises:
             FactoryError: It trains on several devices, by FSDP or DeepSpeed, or in a format that is not replayed.
         """
-        from ampdoctor.replay.frameworks.lightning_parts import lightning_parts
+        from ampdoctor.replay.frameworks.lightning.parts import lightning_parts
 
         if data is not None:
             arguments["train_dataloaders"] = data  # fit() takes a DataModule in its place too
@@ -143,7 +143,7 @@ class TrainingRun:
         Raises:
             FactoryError: It trains with DeepSpeed, FSDP, FP8 or several processes, which is not replayed.
         """
-        from ampdoctor.replay.frameworks.accelerate_parts import accelerate_parts
+        from ampdoctor.replay.frameworks.accelerate.parts import accelerate_parts
 
         parts = accelerate_parts(
             accelerator, model, optimizer, dataloader, scheduler=scheduler, loss=loss, max_grad_norm=max_grad_norm

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ampdoctor.replay.frameworks.accelerate import ACCELERATE
+from ampdoctor.replay.frameworks.accelerate.adapter import ACCELERATE
 from ampdoctor.replay.frameworks.adapter import Adapter
-from ampdoctor.replay.frameworks.lightning import LIGHTNING
+from ampdoctor.replay.frameworks.lightning.adapter import LIGHTNING
 from ampdoctor.replay.frameworks.trainer import TRAINER
 
 ADAPTERS: Final[tuple[Adapter, ...]] = (TRAINER, LIGHTNING, ACCELERATE)

@@ -30,8 +30,8 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
-from ampdoctor.replay.frameworks.accelerate_state import own_state
-from ampdoctor.replay.frameworks.lightning_devices import one_device
+from ampdoctor.replay.frameworks.accelerate.state import own_state
+from ampdoctor.replay.frameworks.lightning.devices import one_device
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of

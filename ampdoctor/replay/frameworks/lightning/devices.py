@@ -19,8 +19,8 @@ import torch
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.entry import Original, standing_in
+from ampdoctor.replay.frameworks.lightning import PACKAGES
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 _GPUS = ("auto", "gpu", "cuda")
 
@@ -47,7 +47,7 @@ def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None
         return __init__
 
     with ExitStack() as stack:
-        for package in _PACKAGES:
+        for package in PACKAGES:
             module = f"{package}.{_CONNECTOR}"
             change = functools.partial(stand_in, package)
             stack.enter_context(standing_in(module, "_AcceleratorConnector", "__init__", change))

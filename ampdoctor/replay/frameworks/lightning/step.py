@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.replay.frameworks.lightning_data import Update
+from ampdoctor.replay.frameworks.lightning.data import Update
 from ampdoctor.replay.frameworks.schedules import place_schedule
 
 
@@ -35,9 +36,32 @@ class _Given:
         return self._batches.pop(0), self._index - 1, 0
 
 
+def counted(trainer: Any) -> tuple[Any, ...]:
+    """Returns what a step moves beside the model, so that a walk from the step comes to it before it comes to data."""
+    epoch = trainer.fit_loop.epoch_loop
+    progress = (
+        trainer.fit_loop.epoch_progress,
+        epoch.batch_progress,
+        epoch.scheduler_progress,
+        epoch.automatic_optimization.optim_progress,
+        epoch.manual_optimization.optim_step_progress,
+    )
+    schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
+    return *(leaf for one in progress for leaf in _leaves(one)), *schedules, *map(vars, trainer.callbacks)
+
+
+def _leaves(progress: Any) -> Iterator[dict[str, Any]]:
+    """Yields where a progress of Lightning's, which consists of others, counts."""
+    yield vars(progress)
+    for field in dataclasses.fields(progress):
+        value = getattr(progress, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value)
+
+
 def take_update(
     trainer: Any,
-    counted: tuple[Any, ...],  # noqa: ARG001 a walk from the step finds it here
+    moved: tuple[Any, ...],  # noqa: ARG001 a walk from the step finds it here
     batch: Update,
     scaler: Any,
     autocast: Any,
@@ -46,7 +70,7 @@ def take_update(
 
     Args:
         trainer: The Trainer, as `lightning_parts` has left it.
-        counted: What a step moves beside the model.
+        moved: What a step moves beside the model.
         batch: What the step takes.
         scaler: The scaler of the replay, which stands in for the plugin's.
         autocast: The replay's, for a plugin that enters none itself.

@@ -6,7 +6,6 @@ callbacks and module up to the start of the first epoch. It is stopped where tha
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.lightning_data import Position
-from ampdoctor.replay.frameworks.lightning_step import take_update
+from ampdoctor.replay.frameworks.lightning import PACKAGES
+from ampdoctor.replay.frameworks.lightning.data import Position
+from ampdoctor.replay.frameworks.lightning.step import counted, take_update
 from ampdoctor.replay.frameworks.loaders import RandomPlace
 
 _LEFT_OUT = ("Checkpoint", "EarlyStopping", "ProgressBar", "ModelSummary", "Timer")
@@ -80,32 +80,9 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
         "precision": precision,
         "autocast": autocast,
         "scaler": _scaler(trainer),
-        "step": partial(take_update, trainer, _counted(trainer)),
+        "step": partial(take_update, trainer, counted(trainer)),
         "notes": tuple(notes),
     }
-
-
-def _counted(trainer: Any) -> tuple[Any, ...]:
-    """Returns what a step moves beside the model, so that a walk from the step comes to it before it comes to data."""
-    epoch = trainer.fit_loop.epoch_loop
-    progress = (
-        trainer.fit_loop.epoch_progress,
-        epoch.batch_progress,
-        epoch.scheduler_progress,
-        epoch.automatic_optimization.optim_progress,
-        epoch.manual_optimization.optim_step_progress,
-    )
-    schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
-    return *(leaf for one in progress for leaf in _leaves(one)), *schedules, *map(vars, trainer.callbacks)
-
-
-def _leaves(progress: Any) -> Iterator[dict[str, Any]]:
-    """Yields where a progress of Lightning's, which consists of others, counts."""
-    yield vars(progress)
-    for field in dataclasses.fields(progress):
-        value = getattr(progress, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value)
 
 
 def _package_of(made: Any, base: str) -> Any:
@@ -114,7 +91,7 @@ def _package_of(made: Any, base: str) -> Any:
     Raises:
         FactoryError: It is of neither.
     """
-    for package in ("lightning.pytorch", "pytorch_lightning"):
+    for package in PACKAGES:
         found = sys.modules.get(package)
         if isinstance(getattr(found, base, None), type) and isinstance(made, getattr(found, base)):
             return found

@@ -12,10 +12,8 @@ from typing import Any, Final
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.adapter import Adapter
 from ampdoctor.replay.frameworks.entry import Original, standing_in
+from ampdoctor.replay.frameworks.lightning import PACKAGES
 from ampdoctor.replay.training_run import TrainingRun, kind_of
-
-PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
-"""The names under which Lightning is installed: two copies of the same code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,0 +1,1 @@
+"""Accelerate: what it has prepared is a run; its own objects take the steps."""
