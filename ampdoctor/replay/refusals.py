@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampdoctor.package import FOLDER
-from ampdoctor.precision.emulation.stand_ins.table import why_absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +70,8 @@ def explained(error: BaseException) -> str | None:
         error: What the user's code raised.
     """
     if isinstance(error, ImportError):
+        from ampdoctor.precision.emulation.stand_ins.table import why_absent  # brings torch
+
         return why_absent(error)
     if not isinstance(error, RuntimeError | TypeError | ValueError):
         return None
