@@ -89,7 +89,7 @@ class TrainingRun:
         Raises:
             FactoryError: It trains with DeepSpeed's engine, FSDP, FP8 or several devices, which is not replayed.
         """
-        from ampdoctor.replay.frameworks.trainer_parts import trainer_parts
+        from ampdoctor.replay.frameworks.trainer.parts import trainer_parts
 
         return cls(**trainer_parts(trainer, arguments))
 

@@ -7,7 +7,7 @@ from typing import Final
 from ampdoctor.replay.frameworks.accelerate.adapter import ACCELERATE
 from ampdoctor.replay.frameworks.adapter import Adapter
 from ampdoctor.replay.frameworks.lightning.adapter import LIGHTNING
-from ampdoctor.replay.frameworks.trainer import TRAINER
+from ampdoctor.replay.frameworks.trainer.adapter import TRAINER
 
 ADAPTERS: Final[tuple[Adapter, ...]] = (TRAINER, LIGHTNING, ACCELERATE)
 """Asked in this order who claims what a factory returned."""

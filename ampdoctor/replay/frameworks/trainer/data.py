@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from ampdoctor.replay.frameworks.schedules import place_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Update:
         trainer.current_gradient_accumulation_steps = len(self.batches)
         scheduler = trainer.lr_scheduler
         if self.first and getattr(scheduler, "last_epoch", self.number) < self.number:
-            _place_schedule(scheduler, self.number)
+            place_schedule(scheduler, self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,20 +138,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 def _resume_random_state(trainer: Any, folder: str) -> None:
     trainer._load_rng_state(folder)  # noqa: SLF001 what its own loop calls at this moment
-
-
-def _place_schedule(scheduler: Any, steps: int) -> None:
-    """Let a schedule go on after so many steps, or, if skipped ones did not count, where it gives the optimizer's rate.
-
-    A checkpoint that is loaded brings the rate of each group, and no place in the schedule.
-    """
-    place = steps
-    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
-        for earlier in range(steps, -1, -1):
-            pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, rates, strict=True)
-            if all(math.isclose(base * factor(earlier), rate, rel_tol=1e-9) for base, factor, rate in pairs):
-                place = earlier
-                break
-    scheduler.last_epoch = place
-    scheduler._step_count = place + 1  # noqa: SLF001 by which it knows that it has begun

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.trainer_data import Position, Update, updates
+from ampdoctor.replay.frameworks.trainer.data import Position, Update, updates
 
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _SCREEN = {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}

@@ -1,0 +1,1 @@
+"""The Hugging Face Trainer, its subclasses (TRL), and models of any kind in it (PEFT)."""
