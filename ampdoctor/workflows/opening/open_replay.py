@@ -238,6 +238,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
         environment = _emulated_cuda(notes, says_yes=request.policy == "cuda") if emulated else nullcontext
+        if request.until_sick:  # thousands of steps: what is replaced around each is then replaced once
+            stack.enter_context(environment())
         factory = load_target(
             request.factory,
             request.app_dir,
