@@ -27,6 +27,8 @@ _CACHES = (
     "TRITON_CACHE_DIR",
 )
 """Variables by which users say where a cache lies."""
+CHANGES = "the run's own code"
+"""How the sentence begins that tells of such a change."""
 _Changes = Iterable[tuple[Path | None, str]]
 """Pairs of a place that changes and what is done there, as a predicate; None where the place is not known."""
 
@@ -217,6 +219,16 @@ def _audited(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return opening
+
+
+def changes_note(did: str, instead: str) -> str:
+    """Returns the sentence for a change that a step makes, and that is let be.
+
+    Args:
+        did: As of `told_of_changes`.
+        instead: What to do about it.
+    """
+    return f"{CHANGES} {did}, in replayed steps too: {instead}"
 
 
 def users_line() -> str:

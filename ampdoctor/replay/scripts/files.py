@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.loop.halt import StepHalted
-from ampdoctor.replay.guarding.changes import told_of_changes, users_line
+from ampdoctor.replay.guarding.changes import changes_note, is_users_file, told_of_changes, users_line
 
 _SAVERS = (
     ("torch", "", "save"),
@@ -34,6 +36,9 @@ _SAVERS = (
 _QUIET = {"WANDB_MODE": "disabled"}
 """Variables that keep a replay out of a record of experiments, where the user has not said otherwise."""
 
+COPY = "replay in a copy of the folder, if that file is to stay as it is"
+"""What to do about a file that a script's steps change."""
+
 
 class _Stopped(StepHalted):
     """Ends what the script has begun; its `except Exception` does not swallow it."""
@@ -52,6 +57,7 @@ class Files:
         self._name, self._folders, self._notes = name, tuple(folders), notes
         self._made: set[Path] = set()
         self._told: set[str] = set()
+        self._saves = True
 
     def note(self, kind: str, sentence: str) -> None:
         """Say something, once for each kind of thing.
@@ -98,22 +104,78 @@ class Files:
                 f"and was stopped: let it write to another folder (its arguments follow --), or run it in a copy"
             )
 
+    def closed(self, generator: Generator[Any, Any, Any]) -> None:
+        """Close a generator that was left with the script: what its `finally` would write is stopped without a word.
+
+        Args:
+            generator: The user's.
+        """
+
+        def stop(_did: str, _place: Path) -> None:
+            raise _Stopped
+
+        with suppress(Exception, StepHalted), told_of_changes(self._folders, stop):
+            generator.close()
+
     @contextmanager
-    def saving_nothing(self) -> Iterator[None]:
-        """Inside, functions that save checkpoints do nothing."""
-
-        def skipped(*_: Any, **__: Any) -> None:
-            at = users_line().removeprefix(" at ") or self._name
-            self.note("saved", f"{at} saves a checkpoint; replayed steps do not")
-
+    def asked_to_save(self) -> Iterator[None]:
+        """Inside, functions that save checkpoints ask first whether they are to, and ever after under other names."""
         with ExitStack() as stack:
             for module, owner, name in _SAVERS:
                 at = sys.modules.get(module)
                 place = at if not owner else getattr(at, owner, None)
                 if place is not None and name in vars(place):
                     stack.callback(setattr, place, name, vars(place)[name])
-                    setattr(place, name, skipped)
+                    setattr(place, name, self._asking(vars(place)[name]))
             yield
+
+    def _asking(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if self._saves:
+                return original(*args, **kwargs)
+            at = users_line().removeprefix(" at ") or self._name
+            self.note("saved", f"{at} saves a checkpoint; replayed steps do not")
+            return None
+
+        return save
+
+    @contextmanager
+    def saving_nothing(self) -> Iterator[None]:
+        """Inside, functions that save checkpoints do nothing, those that a script has imported by name as well."""
+        before, self._saves = self._saves, False
+        try:
+            with self.asked_to_save():
+                yield
+        finally:
+            self._saves = before
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Inside, the first change that is made to the user's files becomes a note."""
+
+        def tell(did: str, _place: Path) -> None:
+            self.note("tried", changes_note(did, COPY))
+
+        with told_of_changes(self._folders, tell):
+            yield
+
+
+@contextmanager
+def nothing_at_exit() -> Iterator[None]:
+    """Inside, what the user's own code registers for the end of the process is not done."""
+    original = atexit.register
+
+    def register(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_users_file(sys._getframe(1).f_code.co_filename):  # noqa: SLF001 the one way up that makes no traceback
+            return function
+        return original(function, *args, **kwargs)
+
+    atexit.register = register  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        atexit.register = original
 
 
 @contextmanager

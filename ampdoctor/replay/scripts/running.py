@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ampdoctor.loop.raised import describe
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import ADAPTERS
 from ampdoctor.replay.guarding.changes import users_line
-from ampdoctor.replay.scripts.files import Files, out_of_the_records
+from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records
 from ampdoctor.replay.scripts.finding import LoopPlace, loops_of, marks_a_loop, told_of_steps
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.main_module import MainModule
@@ -101,6 +102,8 @@ class Runner:
             stack.enter_context(self.environment())
             stack.enter_context(user_code(str(self._file), what=what, path=self._path, arguments=self._arguments))
             stack.enter_context(out_of_the_records())
+            stack.enter_context(nothing_at_exit())
+            stack.enter_context(self.files.asked_to_save())
             if self._main is not None:
                 stack.enter_context(self._main.in_place())
             yield
@@ -170,7 +173,7 @@ class Runner:
             self._process = ProcessState()
         self._process.restore()
         _leave_process_group()
-        seam = Seam(arrives)
+        seam = Seam(arrives, self.files.closed)
         run = ScriptRun(MainModule(self._file, edits, seam, self._package), seam)
         self._main = run.main
         return run
@@ -183,7 +186,12 @@ class Runner:
             UserCodeError: It raised.
         """
         try:
-            with self.user_code(f"the script {self._name}"), eagerly(), self.files.guarded(run.is_left):
+            with (
+                self.user_code(f"the script {self._name}"),
+                eagerly(),
+                quiet_threads(),
+                self.files.guarded(run.is_left),
+            ):
                 try:
                     run.main.run()
                 except SystemExit as error:
@@ -217,6 +225,22 @@ def _ended(name: str, error: SystemExit) -> str:
 def _not_python(error: SyntaxError) -> str:
     line = "" if error.lineno is None else f", line {error.lineno}"
     return f"{error.filename or 'the file'}{line} is not valid Python: {error.msg}"
+
+
+@contextlib.contextmanager
+def quiet_threads() -> Iterator[None]:
+    """Inside, a thread that leaves the script prints no traceback."""
+    original = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not Left:
+            original(arguments)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = original
 
 
 def eagerly() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
-from ampdoctor.replay.scripts.files import Files
+from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.finding import LoopPlace
 from ampdoctor.replay.scripts.parts import Variables, model_of
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
@@ -52,7 +52,7 @@ class Script:
         notes: Gets what there is to say of its replay.
     """
 
-    instead = "replay in a copy of the folder, if that file is to stay as it is"
+    instead = COPY
 
     def __init__(
         self,
@@ -124,7 +124,8 @@ class Script:
         for visit in range(_VISITS):
             again()
             run = self._runner.to_loop(place, visit)
-            with self.user_code(f"the loop at {place}"), eagerly(), self._files.saving_nothing():
+            files = self._files
+            with self.user_code(f"the loop at {place}"), eagerly(), files.tried(), files.saving_nothing():
                 lesson = tried(run.loop, run.seam.around, run.made)
             if lesson.optimizers:
                 break

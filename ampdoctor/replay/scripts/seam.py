@@ -6,7 +6,7 @@ import io
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -89,6 +89,7 @@ class Seam:
 
     Args:
         arrives: As said at `Arrival`.
+        closes: Closes a generator of the user's, whose `finally` is then run, without a change of their files.
 
     Attributes:
         around: Make the contexts of torch around the loop that was left, the outermost first.
@@ -101,8 +102,8 @@ class Seam:
     Left = Left
     returned = Returned
 
-    def __init__(self, arrives: Arrival) -> None:
-        self._arrives = arrives
+    def __init__(self, arrives: Arrival, closes: Callable[[Generator[Any, Any, Any]], None] = Generator.close) -> None:
+        self._arrives, self._closes = arrives, closes
         self.around: list[Callable[[], Any]] = []
         self.held: list[Any] = []
 
@@ -114,6 +115,8 @@ class Seam:
         self.held.append(manager)
         if isinstance(manager, io.IOBase):
             weakref.finalize(self, manager.close)
+        elif isinstance(getattr(manager, "gen", None), Generator):  # of `contextlib.contextmanager`
+            weakref.finalize(self, self._closes, manager.gen)
         return False
 
     def loop(self, items: Items | None, body: Body) -> End:

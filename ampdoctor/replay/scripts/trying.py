@@ -91,7 +91,11 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
     with told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add), entered(around):
         for item in itertools.islice(source, _MOST_TOGETHER):
             count += 1
-            said = loop.body(item)
+            try:
+                said = loop.body(item)
+            except (Exception, SystemExit):  # as where a loss is not finite: the replay comes to it, and says why
+                if not stepped:
+                    raise
             if said is not None or stepped:
                 break
     ended = said is not None

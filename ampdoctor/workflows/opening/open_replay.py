@@ -32,7 +32,7 @@ from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.frameworks.accelerate.state import own_state
 from ampdoctor.replay.frameworks.lightning.devices import one_device
-from ampdoctor.replay.guarding.changes import told_of_changes
+from ampdoctor.replay.guarding.changes import CHANGES, changes_note, told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.scripts.target import Target, load_target
@@ -52,8 +52,6 @@ SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 """What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
-
-_RUNS_CODE = "the run's own code"
 
 
 @dataclass(slots=True)
@@ -112,8 +110,8 @@ class OpenReplay:
         """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
 
         def note(did: str, _place: Path) -> None:
-            if not any(said.startswith(_RUNS_CODE) for said in self.notes):
-                self.notes.append(f"{_RUNS_CODE} {did}, in replayed steps too: {self.factory.instead}")
+            if not any(said.startswith(CHANGES) for said in self.notes):
+                self.notes.append(changes_note(did, self.factory.instead))
 
         with told_of_changes((Path.cwd(), *self.factory.path), note), self.factory.user_code(what):
             yield

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -299,6 +302,66 @@ def test_replayed_steps_save_no_checkpoint(write, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "train.py"]
     assert (tmp_path / "last.pt").read_text() == "mine"
     assert notes == ["train.py:18 saves a checkpoint; replayed steps do not"]
+
+
+def test_a_saver_that_was_imported_by_name_saves_nothing_either(write, tmp_path):
+    write("from torch import save" + LOOP + "    save(model.state_dict(), 'last.pt')")
+    (tmp_path / "last.pt").write_text("mine")
+    _, _, notes = steps_of()
+    assert (tmp_path / "last.pt").read_text() == "mine"
+    assert notes == ["train.py:14 saves a checkpoint; replayed steps do not"]
+
+
+def test_what_the_first_try_of_a_step_removes_is_told(write, tmp_path):
+    write("import shutil" + LOOP + "    shutil.rmtree('old', ignore_errors=True)")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "last.pt").write_text("mine")
+    _, _, notes = steps_of()
+    assert [note.partition(",")[0] for note in notes] == ["the run's own code removes old at train.py:14"]
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "raise ValueError('no loss')"])
+def test_a_script_that_ends_itself_at_a_loss_that_is_not_finite(write, end):
+    write(LOOP.replace("torch.randn(8, 4)", "3e38 * torch.ones(8, 4)") + f"    if not loss.isfinite(): {end}")
+    findings = bisect_nan(ReplayRequest(factory="train.py")).findings
+    assert {finding.where.step for finding in findings if finding.severity == "error"} == {0}
+
+
+def test_what_a_script_registers_for_the_end_of_the_process_is_not_done(write, monkeypatch):
+    registered = []
+    monkeypatch.setattr(atexit, "register", lambda function, *_, **__: registered.append(function) or function)
+    write("import atexit; assert atexit.register(print) is print" + LOOP)
+    steps_of()
+    assert not registered
+
+
+def test_a_context_around_the_loop_that_is_let_go_of_writes_nothing(write, tmp_path):
+    body = """
+        import contextlib
+
+        @contextlib.contextmanager
+        def saved():
+            try:
+                yield
+            finally:
+                open("last.txt", "w").write("lost")
+
+        with saved():
+        """
+    write(textwrap.dedent(body) + textwrap.indent(LOOP, "    "))
+    (tmp_path / "last.txt").write_text("mine")
+    steps_of()
+    gc.collect()
+    assert (tmp_path / "last.txt").read_text() == "mine"
+
+
+def test_a_loop_in_a_thread_ends_without_a_traceback(write, monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    body = "import threading\ndef train():\n" + textwrap.indent(LOOP, "    ")
+    write(body + "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n")
+    assert len(steps_of()[0]) == 3
+    assert not said
 
 
 def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
