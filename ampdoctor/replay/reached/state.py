@@ -78,8 +78,12 @@ class Reached:
             if is_a(place, Taped):
                 yield place.restore()
             elif put_back:
-                exchange(place, self._tapes.taped)
+                exchange(place, self._taped)
                 yield _quietly(keep(place) if is_a(place, torch.Tensor) else restore_of(place))
+
+    def _taped(self, value: Any) -> Any:
+        """What the batches are drawn from has its place on their tape."""
+        return value if self._drawing and id(value) in self._drawing else self._tapes.taped(value)
 
     def untape(self) -> None:
         """Let everything hold its own iterators again."""

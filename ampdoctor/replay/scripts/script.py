@@ -17,6 +17,7 @@ from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.scripts.files import Files
 from ampdoctor.replay.scripts.finding import LoopPlace
+from ampdoctor.replay.scripts.header import read_by
 from ampdoctor.replay.scripts.parts import Variables, model_of
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
 from ampdoctor.replay.scripts.seam import Items
@@ -143,7 +144,7 @@ class Script:
         stepping = Stepping(scalers, self._files, tuple(run.seam.held), loop.seen, [])
         return TrainingRun(
             model=model,
-            batches=partial(_steps, loop.items, lesson, stepping.over),
+            batches=partial(_steps, _Header(loop.items), read_by(loop.items), lesson, stepping.over),
             optimizer=next(iter(named.values())) if len(named) == 1 else named,
             precision=lesson.autocast or own,
             autocast=lesson.autocast is not None or own == "fp32",
@@ -153,15 +154,24 @@ class Script:
         )
 
 
-def _steps(items: Items | None, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the loop runs over. It is ours, so that what it reaches does not count as reached."""
+
+    items: Items | None
+
+
+def _steps(header: _Header, _read: object, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
     """Yields, for each step, the items that it takes, as the loop draws them.
 
     Args:
-        items: What the loop runs over.
+        header: What the loop runs over.
+        _read: What its header reads, an argument of its own: what that reaches counts as reached by drawing.
         lesson: How many make a step.
         over: Has an entry once the loop has ended.
         start: Optimizer steps whose items are passed over.
     """
+    items = header.items
     drawn: Iterator[Any] = itertools.repeat(None) if items is None else iter(items())
     if items is not None:
         for _ in itertools.islice(drawn, start * lesson.together):
