@@ -113,6 +113,14 @@ def copy_batch(batch: Any) -> Any:
     return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
 
 
+def bytes_of(batch: Any) -> int:
+    """Returns the bytes of the tensors' stored elements; those of a sparse tensor are in its values."""
+    return sum(
+        tensor.coalesce().values().nbytes if tensor.layout is torch.sparse_coo else tensor.nbytes
+        for _, tensor in iter_tensors(batch)
+    )
+
+
 class _Walk:
     """One pass over a nested value: `function` maps tensors, `leaf` maps objects without tensors."""
 

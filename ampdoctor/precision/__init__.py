@@ -23,7 +23,7 @@ from ampdoctor.precision.masters import MasterWeights, master_weights
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
 from ampdoctor.precision.override import AutocastOverride, override_autocast, without_overrides
 from ampdoctor.precision.spec import Compute, Precision
-from ampdoctor.precision.widening import WideCasts, WideNumbers
+from ampdoctor.precision.widening import WideCasts, WideNumbers, as_written
 
 __all__ = [
     "REDUCED",
@@ -42,6 +42,7 @@ __all__ = [
     "Swap",
     "WideCasts",
     "WideNumbers",
+    "as_written",
     "autocast_policy",
     "cast_model",
     "cast_up",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +17,19 @@ _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 """What makes a tensor of Python's numbers below every dispatch: 0.999 in bfloat16 is 1."""
 
 
+_AS_WRITTEN = ContextVar("_AS_WRITTEN", default=False)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, casts are what they were written as: what is drawn there is used in other precisions as well."""
+    before = _AS_WRITTEN.set(True)
+    try:
+        yield
+    finally:
+        _AS_WRITTEN.reset(before)
+
+
 def wide_numbers(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments of a call, in which a tensor that it makes of numbers in half becomes float32.
 
@@ -21,7 +37,7 @@ def wide_numbers(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         func: The function.
         kwargs: Its keyword arguments.
     """
-    narrow = func in _MADE_OF_NUMBERS and kwargs.get("dtype") in REDUCED
+    narrow = not _AS_WRITTEN.get() and func in _MADE_OF_NUMBERS and kwargs.get("dtype") in REDUCED
     return {**kwargs, "dtype": torch.float32} if narrow else kwargs
 
 
@@ -43,6 +59,6 @@ class WideCasts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        if options.get("dtype") in REDUCED:
+        if options.get("dtype") in REDUCED and not _AS_WRITTEN.get():
             options["dtype"] = torch.float32
         return func(*args, **options)

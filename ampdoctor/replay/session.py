@@ -35,6 +35,7 @@ from ampdoctor.replay.frameworks.accelerate.state import shared_states
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.reached.state import Reached
+from ampdoctor.replay.reached.taped import Drawing
 from ampdoctor.replay.reached.walk import roots_of
 from ampdoctor.replay.scaler_state import OtherScalers, clone
 from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
@@ -115,7 +116,8 @@ class Session:
         self._others = OtherScalers(self.scaler)
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
         room = max(_ROOM, _size(self.model))
-        self.reached = Reached(self._roots, self._parts, run.batches, room, steps_own=_counted_by_steps)
+        drawing = Drawing(self.random_state, self._handed_out)
+        self.reached = Reached(self._roots, self._parts, run.batches, room, drawing, steps_own=_counted_by_steps)
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
@@ -151,6 +153,7 @@ class Session:
         """Give the optimizers their own parameters back and the model its dtype, and release the loader's workers."""
         self._stack.close()
         self.tape.close()
+        self.reached.untape()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -273,7 +276,16 @@ class Session:
         """Returns copies of a step's (micro-)batches, on the device, in the dtype of the session's precision."""
         per = self.batches_per_step
         batches = [move_batch(self.tape[i], self.device, self.run.move) for i in range(step * per, (step + 1) * per)]
-        return batches if self._cast_to is None else [cast_floats(batch, self._cast_to) for batch in batches]
+        return list(map(self._cast_batch, batches))
+
+    def _cast_batch(self, batch: Any) -> Any:
+        return batch if self._cast_to is None else cast_floats(batch, self._cast_to)
+
+    def _handed_out(self, item: Any) -> Any:
+        """Returns an item that the step draws itself, as it gets it: it is one of the step's batches."""
+        item = self._cast_batch(item)
+        self._batches.append(item)
+        return item
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (path, tensor) for the batches that the running step was given."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ampdoctor.loop.nested import copy_batch, iter_tensors
+from ampdoctor.loop.nested import bytes_of, copy_batch
 from ampdoctor.replay.positioning.place import DataPlace, drawn
 from ampdoctor.replay.positioning.start import takes_start
 
@@ -66,7 +64,7 @@ class BatchTape:
                 self._exhausted = True
             else:
                 self._batches.append(batch)
-                self._sizes.append(sum(_bytes(tensor) for _, tensor in iter_tensors(batch)))
+                self._sizes.append(bytes_of(batch))
                 self.size += self._sizes[-1]
         return len(self._batches)
 
@@ -111,8 +109,3 @@ class BatchTape:
 
     def __len__(self) -> int:
         return len(self._batches)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of the stored elements; those of a sparse tensor are in its values."""
-    return tensor.coalesce().values().nbytes if tensor.layout is torch.sparse_coo else tensor.nbytes

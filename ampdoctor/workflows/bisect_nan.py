@@ -219,7 +219,7 @@ class _Search:
             raised = self.session.raised
             self.outcomes.append(outcome)
             state = self.back.random_state(step)
-            left_out = outcome.skipped or outcome.passes_over
+            left_out = outcome.loses_updates
             self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out))
             self._forget()
             if not left_out:

@@ -37,19 +37,34 @@ NAMED = 16
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterBeside, ...]:
     """Returns the parameters that get nothing in any of these steps, and would move in fp32; as in the first of them.
 
+    The first steps in which fp32 gives a parameter nothing either do not count for it: behind a layer that begins at
+    zero, nothing arrives before that layer has moved.
+
     Args:
         compared: The steps.
         thresholds: How much has to be lost (AMP304).
     """
-    compared = [step for step in compared if step.parameters]  # where moves were looked at
-    if not compared:
-        return ()
     share = thresholds[LOST]
-    left = {p.name: p for p in compared[0].parameters if _is_starved(p, share)}
-    for step in compared[1:]:
-        still = {p.name for p in step.parameters if _is_starved(p, share)}
-        left = {name: p for name, p in left.items() if name in still}
-    return tuple(left.values())
+    first: dict[str, ParameterBeside] = {}
+    fed: set[str] = set()
+    for step in compared:
+        for parameter in step.parameters:
+            if _is_starved(parameter, share):
+                first.setdefault(parameter.name, parameter)
+            elif parameter.nonzero or parameter.name in first:
+                fed.add(parameter.name)
+    return tuple(parameter for name, parameter in first.items() if name not in fed)
+
+
+def shown_in(compared: Sequence[Comparison], parameters: Sequence[ParameterBeside]) -> tuple[Comparison, ...]:
+    """Returns the steps in which fp32 gives one of the parameters something.
+
+    Args:
+        compared: The steps.
+        parameters: The parameters.
+    """
+    names = {parameter.name for parameter in parameters}
+    return tuple(step for step in compared if any(p.nonzero and p.name in names for p in step.parameters))
 
 
 def _is_starved(parameter: ParameterBeside, share: float) -> bool:

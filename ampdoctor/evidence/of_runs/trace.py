@@ -344,6 +344,11 @@ class StepOutcome:
         """Skipped some of its updates and made others, each through a scaler."""
         return self.guarded and bool(self.updates_skipped)
 
+    @property
+    def loses_updates(self) -> bool:
+        """Skipped all of its updates, or some of them: it is not the step that was meant."""
+        return self.skipped or self.passes_over
+
     def harms(self, sinks: Sequence[str]) -> bool:
         """Whether one of these non-finite values was used, or skipped; gradients that are left behind do no harm.
 

@@ -52,8 +52,17 @@ class Belongings:
         for parameter in self.run.model.parameters():
             if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
                 self._owners[storage_key(parameter.grad)] = ("grad", names[id(parameter)])
+        self._take_batch()
+
+    def _take_batch(self) -> None:
         for path, given in self.run.current_tensors():
             self._batch.setdefault(storage_key(given), path)
+
+    def _path_in_batch(self, key: Memory) -> str | None:
+        """The path of a tensor of the batch, of which a step may draw more while it runs; None for another."""
+        if key not in self._batch:
+            self._take_batch()
+        return self._batch.get(key)
 
     def bring(self, tensor: torch.Tensor, path: str) -> None:
         """A tensor is part of the batch, as is known only now."""
@@ -83,7 +92,7 @@ class Belongings:
     def owns(self, tensor: torch.Tensor) -> bool:
         """It is part of the state or of the batch."""
         key = storage_key(tensor)
-        return key in self._batch or bool(self._owner(key)[0])
+        return self._path_in_batch(key) is not None or bool(self._owner(key)[0])
 
     def entering(self, site: Site) -> None:
         """An op is about to run: the gradients have names from the backward's end to the optimizer's."""
@@ -98,7 +107,7 @@ class Belongings:
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Say what it came as: "data", "param:NAME", "optimizer_state:NAME:KEY", "grad:NAME"; None for none of it."""
         key = storage_key(tensor)
-        if key in self._batch:
+        if self._path_in_batch(key) is not None:
             return "data"
         kind, name = self._owner(key)
         if kind:
@@ -112,9 +121,10 @@ class Belongings:
         kind, name = self._owner(key)
         if kind:
             return f"{kind}:{name}"
-        if key not in self._batch:
+        path = self._path_in_batch(key)
+        if path is None:
             return None
-        return f"batch.{self._batch[key]}" if self._batch[key] else "batch"
+        return f"batch.{path}" if path else "batch"
 
     def parameter_of(self, tensors: Iterable[torch.Tensor]) -> str | None:
         """The parameter that an optimizer's or a scaler's op works on."""
@@ -134,10 +144,12 @@ class Belongings:
         if kind == "buffer" and name in self.masks:
             return site.where(self.step, nonfinite, name), "constant"
         if kind in _STATE:
-            path, _, entry = name.partition(":")
-            module, _, leaf = path.rpartition(".")
+            parameter, _, entry = name.partition(":")
+            module, _, leaf = parameter.rpartition(".")
             op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=path)
+            where = Where(
+                step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=parameter
+            )
             return where, _STATE[kind]
         if kind == "grad":
             module = name.rpartition(".")[0]
@@ -145,14 +157,15 @@ class Belongings:
                 step=self.step, phase="optimizer", module=module, op="zero_grad", nonfinite=nonfinite, tensor=name
             )
             return where, "grad"
-        if key in self._batch:
+        path = self._path_in_batch(key)
+        if path is not None:
             where = Where(
                 step=self.step,
                 micro_batch=site.micro_batch,
                 phase="data",
                 op="data",
                 nonfinite=nonfinite,
-                tensor=self._batch[key],
+                tensor=path,
             )
             return where, "data"
         return site.where(self.step, nonfinite), "constant"

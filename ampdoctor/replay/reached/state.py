@@ -1,12 +1,12 @@
 """Keeps what a run's functions reach, and puts it back; and spells out what cannot be put back.
 
 A closure's list of losses, a count, a scheduler, an averaged copy of the weights: a step moves them, and a run that is
-stepped again has to find them as they were. Iterators cannot be turned back; what draws the batches is not turned back.
+stepped again has to find them as they were. An iterator that a step draws from is taped. What draws the batches is not
+turned back.
 """
 
 from __future__ import annotations
 
-import array
 import itertools
 import operator
 import random
@@ -14,36 +14,32 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import CellType, GeneratorType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from ampdoctor.replay.reached.walk import (
-    CACHED,
-    CONTAINERS,
-    PLAIN,
-    RANDOM,
-    Names,
-    cell_contents,
-    is_a,
-    is_code,
-    reached,
+from ampdoctor.replay.reached.places import (
+    LONGEST,
+    MISSING,
+    Restore,
+    can_be_kept,
+    exchange,
+    items_of,
+    length_of,
+    restore_of,
 )
+from ampdoctor.replay.reached.taped import Drawing, Taped, Tapes
+from ampdoctor.replay.reached.walk import CACHED, CONTAINERS, PLAIN, RANDOM, Names, cell_contents, is_a, reached
 
-Restore = Callable[[], None]
 Beyond = Mapping[Hashable, Hashable]
 """What tells each place that is not put back from itself after it has moved."""
 
-LONGEST = 1_000_000
-"""Items of a container that is kept; of a longer one only its length is known."""
 _SAMPLE = 16
 """Elements by which a tensor that is not kept is known, beside the count of writes that torch keeps of it."""
 _READ = 1 << 26
 """Bytes of an array that is not kept and is read whole, because numpy counts no writes; of a larger one a sample."""
-_MISSING = object()
 
 
 @dataclass(slots=True)
@@ -56,6 +52,7 @@ class Reached:
         batches: What draws the batches: what it reaches is not turned back, because the batches drawn are not drawn
             again.
         room: Bytes of tensors and arrays that are kept at most.
+        drawing: What is made of drawing from an iterator that is taped.
         steps_own: Ids of what the steps move, though what draws the batches reaches it as well.
     """
 
@@ -63,18 +60,36 @@ class Reached:
     stop: Callable[[], Iterable[int]]
     batches: Any
     room: int
+    drawing: Drawing
     steps_own: Callable[[], Iterable[int]] = tuple
+    _tapes: Tapes = field(init=False)
     _drawing: frozenset[Hashable] | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        self._tapes = Tapes(self.drawing)
+
     def kept(self, keep: Callable[[torch.Tensor], Restore]) -> Iterator[Restore]:
-        """Keep all that can be put back; yields what puts it back.
+        """Keep all that can be put back; yields what puts it back. Iterators that it holds are taped from here on.
 
         Args:
             keep: Keeps a tensor's values.
         """
         for place, put_back in self._places():
+            if is_a(place, Taped):
+                yield place.restore()
+            elif put_back:
+                exchange(place, self._taped)
+                yield _quietly(keep(place) if is_a(place, torch.Tensor) else restore_of(place))
+
+    def _taped(self, value: Any) -> Any:
+        """What the batches are drawn from has its place on their tape."""
+        return value if self._drawing and id(value) in self._drawing else self._tapes.taped(value)
+
+    def untape(self) -> None:
+        """Let everything hold its own iterators again."""
+        for place, put_back in self._places():
             if put_back:
-                yield _quietly(keep(place) if is_a(place, torch.Tensor) else _restore_of(place))
+                exchange(place, self._tapes.untaped)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for the tensors that are put back, named as the run's code names them as far as known.
@@ -92,6 +107,8 @@ class Reached:
         """Returns a description of what is not put back, and of the shapes of what is."""
         found: dict[Hashable, Hashable] = {}
         for place, put_back in self._places():
+            if is_a(place, Taped):
+                continue
             if not put_back:
                 found[_known(place)] = _told(place)
             elif is_a(place, (torch.Tensor, np.ndarray)):
@@ -105,7 +122,7 @@ class Reached:
             self._drawing = frozenset(_known(place) for place, _ in reached([self.batches], stop))
         room = self.room
         for place, turns_back in reached(self.roots(), self.stop()):
-            put_back = turns_back and _known(place) not in self._drawing and _can_be_kept(place)
+            put_back = turns_back and _known(place) not in self._drawing and can_be_kept(place)
             if put_back and is_a(place, (torch.Tensor, np.ndarray)):
                 room -= place.nbytes
                 put_back = room >= 0
@@ -140,43 +157,6 @@ def _known(place: Any) -> Hashable:
     return (id(place.of), place.names) if is_a(place, Names) else id(place)
 
 
-def _can_be_kept(place: Any) -> bool:
-    if is_a(place, (CellType, Names, *RANDOM)):
-        return True
-    if is_a(place, torch.Tensor):
-        plain = type(place) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        return plain and place.layout is torch.strided and not place.is_meta and not place.is_quantized
-    if is_a(place, np.ndarray):
-        return type(place) is np.ndarray and place.flags.writeable
-    return is_a(place, CONTAINERS) and _length(place) <= LONGEST
-
-
-def _length(container: Any) -> int:
-    return int(_base(container).__len__(container))
-
-
-def _base(container: Any) -> Any:
-    """Returns the class whose methods are called: not a subclass's, which may do more."""
-    return next(kind for kind in CONTAINERS if is_a(container, kind))
-
-
-def _restore_of(place: Any) -> Restore:
-    """Returns what puts back the place's present contents; what is the same by then is not touched."""
-    if is_a(place, CellType):
-        return partial(_bind, place, cell_contents(place))
-    if is_a(place, Names):
-        return partial(_bind_names, place, dict(place.table))
-    if is_a(place, CONTAINERS):
-        return partial(_refill, place, _base(place), _items(place))
-    if is_a(place, np.ndarray):
-        return partial(np.copyto, place, place.copy(), casting="no")
-    if is_a(place, np.random.Generator):
-        return partial(setattr, place.bit_generator, "state", place.bit_generator.state)
-    if is_a(place, random.Random):
-        return partial(random.Random.setstate, place, random.Random.getstate(place))
-    return cast("Restore", partial(place.set_state, place.get_state()))  # torch's, or numpy's old one
-
-
 def _quietly(restore: Restore) -> Restore:
     """What has changed its shape, or does not let itself be written to, stays as it is: a look after the step tells."""
 
@@ -185,70 +165,6 @@ def _quietly(restore: Restore) -> Restore:
             restore()
 
     return quiet
-
-
-def _bind(cell: CellType, contents: tuple[Any, ...]) -> None:
-    if not _same(cell_contents(cell), contents):
-        if contents:
-            cell.cell_contents = contents[0]
-        else:
-            del cell.cell_contents
-
-
-def _bind_names(place: Names, bound: dict[str, Any]) -> None:
-    now = place.table
-    for name in place.names:
-        if name in bound and now.get(name, _MISSING) is not bound[name]:
-            _set(place.of, name, bound[name])
-        elif name not in bound and name in now:
-            _set(place.of, name, _MISSING)
-    if is_a(place.of, type):
-        held = [name for name, value in vars(place.of).items() if name[:2] != "__" and not is_code(value)]
-        for name in set(held) - set(place.names):
-            _set(place.of, name, _MISSING)
-
-
-def _set(of: Any, name: str, value: Any) -> None:
-    if is_a(of, dict):
-        if value is _MISSING:
-            del of[name]
-        else:
-            of[name] = value
-        return
-    kind = type if is_a(of, type) else object  # a frozen dataclass refuses its own
-    if value is _MISSING:
-        kind.__delattr__(of, name)
-    else:
-        kind.__setattr__(of, name, value)
-
-
-def _items(place: Any) -> list[Any]:
-    """Returns what a container holds: a mapping's keys and values, in turn."""
-    base = _base(place)
-    if issubclass(base, dict):
-        return [part for item in dict.items(place) for part in item]
-    return list(base.__iter__(place))
-
-
-def _refill(place: Any, base: Any, items: list[Any]) -> None:
-    if _same(_items(place), items):
-        return
-    if base in (bytearray, array.array):
-        base.__setitem__(place, slice(None), base(items) if base is bytearray else base(place.typecode, items))
-        return
-    base.clear(place)
-    if issubclass(base, dict):
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            base.__setitem__(place, key, value)
-    elif base is set:
-        base.update(place, items)
-    else:
-        base.extend(place, items)
-
-
-def _same(here: Any, there: Any) -> bool:
-    """Are these the very same objects, in this order?"""
-    return len(here) == len(there) and all(map(operator.is_, here, there))
 
 
 def _told(place: Any) -> Hashable:
@@ -260,9 +176,9 @@ def _told(place: Any) -> Hashable:
     if is_a(place, CellType):
         return _named(cell_contents(place))
     if is_a(place, Names):
-        return _named(place.table.get(name, _MISSING) for name in place.names)
+        return _named(place.table.get(name, MISSING) for name in place.names)
     if is_a(place, CONTAINERS):
-        return _length(place) if _length(place) > LONGEST else _named(_items(place))
+        return length_of(place) if length_of(place) > LONGEST else _named(items_of(place))
     if type(place) in CACHED:
         return place.cache_info().currsize  # type: ignore[no-any-return]
     if is_a(place, GeneratorType):
@@ -296,7 +212,7 @@ def _named(values: Iterable[Any]) -> int:
 
 def _sample(tensor: torch.Tensor) -> Hashable:
     """Returns some elements, spelled out: a write through `.data` is not counted as one."""
-    if not _can_be_kept(tensor) or not tensor.numel():
+    if not can_be_kept(tensor) or not tensor.numel():
         return None
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[(0,) * tensor.dim()].reshape(1)
     return repr(flat[:: max(1, flat.numel() // _SAMPLE)].tolist())

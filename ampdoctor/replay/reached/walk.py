@@ -211,7 +211,7 @@ def _of_object(value: Any) -> Iterator[Any]:
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if package == _OURS or (package in sys.stdlib_module_names and kind.__name__ not in _ENTERED):
-        if _moves_on(value):
+        if package != _OURS and _moves_on(value):
             yield from (part for part in gc.get_referents(value) if not is_a(part, (type, CodeType)))
         return  # loggers, locks, paths
     yield kind

@@ -17,6 +17,7 @@ from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.finding import LoopPlace
+from ampdoctor.replay.scripts.header import read_by
 from ampdoctor.replay.scripts.parts import Variables, model_of
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
 from ampdoctor.replay.scripts.seam import Items
@@ -165,7 +166,14 @@ class Script:
         stepping = Stepping(scalers, self._files, loop.seen, [])
         return TrainingRun(
             model=model,
-            batches=partial(_steps, loop.items, lesson, stepping.over, partial(self._next_round, learnt)),
+            batches=partial(
+                _steps,
+                _Header(loop.items),
+                read_by(loop.items),
+                lesson,
+                stepping.over,
+                partial(self._next_round, learnt),
+            ),
             optimizer=next(iter(named.values())) if len(named) == 1 else named,
             precision=lesson.autocast or own,
             autocast=lesson.autocast is not None or own == "fp32",
@@ -175,18 +183,32 @@ class Script:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the loop runs over. It is ours, so that what it reaches does not count as reached."""
+
+    items: Items | None
+
+
 def _steps(
-    items: Items | None, lesson: Lesson, over: Sequence[bool], next_round: Callable[[], bool], start: int = 0
+    header: _Header,
+    _read: object,
+    lesson: Lesson,
+    over: Sequence[bool],
+    next_round: Callable[[], bool],
+    start: int = 0,
 ) -> Iterator[list[Any]]:
     """Yields, for each step, the items that it takes, as the loop draws them.
 
     Args:
-        items: What the loop runs over.
+        header: What the loop runs over.
+        _read: What its header reads, an argument of its own: what that reaches counts as reached by drawing.
         lesson: How many make a step.
         over: Has an entry once the loop has ended.
         next_round: Told when the loop has come to its end; returns whether it begins anew, as in the next epoch.
         start: Optimizer steps whose items are passed over.
     """
+    items = header.items
     drawn: Iterator[Any] = itertools.repeat(None)
     if items is not None:
         drawn = _rounds(items, next_round)

@@ -153,7 +153,7 @@ class Alongside:
             DoesNotComeBackError: fp32 is not finite where the step is.
         """
         step = outcome.step
-        if outcome.skipped or outcome.passes_over:
+        if outcome.loses_updates:
             self.seen[step] = Beside()
         elif overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps:
             self.seen[step] = Beside(held=True)

@@ -162,7 +162,7 @@ class Passing:
             reference: The outcome of the step in fp32.
             sentinel: The probe that watched the step.
         """
-        left_out = outcome.skipped or outcome.passes_over
+        left_out = outcome.loses_updates
         if overflowed(sentinel) and not left_out and outcome.optimizer_steps < reference.optimizer_steps:
             self._held += 1
             return True

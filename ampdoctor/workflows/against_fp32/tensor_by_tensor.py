@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
+from ampdoctor.diagnosis.ranges.starved_parameters import common_module, shown_in, starved, starved_finding
 from ampdoctor.probes.altering.intervene import address_at
 from ampdoctor.workflows.against_fp32.place import Place, noise, traced
 from ampdoctor.workflows.against_fp32.single_updates import by_update
@@ -39,7 +39,7 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
         seen: What was looked at in this run before; told where a warm-up is why something stands still.
     """
     hungry = starved(compared, thresholds)
-    fed = _starving(place, compared, hungry) if hungry else ()
+    fed = _starving(place, shown_in(compared, hungry), hungry) if hungry else ()
     known = frozenset(parameter.name for parameter in hungry)
     return (*fed, *by_update(place.anew(), compared, thresholds, known, seen))
 

@@ -263,8 +263,9 @@ class _Watch:
                 self._rows.append(replace(replayed(outcome, sinks), gradient_norm=norm))
                 seen = harms(sinks)
                 used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
-                harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
-                if harm == ["loss"] and outcome.skipped:
+                nowhere = outcome.skipped or outcome.guarded or not used  # no optimizer got the gradients
+                harm = [s for s in seen if not (nowhere and s.startswith("grad:"))]
+                if harm == ["loss"] and outcome.loses_updates:
                     # a forward, or the backward of a gradient penalty: a lower scale cures only the second
                     self._lost = step if self._lost is None else self._lost
                 elif harm:
@@ -312,7 +313,7 @@ class _Watch:
                 return
         if step == 0:
             self._first = found
-        if not outcome.skipped:
+        if not outcome.loses_updates:
             self._add(step, found)
 
     def _forget_compared(self, *, unlike: int) -> None:
@@ -360,12 +361,12 @@ class _Watch:
             return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
 
         outcomes = self._outcomes
-        if self._lost is not None and self._harmed is None and outcomes[-1].skipped:
+        if self._lost is not None and self._harmed is None and outcomes[-1].loses_updates:
             self._harmed = "loss", self._lost
         harmed, at = self._harmed or (None, None)
         return Observed(
             steps=len(outcomes),
-            skipped=tuple(o.step for o in outcomes if o.skipped),
+            skipped=tuple(o.step for o in outcomes if o.loses_updates),
             lost_at=self._lost if harmed is None else None,
             harmed=harmed,
             harmed_at=at,

@@ -187,7 +187,7 @@ class Judge:
             # one update's overflow is the scaler's affair, where another's gradients are lost at every scale
             births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
         main = births[0]
-        if (outcome.skipped or outcome.passes_over) and scale_may_cure(births, sightings):
+        if outcome.loses_updates and scale_may_cure(births, sightings):
             if outcome.skipped and self._unsettled is not None:
                 self._unsettled.steps += 1
             elif outcome.skipped:

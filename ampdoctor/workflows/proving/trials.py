@@ -334,7 +334,7 @@ class Trials:
                 self.replays += step == self._step
                 outcome = session.step(step)
                 self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
-                lost = outcome.skipped or outcome.passes_over
+                lost = outcome.loses_updates
                 if lost and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
                     self._too_high = outcome.scale_before
                 if outcome.harms(sentinel.sightings.sinks):

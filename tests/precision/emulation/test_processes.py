@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def test_what_torchrun_sets_is_there_for_code_that_needs_it():
 
 @pytest.mark.parametrize("arguments", [{}, {"backend": "nccl"}, {"backend": "cpu:gloo,cuda:nccl", "world_size": 1}])
 def test_one_process_joins_a_group_and_leaves_it(arguments):
+    made = []
     with lasting_emulation():
         for _ in range(2):  # a factory is called again and again
             with emulate_cuda():
@@ -43,12 +45,14 @@ def test_one_process_joins_a_group_and_leaves_it(arguments):
                 model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
                 model = nn.parallel.DistributedDataParallel(model, device_ids=[0], output_device=0)
+                made.append(model)
                 model(torch.ones(2, 1, 2, 2)).sum().backward()
                 dist.barrier(device_ids=[0])
                 dist.destroy_process_group()
             with emulate_cuda():
                 model(torch.ones(2, 1, 2, 2)).sum().backward()  # steps are run again after the script's last line
     assert not dist.is_initialized()
+    time.sleep(0.1)  # gloo's thread needs the interpreter to let go of its last work, and torch waits for it without
 
 
 def test_several_processes_are_refused(monkeypatch):
