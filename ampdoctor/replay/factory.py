@@ -231,4 +231,7 @@ def _wrong_return(made: Any) -> str:
     if any(isinstance(value, nn.Module) for value in values):
         kind = type(made).__name__
         return f"returned a {kind} of parts: name them, as in TrainingRun(model=..., batches=..., loss=...)"
-    return f"returned {kind_of(made)}: it must return a TrainingRun or a torch.nn.Module"
+    return (
+        f"returned {kind_of(made)}: it must return a TrainingRun, a model, or what a framework makes (a Trainer, "
+        f"(LightningModule, Trainer), (Accelerator, and what its prepare gave))"
+    )

@@ -156,7 +156,7 @@ def test_each_wrong_form_has_its_sentence(user, spec, sentence):
         ("nn.Linear(1, 1).state_dict()", "returned collections.OrderedDict: it must return"),
         ("nn.Linear", "returned type: it must return"),
         ("run", "returned function: it must return"),
-        ("3", "returned int: it must return a TrainingRun or a torch.nn.Module"),
+        ("3", "returned int: it must return a TrainingRun, a model, or what a framework makes"),
         ("torch.ones(1)", "returned torch.Tensor"),
         ("nn.Linear(1, 1)", "returns a bare model: say the rest with --batches and --loss"),
     ],
