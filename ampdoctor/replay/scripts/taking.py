@@ -45,7 +45,8 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
         batch: The items of the step.
 
     Returns:
-        What the step called `backward` on, before it was scaled; the sum, where that were several.
+        What the step called `backward` on, before it was scaled; where that were several, the sum, or the first that is
+        not finite: a sum would not lead to where it was born.
     """
     losses: list[Any] = []
     with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing(), entered(around):
@@ -57,7 +58,9 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
     if len(losses) < 2:
         return losses[0] if losses else None
     with unseen():
-        return sum(float(loss) for loss in losses)
+        numbers = [float(loss) for loss in losses]
+        ill = next((loss for loss, number in zip(losses, numbers, strict=True) if not math.isfinite(number)), None)
+        return sum(numbers) if ill is None else ill
 
 
 @contextmanager
