@@ -22,7 +22,7 @@ from ampdoctor.replay.scripts.parts import Variables, model_of
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
 from ampdoctor.replay.scripts.seam import Items
 from ampdoctor.replay.scripts.taking import Stepping, take
-from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, tried
+from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, Loop, tried
 from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -164,11 +164,13 @@ class Script:
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
         stepping = Stepping(scalers, self._files, loop.seen, [])
+        with self.user_code(f"the loop at {learnt.place}"), eagerly():
+            behind = _passed(loop, lesson.before, partial(take, loop.body, tuple(run.seam.around), stepping))
         return TrainingRun(
             model=model,
             batches=partial(
                 _steps,
-                _Header(loop.items),
+                _Header(loop.items, behind),
                 read_by(loop.items),
                 lesson,
                 stepping.over,
@@ -185,9 +187,15 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What the loop runs over. It is ours, so that what it reaches does not count as reached."""
+    """What the loop runs over. It is ours, so that what it reaches does not count as reached.
+
+    Attributes:
+        items: Makes it; None for a `while`.
+        behind: How many of the items it makes were run before the first step.
+    """
 
     items: Items | None
+    behind: int
 
 
 def _steps(
@@ -212,7 +220,7 @@ def _steps(
     drawn: Iterator[Any] = itertools.repeat(None)
     if items is not None:
         drawn = _rounds(items, next_round)
-        for _ in itertools.islice(drawn, start * lesson.together):
+        for _ in itertools.islice(drawn, header.behind + start * lesson.together):
             pass
     many = lesson.together * lesson.updates
     while not over:
@@ -220,6 +228,18 @@ def _steps(
         if len(step) < many:
             return
         yield step
+
+
+def _passed(loop: Loop, before: int, run: Callable[[list[Any]], Any]) -> int:
+    """Run the iterations before the first that belongs to a step; returns how many a new look at the items repeats."""
+    if not before:
+        return 0
+    if loop.items is None:
+        run([None] * before)
+        return 0
+    made = loop.items()
+    run(list(itertools.islice(iter(made), before)))
+    return 0 if iter(made) is made else before
 
 
 def _rounds(items: Items, next_round: Callable[[], bool]) -> Iterator[Any]:

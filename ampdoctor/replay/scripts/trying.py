@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ampdoctor.loop.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.scripts.finding import told_of_steps
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.seam import Body, Items, entered
@@ -17,7 +18,9 @@ from ampdoctor.replay.scripts.seam import Body, Items, entered
 ENOUGH = 8
 """Items of a loop that is worth replaying: as many as `bisect-nan` replays steps. What ends before is a part of one."""
 _MOST_TOGETHER = 1024
-"""Iterations in which an optimizer has to step: what accumulates more is none."""
+"""Iterations from the first backward on in which an optimizer has to step: what accumulates more is none."""
+_MOST_BEFORE = 100_000
+"""Iterations in which a first backward has to come: what fills a buffer of experience takes some ten thousand."""
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -27,6 +30,7 @@ class Lesson:
 
     Attributes:
         items: How many the loop has, up to `ENOUGH`.
+        before: Iterations without a backward before the first one (a buffer is filled): a part of no step.
         together: Iterations that one optimizer step takes.
         updates: Optimizer steps in which all that can go wrong with them shows. Two, where a region of autocast is
             around the loop: it keeps its half copies of the weights, and the second step's are old.
@@ -37,6 +41,7 @@ class Lesson:
     """
 
     items: int
+    before: int
     together: int
     updates: int
     optimizers: tuple[int, ...]
@@ -60,7 +65,7 @@ class Loop:
     seen: list[tuple[str, Any]]
 
 
-def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson:
+def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson:  # noqa: C901 one loop, and its listeners
     """Runs a loop's body until an optimizer has stepped.
 
     Args:
@@ -86,23 +91,37 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
         if place is not None and scaler.is_enabled():
             scalers[place] = None
 
+    backwards = 0
+
+    def backward(seen: Backward, run: Callable[[], Any]) -> Any:
+        nonlocal backwards
+        backwards += seen.accumulated
+        return run()
+
     source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
-    count, said = 0, None
-    with told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add), entered(around):
-        for item in itertools.islice(source, _MOST_TOGETHER):
+    count, before, said = 0, 0, None
+    with ExitStack() as stack:
+        for told in (told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add)):
+            stack.enter_context(told)
+        stack.enter_context(seen_backwards(backward))
+        stack.enter_context(entered(around))
+        for item in source:
             count += 1
             try:
                 said = loop.body(item)
             except (Exception, SystemExit):  # as where a loss is not finite: the replay comes to it, and says why
                 if not stepped:
                     raise
-            if said is not None or stepped:
+            if not (backwards or stepped):
+                before = count
+            if said is not None or stepped or before == _MOST_BEFORE or count - before == _MOST_TOGETHER:
                 break
     ended = said is not None
     more = 0 if ended or not stepped else sum(1 for _ in itertools.islice(source, max(0, ENOUGH - count)))
     return Lesson(
         items=count + more,
-        together=count,
+        before=before,
+        together=max(count - before, 1),
         updates=2 if around and casts_kept else 1,
         optimizers=tuple(stepped),
         scalers=tuple(scalers),
