@@ -35,6 +35,8 @@ _RANDOM = re.compile(r"(^|_)(rngs?|random|seed)(_|$)", re.IGNORECASE)
 _OF_A_DEVICE = re.compile(r"cuda|gpu|xpu|npu|mps|hpu|generator", re.IGNORECASE)
 """Parts of a path whose random state is not that of torch's generator for the CPU."""
 _DEPTH = 8
+_TOP = 2
+"""Length of the path of what lies at the top of a file, whose name comes first."""
 _ITEMS = 64
 """Items of a list that are searched at most: those of a loop's history are many, and nothing of these."""
 _PYTHON_VERSION = 3
@@ -67,11 +69,13 @@ class Standing:
         random: The random numbers that it had come to.
         schedulers: State dicts of learning-rate schedulers, in stored order.
         loaders: State dicts of data loaders, in stored order.
+        numbers: Plain numbers at the top of a file, by name: counters, a best loss.
     """
 
     random: RandomNumbers = field(default_factory=RandomNumbers)
     schedulers: tuple[Mapping[str, Any], ...] = ()
     loaders: tuple[Mapping[str, Any], ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
@@ -113,10 +117,14 @@ class _Found:
         self._random: dict[str, Any] = {}
         self._schedulers: list[Mapping[str, Any]] = []
         self._loaders: list[Mapping[str, Any]] = []
+        self._numbers: dict[str, float] = {}
 
     def standing(self) -> Standing:
         return Standing(
-            random=RandomNumbers(**self._random), schedulers=tuple(self._schedulers), loaders=tuple(self._loaders)
+            random=RandomNumbers(**self._random),
+            schedulers=tuple(self._schedulers),
+            loaders=tuple(self._loaders),
+            numbers=self._numbers,
         )
 
     def visit(self, node: Any, path: tuple[str, ...]) -> None:
@@ -126,6 +134,8 @@ class _Found:
             self._visit_sequence(node, path)
         elif isinstance(node, StoredTensor):
             self._visit_tensor(node, path)
+        elif type(node) in (int, float) and len(path) == _TOP:
+            self._numbers.setdefault(path[-1], node)
 
     def _visit_mapping(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> None:
         if _LOADER.search(path[-1]) and _is_state(node):

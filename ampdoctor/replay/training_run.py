@@ -53,6 +53,8 @@ class TrainingRun:
         move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
         load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
         notes: What a report says about how the run was made, a sentence each.
+        counters: `counters(numbers) -> those that were put`, where a checkpoint's numbers have to reach the loop's own
+            variables of the same names.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.
@@ -75,6 +77,7 @@ class TrainingRun:
     move: Callable[[Any, Any], Any] | None = None
     load: Callable[[TrainingRun, Any], None] | None = None
     notes: tuple[str, ...] = ()
+    counters: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
 
     @classmethod
     def from_trainer(cls, trainer: Any, **arguments: Any) -> TrainingRun:

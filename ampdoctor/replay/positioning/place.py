@@ -23,7 +23,7 @@ from ampdoctor.replay.positioning.loaders import (
 from ampdoctor.replay.positioning.start import START, takes_start
 
 _END = object()
-_ORDER_UNKNOWN = (
+ORDER_UNKNOWN = (
     "the DataLoader shuffles by torch's global generator, whose state at an epoch's start no checkpoint holds: the "
     "batches may be others than the training's (with a generator of its own their order is known)"
 )
@@ -131,7 +131,7 @@ def _led_to(batches: Any, place: DataPlace) -> tuple[int, Iterator[Any] | None]:
         elif length is not None:
             place.say(_said(place.batches, epoch, left))
             if shuffles_by_the_process(made):
-                place.say(_ORDER_UNKNOWN)
+                place.say(ORDER_UNKNOWN)
             return epoch, _without(made, left)
         else:
             source = _iterator(made)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +14,14 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
+from ampdoctor.replay.scripts.data import Rounds, loaders_of, passed, set_counters, steps
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.finding import LoopPlace
 from ampdoctor.replay.scripts.header import read_by
 from ampdoctor.replay.scripts.parts import Variables, model_of
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
-from ampdoctor.replay.scripts.seam import Items
 from ampdoctor.replay.scripts.taking import Stepping, take
-from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, Loop, tried
+from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, tried
 from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -164,93 +163,28 @@ class Script:
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
         stepping = Stepping(scalers, self._files, loop.seen, [])
+        step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
-            behind = _passed(loop, lesson.before, partial(take, loop.body, tuple(run.seam.around), stepping))
+            behind = passed(loop.items, lesson.before, step)
+        read = read_by(loop.items)
+        rounds = Rounds(
+            items=loop.items,
+            behind=behind,
+            loaders=loaders_of(read, learnt.place.file),
+            next_round=partial(self._next_round, learnt),
+            say=partial(self._files.note, "order"),
+        )
         return TrainingRun(
             model=model,
-            batches=partial(
-                _steps,
-                _Header(loop.items, behind),
-                read_by(loop.items),
-                lesson,
-                stepping.over,
-                partial(self._next_round, learnt),
-            ),
+            batches=partial(steps, rounds, read, lesson, stepping.over),
             optimizer=next(iter(named.values())) if len(named) == 1 else named,
             precision=lesson.autocast or own,
             autocast=lesson.autocast is not None or own == "fp32",
             scaler=scalers[0] if scalers else None,
-            step=partial(take, loop.body, tuple(run.seam.around), stepping),
+            step=step,
+            counters=partial(set_counters, loop.body),
             move=_as_it_is,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What the loop runs over. It is ours, so that what it reaches does not count as reached.
-
-    Attributes:
-        items: Makes it; None for a `while`.
-        behind: How many of the items it makes were run before the first step.
-    """
-
-    items: Items | None
-    behind: int
-
-
-def _steps(
-    header: _Header,
-    _read: object,
-    lesson: Lesson,
-    over: Sequence[bool],
-    next_round: Callable[[], bool],
-    start: int = 0,
-) -> Iterator[list[Any]]:
-    """Yields, for each step, the items that it takes, as the loop draws them.
-
-    Args:
-        header: What the loop runs over.
-        _read: What its header reads, an argument of its own: what that reaches counts as reached by drawing.
-        lesson: How many make a step.
-        over: Has an entry once the loop has ended.
-        next_round: Told when the loop has come to its end; returns whether it begins anew, as in the next epoch.
-        start: Optimizer steps whose items are passed over.
-    """
-    items = header.items
-    drawn: Iterator[Any] = itertools.repeat(None)
-    if items is not None:
-        drawn = _rounds(items, next_round)
-        for _ in itertools.islice(drawn, header.behind + start * lesson.together):
-            pass
-    many = lesson.together * lesson.updates
-    while not over:
-        step = list(itertools.islice(drawn, many))
-        if len(step) < many:
-            return
-        yield step
-
-
-def _passed(loop: Loop, before: int, run: Callable[[list[Any]], Any]) -> int:
-    """Run the iterations before the first that belongs to a step; returns how many a new look at the items repeats."""
-    if not before:
-        return 0
-    if loop.items is None:
-        run([None] * before)
-        return 0
-    made = loop.items()
-    run(list(itertools.islice(iter(made), before)))
-    return 0 if iter(made) is made else before
-
-
-def _rounds(items: Items, next_round: Callable[[], bool]) -> Iterator[Any]:
-    """Yields what a loop runs over, round after round; one that gives nothing the second time was an iterator."""
-    gave = True
-    while gave:
-        gave = False
-        for item in items():
-            gave = True
-            yield item
-        gave = gave and next_round()
 
 
 def _as_it_is(batch: Any, _device: Any) -> Any:

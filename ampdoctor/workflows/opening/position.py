@@ -53,6 +53,11 @@ def go_on(
     if unloaded is not None:
         yield f"the file {unloaded}"
     yield from not_restored(standing.random, session.device.type)
+    if run.counters is not None:
+        put = run.counters(standing.numbers)
+        said = ", ".join(f"{name} = {value:g}" for name, value in put.items())
+        rest = "what else the script counts begins as in a fresh run (where it can resume by itself: -- --resume ...)"
+        yield f"{'of the script ' + said + ' are set; ' if put else ''}{rest}"
     if step is None and not isinstance(request.skip_batches, int):
         yield "the file says no step: the batches begin with the factory's first (--skip-batches N passes over some)"
     state = None
