@@ -147,7 +147,9 @@ class Belongings:
             parameter, _, entry = name.partition(":")
             module, _, leaf = parameter.rpartition(".")
             op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=parameter)
+            where = Where(
+                step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=parameter
+            )
             return where, _STATE[kind]
         if kind == "grad":
             module = name.rpartition(".")[0]
