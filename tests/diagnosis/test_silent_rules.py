@@ -9,7 +9,7 @@ import pytest
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_finding
-from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
+from ampdoctor.diagnosis.ranges.starved_parameters import common_module, shown_in, starved, starved_finding
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse, suspicious, used_while_scaled
 from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate, ParameterBeside, StepEvent
@@ -227,6 +227,15 @@ def test_a_parameter_is_starved_where_each_step_loses_all_of_its_gradient():
     assert names(held(0, FED, HUNGRY), held(1, FED, replace(FED, name="gate.weight"))) == []
     assert names(held(0, FED), held(1, FED)) == []
     assert names() == []
+
+
+def test_nothing_arrives_behind_a_layer_that_begins_at_zero_before_it_has_moved():
+    idle = replace(HUNGRY, expected=0.0, flushed_error=0.0, flushed=0, nonzero=0)
+    first, *later = held(0, FED, idle), held(1, FED, HUNGRY), held(2, FED, HUNGRY)
+    assert names(first, *later) == ["gate.weight"]
+    assert shown_in([first, *later], starved([first, *later], DEFAULT_THRESHOLDS)) == tuple(later)
+    assert names(*later, held(3, FED, idle)) == [], "what gets nothing in fp32 now and then is fed now and then"
+    assert names(first, held(1, FED, replace(FED, name="gate.weight")), held(2, FED, HUNGRY)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A step of a script comes back from a snapshot, with its counters, prefetched batches, environments and averages."""
+"""A step of a script comes back from a snapshot: counters, prefetched batches, environments, averages, iterators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from ampdoctor.workflows.opening.open_replay import open_replay
 from tests.loops.recorder import recording
 from tests.loops.trained import SCRIPTS, each, request_of
 
-COME_BACK = [script for script in SCRIPTS if not script.draws_its_batches]
-
 
 def stepped(session, index):
     """Take a step, and return each backward of it."""
@@ -18,7 +16,7 @@ def stepped(session, index):
     return record.backwards
 
 
-@pytest.mark.parametrize(("script", "policy"), each(*COME_BACK, fast=("gan",)))
+@pytest.mark.parametrize(("script", "policy"), each(*SCRIPTS, fast=("gan",)))
 def test_a_step_comes_back_from_a_snapshot(script, policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_replay(request_of(script, (), policy)) as replay:

@@ -36,12 +36,12 @@ class Script:
     Attributes:
         name: Its file's name without `.py`.
         sick: What makes it sick, and the truth about it.
-        draws_its_batches: Does the body draw them itself, from a generator that no snapshot brings back?
+        silent: What makes it sick in a way that stays finite, where there is such an argument.
     """
 
     name: str
     sick: Truth
-    draws_its_batches: bool = False
+    silent: Truth | None = None
 
     @property
     def path(self) -> Path:
@@ -84,10 +84,13 @@ SCRIPTS = (
     ),
     Script(
         name="diffusion",
-        draws_its_batches=True,
         sick=Truth(
             arguments=("--zero_snr",),
             found={"code": "AMP202", "step": 4, "module": "", "op": "aten.div", "line": "diffusion.py:242"},
+        ),
+        silent=Truth(
+            arguments=("--no_scaler", "--train_lr", "1e-6"),
+            found={"code": "AMP304", "step": 1, "module": "model.final_conv", "op": "aten.conv2d"},
         ),
     ),
 )

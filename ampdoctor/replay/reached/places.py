@@ -136,15 +136,20 @@ def _same(here: Any, there: Any) -> bool:
     return len(here) == len(there) and all(map(operator.is_, here, there))
 
 
-def exchange(place: Any, other: Callable[[Any], Any]) -> None:
+def exchange(place: Any, wanted: Callable[[type], bool], other: Callable[[Any], Any]) -> None:
     """Let a place hold other values.
 
     Args:
         place: A variable, names, a container; of others nothing is exchanged.
-        other: Returns what is to be held instead of a value; the value itself, if it is to stay.
+        wanted: Is a value of this type one to exchange? Most places hold none.
+        other: Returns what is to be held instead of such a value; the value itself, if it is to stay.
     """
-    for key, value in list(_held(place)):
-        new = other(value)
+    if not any(map(wanted, map(type, itertools.islice(_values(place), LISTED)))):
+        return
+    table = place.table if is_a(place, Names) else place
+    keys = dict.keys(table) if is_a(table, dict) else itertools.count()
+    for key, value in list(zip(keys, itertools.islice(_values(place), LISTED), strict=False)):
+        new = other(value) if wanted(type(value)) else value
         if new is value:
             continue
         if is_a(place, CellType):
@@ -155,11 +160,12 @@ def exchange(place: Any, other: Callable[[Any], Any]) -> None:
             _base(place).__setitem__(place, key, new)
 
 
-def _held(place: Any) -> Iterable[tuple[Any, Any]]:
-    if is_a(place, CellType):
-        return ((None, value) for value in cell_contents(place))
-    if is_a(place, Names):
-        return place.table.items()
+def _values(place: Any) -> Iterable[Any]:
+    """Returns the values that can be exchanged: a set's cannot, for their order is their own."""
     if is_a(place, dict):
-        return itertools.islice(dict.items(place), LISTED)
-    return enumerate(itertools.islice(_base(place).__iter__(place), LISTED)) if is_a(place, (list, deque)) else ()
+        return dict.values(place)
+    if is_a(place, (list, deque)):
+        return cast("Iterable[Any]", _base(place).__iter__(place))
+    if is_a(place, Names):
+        return cast("Names", place).table.values()
+    return cell_contents(place) if is_a(place, CellType) else ()

@@ -30,7 +30,7 @@ from ampdoctor.replay.reached.places import (
     length_of,
     restore_of,
 )
-from ampdoctor.replay.reached.taped import Drawing, Taped, Tapes
+from ampdoctor.replay.reached.taped import Drawing, Taped, Tapes, can_be_taped, is_taped
 from ampdoctor.replay.reached.walk import CACHED, CONTAINERS, PLAIN, RANDOM, Names, cell_contents, is_a, reached
 
 Beyond = Mapping[Hashable, Hashable]
@@ -78,18 +78,18 @@ class Reached:
             if is_a(place, Taped):
                 yield place.restore()
             elif put_back:
-                exchange(place, self._taped)
+                exchange(place, can_be_taped, self._taped)
                 yield _quietly(keep(place) if is_a(place, torch.Tensor) else restore_of(place))
 
-    def _taped(self, value: Any) -> Any:
+    def _taped(self, iterator: Any) -> Any:
         """What the batches are drawn from has its place on their tape."""
-        return value if self._drawing and id(value) in self._drawing else self._tapes.taped(value)
+        return iterator if self._drawing and id(iterator) in self._drawing else self._tapes.taped(iterator)
 
     def untape(self) -> None:
         """Let everything hold its own iterators again."""
         for place, put_back in self._places():
             if put_back:
-                exchange(place, self._tapes.untaped)
+                exchange(place, is_taped, operator.attrgetter("source"))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for the tensors that are put back, named as the run's code names them as far as known.

@@ -118,7 +118,7 @@ class Taped:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.source.__reduce_ex__(protocol)
 
-    @property
+    @property  # type: ignore[misc]  # asked by `isinstance` in the user's code
     def __class__(self) -> Any:
         return type(self.source)
 
@@ -168,27 +168,33 @@ class Tapes:
         self._drawing = drawing
         self._known = weakref.WeakValueDictionary[int, Taped]()  # each holds its source, whose id is its own so long
 
-    def taped(self, value: Any) -> Any:
-        """Returns what stands in for a value, if it is an iterator that can be taped; else the value."""
-        if not _can_be_taped(type(value)):
-            return value
-        known = self._known.get(id(value))
+    def taped(self, iterator: Any) -> Any:
+        """Returns what stands in for an iterator that can be taped."""
+        known = self._known.get(id(iterator))
         if known is None:
-            known = (_Sized if hasattr(type(value), "__len__") else Taped)(value, self._drawing)
-            self._known[id(value)] = known
+            known = (_Sized if hasattr(type(iterator), "__len__") else Taped)(iterator, self._drawing)
+            self._known[id(iterator)] = known
         return known
-
-    @staticmethod
-    def untaped(value: Any) -> Any:
-        """Returns what a value stands in for, if it does; else the value."""
-        return value.source if is_a(value, Taped) else value
 
 
 @functools.lru_cache(maxsize=4096)
-def _can_be_taped(kind: type) -> bool:
-    """Is it an iterator that is good for nothing else? A file, a cursor or an environment is more."""
+def can_be_taped(kind: type) -> bool:
+    """Is it an iterator that is good for nothing else? A file, a cursor or an environment is more.
+
+    Args:
+        kind: The type.
+    """
     of_python = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
     return of_python or issubclass(kind, _BaseDataLoaderIter)
+
+
+def is_taped(kind: type) -> bool:
+    """Is it what stands in for an iterator?
+
+    Args:
+        kind: The type.
+    """
+    return issubclass(kind, Taped)
 
 
 def _copied(item: Any) -> Any:

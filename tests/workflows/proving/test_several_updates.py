@@ -11,6 +11,7 @@ from ampdoctor.evidence.of_runs.trace import StepEvent, StepOutcome
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.recommend import recommend
 
 
 class Lost(torch.autograd.Function):
@@ -132,6 +133,14 @@ HEALTHY = {
 def test_updates_that_are_skipped_until_a_scale_settles_are_healthy(case):
     factory, arguments = HEALTHY[case]
     report = report_of(factory, **arguments)
+    assert [finding.message for finding in report.findings] == []
+    assert report.verdict == "healthy"
+
+
+@pytest.mark.parametrize("case", ["the first epoch is skipped", "one scaler for two"])
+def test_updates_that_are_skipped_until_a_scale_settles_need_no_other_scale(case):
+    factory, arguments = HEALTHY[case]
+    report = recommend(ReplayRequest(factory=factory, arguments=arguments))
     assert [finding.message for finding in report.findings] == []
     assert report.verdict == "healthy"
 
