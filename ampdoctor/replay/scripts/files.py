@@ -92,8 +92,12 @@ class Files:
                 stopped.append(did)
                 raise _Stopped
 
+        def start() -> None:
+            if left():
+                raise _Stopped
+
         try:
-            with told_of_changes(self._folders, tell):
+            with told_of_changes(self._folders, tell, start):
                 yield
         except (Exception, SystemExit, _Stopped):
             if not stopped:

@@ -32,7 +32,7 @@ from ampdoctor.replay.scripts.rewriting import Edits
 from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
 from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import ProcessState
-from ampdoctor.replay.user_code import trimmed_traceback, user_code
+from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class ScriptRun:
 
 
 class Runner:
-    """Runs a script again and again, each time in a process as it was before the first.
+    """Runs a script again and again, each time in a process as it was before the first; what it prints is heard once.
 
     Args:
         name: As the user wrote it; for errors.
@@ -87,6 +87,7 @@ class Runner:
         self._arguments, self._path = arguments, path
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
+        self._heard = False
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
@@ -133,7 +134,7 @@ class Runner:
             run.entered.append(made)
             raise Left
 
-        run = self._new({}, lambda *_: None)
+        run = self._new({}, lambda *_: None, Edits(everywhere=True))
         with ExitStack() as stack:
             for adapter in ADAPTERS:
                 stack.enter_context(adapter.at_entry(entry))
@@ -167,14 +168,14 @@ class Runner:
             raise FactoryError(f"{self._name} did not come to its loop at {place} when it was run again")
         return run
 
-    def _new(self, edits: Mapping[str, Edits], arrives: Arrival) -> ScriptRun:
+    def _new(self, edits: Mapping[str, Edits], arrives: Arrival, otherwise: Edits | None = None) -> ScriptRun:
         """Returns a run that is about to begin, in a process as it was before the first."""
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()
         _leave_process_group()
         seam = Seam(arrives, self.files.closed)
-        run = ScriptRun(MainModule(self._file, edits, seam, self._package), seam)
+        run = ScriptRun(MainModule(self._file, edits, seam, self._package, otherwise), seam)
         self._main = run.main
         return run
 
@@ -190,6 +191,7 @@ class Runner:
                 self.user_code(f"the script {self._name}"),
                 eagerly(),
                 quiet_threads(),
+                prints_to_nobody() if self._heard else contextlib.nullcontext(),
                 self.files.guarded(run.is_left),
             ):
                 try:
@@ -207,6 +209,8 @@ class Runner:
         except (FactoryError, StepHalted):
             if not run.is_left():
                 raise
+        finally:
+            self._heard = True
 
 
 def no_loop(name: str) -> str:

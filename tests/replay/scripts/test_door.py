@@ -260,6 +260,13 @@ def test_a_region_of_autocast_around_the_loop_shows_its_old_casts(write):
     assert "AMP210" in [finding.code for finding in bisect_nan(ReplayRequest(factory="train.py")).findings]
 
 
+def test_what_a_script_prints_before_its_loop_is_heard_once(write, capsys):
+    write("print('loading')\nout = sys.stdout\n" + LOOP + "    out.write('stepping')\n")
+    assert len(steps_of()[0]) == 3
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("loading")) == ("", 1)
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +391,28 @@ def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
     assert not (tmp_path / "crash.txt").exists()
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        "try:\n    train()\nexcept:\n    pass\nos.system('echo lost > last.txt')\n",
+        "try:\n    train()\nfinally:\n    os.system('echo lost > last.txt')\n",
+        "with Saved():\n    train()\n",
+        "while True:\n    try:\n        train()\n        break\n    except:\n        continue\n",
+        "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\nos.system('echo lost > last.txt')\n",
+    ],
+    ids=["except", "finally", "with", "again and again", "thread"],
+)
+def test_what_a_script_makes_of_being_left_is_not_done(write, tmp_path, around):
+    saved = (
+        "class Saved:\n    def __enter__(self): pass\n    def __exit__(self, *_): os.system('echo lost > last.txt')\n"
+    )
+    head = "import os, threading\n" + saved + "def train():\n" + textwrap.indent(LOOP, "    ")
+    write(head + around)
+    (tmp_path / "last.txt").write_text("mine")
+    assert len(steps_of()[0]) == 3
+    assert (tmp_path / "last.txt").read_text() == "mine"
+
+
 # -- what is no training ---------------------------------------------------------------------------------------------
 
 
@@ -393,6 +422,7 @@ def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
         ("print(1)\n", "train.py ended without a training step"),
         ("sys.exit('no data')\n", r"the script train.py ended with sys.exit\(no data\) before a training step"),
         ("def f(:\n", "train.py, line 8 is not valid Python"),
+        ("\0\n", "train.py is not valid Python: source code string cannot contain null bytes"),
         ("import no_such_module\n", r"No module named 'no_such_module' \(is it installed where ampdoctor runs\?\)"),
         ("model(torch.ones(3, 5))\n", "the script train.py raised RuntimeError: mat1 and mat2"),
         (
