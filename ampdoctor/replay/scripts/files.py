@@ -147,10 +147,10 @@ class Files:
         So do those that write, remove and move files.
         """
         with ExitStack() as stack:
-            for place, name in _OPENERS:
-                _put(stack, place, name, self._sparing(getattr(place, name), _opened_nowhere))
-            for place, name in _CHANGERS:
-                _put(stack, place, name, self._sparing(getattr(place, name), _not_done))
+            for home, name in _OPENERS:
+                _put(stack, home, name, self._sparing(getattr(home, name), _opened_nowhere))
+            for home, name in _CHANGERS:
+                _put(stack, home, name, self._sparing(getattr(home, name), _not_done))
             for module, owner, name in _SAVERS:
                 at = sys.modules.get(module)
                 place = at if not owner else getattr(at, owner, None)

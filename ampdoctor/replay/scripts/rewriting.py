@@ -127,7 +127,7 @@ class _Rewriting(ast.NodeTransformer):
         if items is not None:
             in_head = BoundNames([items]).bound
             declared = _declared([n for n in shared if n in in_head], [n for n in own if n in in_head])
-            made.append(_function(_ITEMS, [], [*declared, ast.Return(items)]))
+            made.append(_function(_ITEMS, [], [*declared, ast.Return(body.visit(items))]))
         made.append(_bind(_END, _ask("loop", ast.Constant(None) if items is None else _load(_ITEMS), _load(_BODY))))
         if body.returns:
             value = ast.Subscript(_of_end("value"), ast.Constant(0), ast.Load())
@@ -213,7 +213,8 @@ def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
     if isinstance(loop, ast.For):
         target = loop.target
     elif not (isinstance(loop.test, ast.Constant) and loop.test.value):
-        body.insert(0, ast.copy_location(_if(ast.UnaryOp(ast.Not(), loop.test), ast.Return(_attribute("OVER"))), loop))
+        test = of_body.visit(loop.test)
+        body.insert(0, ast.copy_location(_if(ast.UnaryOp(ast.Not(), test), ast.Return(_attribute("OVER"))), loop))
     once = ast.Tuple([_load(_ITEM)], ast.Load())
     return [ast.For(target, once, body, [ast.Return(ast.Constant(None))]), ast.Return(_attribute("BROKEN"))]
 

@@ -405,6 +405,18 @@ IN_FUNCTIONS = {
                 return two
         f = lambda xs: B().g(xs)
         """,
+    "super() in the head of the loop": """
+        class A:
+            def left(self, xs): return xs[1:]
+        class B(A):
+            def g(self, xs):
+                total = 0
+                while super().left(xs):  # the loop
+                    total += xs.pop()
+                return total
+            def h(self, xs): return [x for x in super(B, self).left(xs)]
+        f = lambda xs: (B().h(xs), B().g(xs))
+        """,
     "a with in a class": """
         import contextlib
         class A:
