@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ampdoctor.errors import (
     AmpdoctorError,
@@ -157,8 +157,20 @@ def prints_to_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def prints_to_nobody() -> Iterator[None]:
     """Drop what the body writes to `sys.stdout`: a step that is replayed says again what it has said."""
-    with Path(os.devnull).open("w", encoding="utf-8") as nobody, contextlib.redirect_stdout(nobody):
+    with contextlib.redirect_stdout(_Nobody.stream()):
         yield
+
+
+class _Nobody:
+    """Where such prints go. It stays open: what the body makes may have taken hold of it."""
+
+    _open: TextIO | None = None
+
+    @classmethod
+    def stream(cls) -> TextIO:
+        if cls._open is None or cls._open.closed:
+            cls._open = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 as said
+        return cls._open
 
 
 def _redirect_descriptor() -> int | None:

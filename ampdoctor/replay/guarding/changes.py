@@ -34,7 +34,9 @@ _Changes = Iterable[tuple[Path | None, str]]
 
 
 @contextmanager
-def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str, Path], None]) -> Iterator[None]:
+def told_of_changes(
+    folders: Iterable[str | Path], tell: Callable[[str, Path], None], starts: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
 
     Python's audit events say it, from whichever function and thread; of torch's and safetensors' writers, which open
@@ -46,11 +48,14 @@ def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str, Path], N
         folders: The working folder, and that of the user's file.
         tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"), and the
             place that changes. What it raises ends the function that would do it, before it is done.
+        starts: Called before another program is started, as by `os.system`; what it raises ends that too.
     """
     roots = [Path(folder).resolve() for folder in folders]
     apart = list(_apart())
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if starts is not None and event in _STARTS:
+            starts()
         changes = _EVENTS.get(event)
         for place, did in () if changes is None else changes(*arguments):
             if place is not None and _lies_below(place, roots, apart) and _is_work(place):
@@ -135,6 +140,8 @@ _EVENTS: Mapping[str, Callable[..., _Changes]] = {
     "os.truncate": _truncated,
     "sqlite3.connect": _connected,
 }
+
+_STARTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen"})
 
 
 def _is_whole(*folders: int | None) -> bool:

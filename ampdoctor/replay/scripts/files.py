@@ -1,11 +1,15 @@
-"""What a script writes: on its way to the loop new files only, and in replayed steps no checkpoint."""
+"""What a script writes: new files only, and in replayed steps no checkpoint."""
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
+import io
 import os
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -33,6 +37,15 @@ _SAVERS = (
     ("accelerate.accelerator", "Accelerator", "save_model"),
 )
 """Functions that save what was trained: the module, the class or "", the name."""
+_OPENERS = ((builtins, "open"), (io, "open"), (os, "open"))
+"""Functions that open a file; in the place of one that is to stay as it is, they open one that keeps nothing."""
+_CHANGERS = (
+    *((os, name) for name in ("remove", "unlink", "rename", "replace", "truncate", "link", "symlink")),
+    (shutil, "rmtree"),
+)
+"""Functions that change a file otherwise, which is then not done."""
+_NAMED = 3
+"""Files that a note names."""
 _QUIET = {"WANDB_MODE": "disabled"}
 """Variables that keep a replay out of a record of experiments, where the user has not said otherwise."""
 
@@ -42,6 +55,10 @@ COPY = "replay in a copy of the folder, if that file is to stay as it is"
 
 class _Stopped(StepHalted):
     """Ends what the script has begun; its `except Exception` does not swallow it."""
+
+
+class _Spared(StepHalted):
+    """Ends the opening, or the removal, of a file that is to stay; those who ask for that see nothing of it."""
 
 
 class Files:
@@ -58,6 +75,8 @@ class Files:
         self._made: set[Path] = set()
         self._told: set[str] = set()
         self._saves = True
+        self._spared: dict[Path, str] = {}
+        self._asked = threading.local()
 
     def note(self, kind: str, sentence: str) -> None:
         """Say something, once for each kind of thing.
@@ -92,8 +111,12 @@ class Files:
                 stopped.append(did)
                 raise _Stopped
 
+        def start() -> None:
+            if left():
+                raise _Stopped
+
         try:
-            with told_of_changes(self._folders, tell):
+            with told_of_changes(self._folders, tell, start):
                 yield
         except (Exception, SystemExit, _Stopped):
             if not stopped:
@@ -119,15 +142,38 @@ class Files:
 
     @contextmanager
     def asked_to_save(self) -> Iterator[None]:
-        """Inside, functions that save checkpoints ask first whether they are to, and ever after under other names."""
+        """Inside, functions that save checkpoints ask first whether they are to, and ever after under other names.
+
+        So do those that write, remove and move files.
+        """
         with ExitStack() as stack:
+            for home, name in _OPENERS:
+                _put(stack, home, name, self._sparing(getattr(home, name), _opened_nowhere))
+            for home, name in _CHANGERS:
+                _put(stack, home, name, self._sparing(getattr(home, name), _not_done))
             for module, owner, name in _SAVERS:
                 at = sys.modules.get(module)
                 place = at if not owner else getattr(at, owner, None)
                 if place is not None and name in vars(place):
-                    stack.callback(setattr, place, name, vars(place)[name])
-                    setattr(place, name, self._asking(vars(place)[name]))
+                    _put(stack, place, name, self._asking(vars(place)[name]))
             yield
+
+    def _sparing(self, original: Any, instead: Callable[..., Any]) -> Any:
+        """The function, which does something else where it would change a file that is to stay as it is."""
+
+        @functools.wraps(original)
+        def changing(*args: Any, **kwargs: Any) -> Any:
+            if self._saves:
+                return original(*args, **kwargs)
+            outer, self._asked.here = getattr(self._asked, "here", False), True
+            try:
+                return original(*args, **kwargs)
+            except _Spared:
+                return instead(original, *args, **kwargs)
+            finally:
+                self._asked.here = outer
+
+        return changing
 
     def _asking(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -142,23 +188,59 @@ class Files:
 
     @contextmanager
     def saving_nothing(self) -> Iterator[None]:
-        """Inside, functions that save checkpoints do nothing, those that a script has imported by name as well."""
+        """Inside, nothing is changed that was there before the script was run; what is not prevented becomes a note.
+
+        Functions that save checkpoints do nothing, those that a script has imported by name as well.
+        """
         before, self._saves = self._saves, False
         try:
-            with self.asked_to_save():
+            with told_of_changes(self._folders, self._spare), self.asked_to_save():
                 yield
         finally:
             self._saves = before
 
-    @contextmanager
-    def tried(self) -> Iterator[None]:
-        """Inside, the first change that is made to the user's files becomes a note."""
+    def _spare(self, did: str, place: Path) -> None:
+        if any(one in self._made for one in (place, *place.parents)):
+            return
+        if not os.path.lexists(place):
+            self._made.add(place)
+        elif getattr(self._asked, "here", False):
+            self._note_spared(place)
+            raise _Spared
+        self.note("tried", changes_note(did, COPY))
 
-        def tell(did: str, _place: Path) -> None:
-            self.note("tried", changes_note(did, COPY))
+    def _note_spared(self, place: Path) -> None:
+        """One note names the files, and grows with them."""
+        if place in self._spared:
+            return
+        before = self._spared_note()
+        self._spared[place] = f"{place.name}{users_line()}"
+        if before in self._notes:
+            self._notes[self._notes.index(before)] = self._spared_note()
+        else:
+            self._notes.append(self._spared_note())
 
-        with told_of_changes(self._folders, tell):
-            yield
+    def _spared_note(self) -> str:
+        named = [*self._spared.values()][:_NAMED]
+        more = len(self._spared) - len(named)
+        files = ", ".join(named) + (f" and {more} more" if more else "")
+        return f"what is there stays as it is, replayed steps do not write, move or remove it: {files}"
+
+
+def _put(stack: ExitStack, place: Any, name: str, value: Any) -> None:
+    """Set an attribute, until the stack is left."""
+    stack.callback(setattr, place, name, vars(place)[name])
+    setattr(place, name, value)
+
+
+def _opened_nowhere(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what opens in a file's place: what is written there is kept nowhere."""
+    others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
+    return original(os.devnull, *args[1:], **others)
+
+
+def _not_done(*_: Any, **__: Any) -> None:
+    """Stands for a change that is not made."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the header of a `for` reads, by which it is known what drawing an item may move."""
+"""Which variables the parts of a loop name: what its header reads, by which it is known what drawing may move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import CodeType
 from typing import Any
 
 from ampdoctor.replay.reached.walk import cell_contents, is_a
-from ampdoctor.replay.scripts.seam import Items
+from ampdoctor.replay.scripts.seam import Body, Items
 
 _NAMES = {"LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -40,10 +40,18 @@ def _read(code: CodeType, variables: dict[str, Any]) -> Iterator[Any]:
     yield from known
 
 
-def _variables(items: Items) -> dict[str, Any]:
-    cells = zip(items.__code__.co_freevars, items.__closure__ or (), strict=True)
+def bound_by(body: Body) -> list[Any]:
+    """Returns what the variables hold that the body of a loop binds, in the order in which they are bound."""
+    instructions = dis.get_instructions(body.__code__)
+    names = dict.fromkeys(one.argval for one in instructions if one.opname in ("STORE_DEREF", "STORE_GLOBAL"))
+    variables = _variables(body)
+    return [variables[name] for name in names if name in variables]
+
+
+def _variables(part: Items | Body) -> dict[str, Any]:
+    cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
     closure = {name: value for name, cell in cells for value in cell_contents(cell)}
-    return {**items.__globals__, **closure}
+    return {**part.__globals__, **closure}
 
 
 def _own(value: Any) -> dict[str, Any]:

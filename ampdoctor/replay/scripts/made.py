@@ -44,3 +44,21 @@ class Made:
     def at(self, place: int) -> Any:
         """Returns what was made at this place; None if it is gone, or was never made."""
         return self._all[place]() if place < len(self._all) else None
+
+    def training(self, module: torch.nn.Module) -> tuple[int, ...]:
+        """Returns the places of the optimizers that hold a parameter of a module."""
+        own = {id(parameter) for parameter in module.parameters()}
+        return tuple(
+            place
+            for place, known in enumerate(self._all)
+            if isinstance(made := known(), torch.optim.Optimizer)
+            and any(id(one) in own for group in made.param_groups for one in group["params"])
+        )
+
+    def scalers(self) -> tuple[int, ...]:
+        """Returns the places of the loss scalers that scale."""
+        return tuple(
+            place
+            for place, known in enumerate(self._all)
+            if isinstance(made := known(), torch.amp.GradScaler) and made.is_enabled()
+        )

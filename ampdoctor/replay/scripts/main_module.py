@@ -27,11 +27,19 @@ class MainModule:
         edits: By file, what is rewritten in it.
         seam: What the rewritten parts ask.
         package: The package that it is run in, as by `python -m`; None for a file of its own.
+        otherwise: What is rewritten in the user's other files; None for nothing.
     """
 
-    def __init__(self, file: Path, edits: Mapping[str, Edits], seam: Seam, package: str | None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        edits: Mapping[str, Edits],
+        seam: Seam,
+        package: str | None,
+        otherwise: Edits | None = None,
+    ) -> None:
         self._file, self._seam = file, seam
-        self._edits = dict(edits)
+        self._edits, self._otherwise = dict(edits), otherwise
         self._module = ModuleType(_MAIN)
         loader = SourceFileLoader(_MAIN, str(file))
         vars(self._module).update(
@@ -48,7 +56,8 @@ class MainModule:
         """
         namespace = vars(self._module)
         namespace[SEAM] = self._seam
-        code = rewritten(self._file.read_bytes(), str(self._file), self._edits.get(str(self._file), Edits()))
+        edits = self._edits.get(str(self._file), self._otherwise or Edits())
+        code = rewritten(self._file.read_bytes(), str(self._file), edits)
         with self.in_place():
             exec(code, namespace)  # noqa: S102 the user's own script, as they asked
 
@@ -60,7 +69,7 @@ class MainModule:
             return
         before = sys.modules.copy()
         hidden = [name for name, module in before.items() if self._hides(name, module)]
-        finder = _Finder(self._edits, self._seam)
+        finder = _Finder(self._edits, self._otherwise, self._seam)
         for name in hidden:
             del sys.modules[name]
         sys.modules.update(self._own)
@@ -93,8 +102,8 @@ def _is_users(module: Any) -> bool:
 class _Finder(MetaPathFinder):
     """Finds the user's files that are rewritten where the others find them."""
 
-    def __init__(self, edits: Mapping[str, Edits], seam: Seam) -> None:
-        self._edits, self._seam = edits, seam
+    def __init__(self, edits: Mapping[str, Edits], otherwise: Edits | None, seam: Seam) -> None:
+        self._edits, self._otherwise, self._seam = edits, otherwise, seam
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         for finder in sys.meta_path:
@@ -102,9 +111,11 @@ class _Finder(MetaPathFinder):
             spec: ModuleSpec | None = None if find is None else find(name, path, target)
             if spec is not None:
                 file = str(Path(spec.origin).resolve()) if spec.has_location and spec.origin else ""
-                if file not in self._edits:
+                of_source = isinstance(spec.loader, SourceFileLoader) and is_users_file(file)
+                edits = self._edits.get(file, self._otherwise if of_source else None)
+                if edits is None:
                     return None  # the others find it again
-                spec.loader = _Loader(name, file, self._edits[file], self._seam)
+                spec.loader = _Loader(name, file, edits, self._seam)
                 return spec
         return None
 

@@ -14,13 +14,13 @@ item keeps `continue` and `break` what they are.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.scripts.bound_names import BoundNames
+from ampdoctor.replay.scripts.bound_names import FUNCTIONS, BoundNames
 from ampdoctor.replay.scripts.statements import LOOPS, SCOPES, way_to
 
 SEAM = "__ampdoctor__"
@@ -35,10 +35,12 @@ class Edits:
     Attributes:
         loop: The line at which the loop begins; None where the loop stands in another file.
         calls: Lines that lead to the loop: the contexts and `try` statements around them are not left with it.
+        everywhere: Nor are all the others, because it is not known yet which lead to the loop.
     """
 
     loop: int | None = None
     calls: frozenset[int] = frozenset()
+    everywhere: bool = False
 
 
 def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
@@ -53,7 +55,12 @@ def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
         SyntaxError: It is no Python.
         FactoryError: The loop's body cannot be a function.
     """
-    tree = ast.parse(source, file)
+    try:
+        tree = ast.parse(source, file)
+    except (SyntaxError, ValueError) as error:
+        if isinstance(error, SyntaxError) and error.filename:
+            raise
+        raise SyntaxError(str(error), (file, None, None, None)) from None  # of a NUL byte Python names no place
     ways = [way_to(tree, line) for line in sorted(edits.calls)]
     loop, function = None, None
     if edits.loop is not None:
@@ -61,7 +68,7 @@ def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
         function = next((node for node in reversed(way) if isinstance(node, SCOPES)), None)
         ways.append(way)
     kept = (id(node) for one in ways for node in one if isinstance(node, ast.With | ast.Try))
-    tree = _Rewriting(file, loop, function, kept).visit(tree)
+    tree = _Rewriting(file, loop, function, None if edits.everywhere else set(kept)).visit(tree)
     return _renamed(compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True))
 
 
@@ -81,20 +88,23 @@ class _Rewriting(ast.NodeTransformer):
         file: For an error's sentence.
         loop: The loop.
         function: What it stands in; None at the top of the file.
-        kept: Ids of the `with` and `try` statements that are not left with the loop.
+        kept: Ids of the `with` and `try` statements that are not left with the loop; None for all.
     """
 
-    def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: Iterable[int]) -> None:
-        self._file, self._loop, self._function, self._kept = file, loop, function, set(kept)
+    def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: set[int] | None) -> None:
+        self._file, self._loop, self._function, self._kept = file, loop, function, kept
+        self._scope: Any = None
 
     def visit(self, node: ast.AST) -> Any:
         """Returns what stands in a node's place."""
         if node is self._loop:
             return self._parted(node)
+        around, self._scope = self._scope, node if isinstance(node, SCOPES) else self._scope
         self.generic_visit(node)
-        if id(node) in self._kept:
+        self._scope = around
+        if self._kept is None or id(node) in self._kept:
             if isinstance(node, ast.With):
-                _keep_contexts(node)
+                _keep_contexts(node, self._scope, once=self._kept is None)
             elif isinstance(node, ast.Try):
                 _keep_from_ending(node)
         return node
@@ -110,11 +120,14 @@ class _Rewriting(ast.NodeTransformer):
         shared = [name for name in names.bound if of_module or name in scope.declared]
         own = [name for name in names.bound if name not in shared]
         body = _OfBody(self._function)
-        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *_one_round(loop, body)])]
+        round_of = _one_round(loop, body)
+        if body.asks_for_names and scope.bound:  # never run: what a function names is among its `locals()`
+            round_of.insert(0, _if(ast.Constant(0), *(ast.Expr(_load(name)) for name in scope.bound)))
+        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *round_of])]
         if items is not None:
             in_head = BoundNames([items]).bound
             declared = _declared([n for n in shared if n in in_head], [n for n in own if n in in_head])
-            made.append(_function(_ITEMS, [], [*declared, ast.Return(items)]))
+            made.append(_function(_ITEMS, [], [*declared, ast.Return(body.visit(items))]))
         made.append(_bind(_END, _ask("loop", ast.Constant(None) if items is None else _load(_ITEMS), _load(_BODY))))
         if body.returns:
             value = ast.Subscript(_of_end("value"), ast.Constant(0), ast.Load())
@@ -139,19 +152,21 @@ class _Rewriting(ast.NodeTransformer):
 
 
 class _OfBody(ast.NodeTransformer):
-    """What reads otherwise in a function of its own: `return`, `global`, an annotation, `super()`.
+    """What reads otherwise in a function of its own: `return`, `global`, an annotation, `super()`, `locals()`.
 
     Args:
         function: The one that the loop stands in; None at the top of a file.
 
     Attributes:
         returns: There was a `return`.
+        asks_for_names: There was a call that reads variables by their names.
     """
 
     def __init__(self, function: Any) -> None:
-        self.returns = False
-        arguments = [] if function is None else [*function.args.posonlyargs, *function.args.args]
+        self.returns = self.asks_for_names = False
+        arguments = [*function.args.posonlyargs, *function.args.args] if isinstance(function, FUNCTIONS) else []
         self._first = arguments[0].arg if arguments else None
+        self._of_module = function is None
 
     def visit(self, node: ast.AST) -> Any:
         """Returns what stands in a node's place."""
@@ -170,7 +185,25 @@ class _OfBody(ast.NodeTransformer):
                 return ast.copy_location(plain, node)
             case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]) if self._first is not None:
                 node.args = [ast.copy_location(_load(name), node) for name in ("__class__", self._first)]
+            case ast.Call(func=ast.Name(id="locals" | "vars" | "dir" | "eval" | "exec")):
+                self.asks_for_names = True
+                if self._of_module:
+                    return ast.copy_location(_of_globals(node), node)
         return node
+
+
+def _of_globals(call: Any) -> ast.Call:
+    """Returns the call as it reads at the top of a file, where the variables are the globals."""
+    there = ast.Call(_load("globals"), [], [])
+    name, given = call.func.id, len(call.args) + len(call.keywords)
+    if name in ("locals", "vars") and not given:
+        return there
+    if name == "dir" and not given:
+        return ast.Call(_load("sorted"), [there], [])
+    if name in ("eval", "exec") and given == 1:
+        call.args.append(there)
+    made: ast.Call = call
+    return made
 
 
 def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
@@ -180,19 +213,22 @@ def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
     if isinstance(loop, ast.For):
         target = loop.target
     elif not (isinstance(loop.test, ast.Constant) and loop.test.value):
-        body.insert(0, ast.copy_location(_if(ast.UnaryOp(ast.Not(), loop.test), ast.Return(_attribute("OVER"))), loop))
+        test = of_body.visit(loop.test)
+        body.insert(0, ast.copy_location(_if(ast.UnaryOp(ast.Not(), test), ast.Return(_attribute("OVER"))), loop))
     once = ast.Tuple([_load(_ITEM)], ast.Load())
     return [ast.For(target, once, body, [ast.Return(ast.Constant(None))]), ast.Return(_attribute("BROKEN"))]
 
 
-def _keep_contexts(node: ast.With) -> None:
-    """Each context of the statement is made, entered and left by the seam."""
+def _keep_contexts(node: ast.With, scope: Any, *, once: bool) -> None:
+    """Each context of the statement is entered and left by the seam, which makes it too, unless that is done once."""
     for item in node.items:
         names = BoundNames([item.context_expr])
-        if not (names.bound or names.suspends):
+        asked = _ask("kept_as_made", item.context_expr)
+        # a function in the body of a class does not see the names of that body
+        if not (once or names.bound or names.suspends or isinstance(scope, ast.ClassDef)):
             bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-            made = ast.Lambda(bare, item.context_expr)
-            item.context_expr = ast.copy_location(_ask("kept", made), item.context_expr)
+            asked = _ask("kept", ast.Lambda(bare, _OfBody(scope).visit(item.context_expr)))
+        item.context_expr = ast.copy_location(asked, item.context_expr)
 
 
 def _keep_from_ending(node: ast.Try) -> None:

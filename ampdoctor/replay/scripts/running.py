@@ -6,11 +6,11 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import format_exception_only
+from traceback import format_exception_only, walk_stack
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,16 @@ from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import ADAPTERS
 from ampdoctor.replay.guarding.changes import users_line
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records
-from ampdoctor.replay.scripts.finding import LoopPlace, loops_of, marks_a_loop, told_of_steps
+from ampdoctor.replay.scripts.finding import (
+    LoopPlace,
+    lines_of,
+    loops_at,
+    loops_of,
+    marks_a_loop,
+    those_left_by,
+    told_of_steps,
+    told_of_training_calls,
+)
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.main_module import MainModule
 from ampdoctor.replay.scripts.parts import seen_from
@@ -32,7 +41,11 @@ from ampdoctor.replay.scripts.rewriting import Edits
 from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
 from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import ProcessState
-from ampdoctor.replay.user_code import trimmed_traceback, user_code
+from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
+
+
+class _EndedError(FactoryError):
+    """The script ended the program."""
 
 
 @dataclass(slots=True)
@@ -45,6 +58,17 @@ class ScriptRun:
     arrived: Loop | None = None
     loops: tuple[LoopPlace, ...] = ()
     entered: list[Any] = field(default_factory=list)
+    ended: FactoryError | None = None
+    """Why it ended before its first training step; its loops are then those in which it last called what it trains."""
+
+    called: tuple[tuple[str, int], ...] = ()
+    """Lines that led to the last call of what its optimizers train."""
+
+    def note_call(self, module: torch.nn.Module, frame: FrameType) -> None:
+        """Note a call of a module in training mode."""
+        lines = lines_of(walk_stack(frame))
+        if lines != self.called and self.made.training(module):
+            self.called = lines
 
     def is_left(self) -> bool:
         """Has it come to what it was run for?"""
@@ -59,7 +83,7 @@ class ScriptRun:
 
 
 class Runner:
-    """Runs a script again and again, each time in a process as it was before the first.
+    """Runs a script again and again, each time in a process as it was before the first; what it prints is heard once.
 
     Args:
         name: As the user wrote it; for errors.
@@ -87,6 +111,7 @@ class Runner:
         self._arguments, self._path = arguments, path
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
+        self._heard = False
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
@@ -111,6 +136,9 @@ class Runner:
     def to_first_step(self) -> ScriptRun:
         """Run the script, as it is, to where an optimizer steps in a loop of the user's own, or a framework begins.
 
+        One that ends before, as at a loss that is not finite, has shown its loop where it has called a model of its
+        optimizers' in training mode.
+
         Raises:
             FactoryError: It comes to neither, or would have changed a file before.
             UserCodeError: It raised.
@@ -133,16 +161,36 @@ class Runner:
             run.entered.append(made)
             raise Left
 
-        run = self._new({}, lambda *_: None)
+        run = self._new({}, lambda *_: None, Edits(everywhere=True))
         with ExitStack() as stack:
             for adapter in ADAPTERS:
                 stack.enter_context(adapter.at_entry(entry))
             stack.enter_context(told_of_steps(step))
+            stack.enter_context(told_of_training_calls(run.note_call))
             stack.enter_context(told_of_marks(mark))
-            self._execute(run)
-        if not (run.entered or run.loops):
-            raise FactoryError(no_loop(self._name))
+            stack.enter_context(run.made.watching())
+            try:
+                self._execute(run)
+            except (UserCodeError, _EndedError) as error:
+                run.ended = error
+        if not run.is_left():
+            self._shown_by_calls(run, () if marked else run.called)
         return run
+
+    def _shown_by_calls(self, run: ScriptRun, called: Sequence[tuple[str, int]]) -> None:
+        """Take the loops of a script that has ended before a step: those around a call, which it was still in.
+
+        Raises:
+            FactoryError: There are none.
+        """
+        loops = loops_at(called)
+        if run.ended is None:
+            run.ended = FactoryError(no_loop(self._name))
+        else:
+            loops = those_left_by(run.ended.__cause__, loops)
+        if not loops:
+            raise run.ended
+        run.loops = loops
 
     def to_loop(self, place: LoopPlace, visit: int) -> ScriptRun:
         """Run the script to its loop, the `visit`-th time that it comes there.
@@ -167,14 +215,14 @@ class Runner:
             raise FactoryError(f"{self._name} did not come to its loop at {place} when it was run again")
         return run
 
-    def _new(self, edits: Mapping[str, Edits], arrives: Arrival) -> ScriptRun:
+    def _new(self, edits: Mapping[str, Edits], arrives: Arrival, otherwise: Edits | None = None) -> ScriptRun:
         """Returns a run that is about to begin, in a process as it was before the first."""
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()
         _leave_process_group()
         seam = Seam(arrives, self.files.closed)
-        run = ScriptRun(MainModule(self._file, edits, seam, self._package), seam)
+        run = ScriptRun(MainModule(self._file, edits, seam, self._package, otherwise), seam)
         self._main = run.main
         return run
 
@@ -190,13 +238,14 @@ class Runner:
                 self.user_code(f"the script {self._name}"),
                 eagerly(),
                 quiet_threads(),
+                prints_to_nobody() if self._heard else contextlib.nullcontext(),
                 self.files.guarded(run.is_left),
             ):
                 try:
                     run.main.run()
                 except SystemExit as error:
                     if error.code or not run.is_left():
-                        raise FactoryError(_ended(self._name, error)) from None
+                        raise _EndedError(_ended(self._name, error)) from error
                 except ModuleNotFoundError as error:
                     said = f"the script {self._name} raised {describe(error)} (is it installed where ampdoctor runs?)"
                     raise UserCodeError(said, trimmed_traceback(error), describe(error)) from error
@@ -207,6 +256,8 @@ class Runner:
         except (FactoryError, StepHalted):
             if not run.is_left():
                 raise
+        finally:
+            self._heard = True
 
 
 def no_loop(name: str) -> str:

@@ -105,28 +105,37 @@ class Script:
             found = self._runner.to_first_step()
             if found.entered:
                 return self._of_framework(found.entered[0])
-            self._learnt = self._lessons(found.loops, again)
+            self._learnt = self._lessons(found.loops, again, found.ended)
             again()
         return self._run_of(self._learnt, self._runner.to_loop(self._learnt.place, self._learnt.visit))
 
-    def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None]) -> _Learnt:
-        """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has."""
+    def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None], ended: FactoryError | None) -> _Learnt:
+        """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has.
+
+        Args:
+            loops: The loops, the innermost first.
+            again: Puts the random state back.
+            ended: Why the script ended before a step; None if it took one.
+
+        Raises:
+            FactoryError: Nothing was trained in the loop.
+        """
         learnt: list[_Learnt] = []
         for place in loops:
-            learnt.append(self._lesson(place, again, repeats=place is not loops[-1]))
+            learnt.append(self._lesson(place, again, repeats=place is not loops[-1], never_steps=ended is not None))
             if learnt[-1].lesson.items >= ENOUGH:
                 return learnt[-1]
         if not learnt[0].lesson.optimizers:
-            raise FactoryError(f"the loop at {loops[0]} ended before one of its optimizers stepped")
+            raise ended or FactoryError(f"the loop at {loops[0]} ended before one of its optimizers stepped")
         return learnt[0]
 
-    def _lesson(self, place: LoopPlace, again: Callable[[], None], *, repeats: bool) -> _Learnt:
+    def _lesson(self, place: LoopPlace, again: Callable[[], None], *, repeats: bool, never_steps: bool) -> _Learnt:
         for visit in range(_VISITS):
             again()
             run = self._runner.to_loop(place, visit)
             files = self._files
-            with self.user_code(f"the loop at {place}"), eagerly(), files.tried(), files.saving_nothing():
-                lesson = tried(run.loop, run.seam.around, run.made)
+            with self.user_code(f"the loop at {place}"), eagerly(), files.saving_nothing():
+                lesson = tried(run.loop, run.seam.around, run.made, never_steps=never_steps)
             if lesson.optimizers:
                 break
         return _Learnt(place, visit, lesson, repeats)

@@ -135,6 +135,10 @@ class Seam:
         """Stands in a context's place."""
         return _Kept(self, make)
 
+    def kept_as_made(self, manager: Any) -> _Kept:
+        """Stands in a context's place that is made where it stood."""
+        return self.kept(lambda: manager)
+
     def leaving(self) -> bool:
         """Asked in a `finally`: is the script being left?"""
         return isinstance(sys.exc_info()[1], Left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from ampdoctor.loop.backwards import scaled_within
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
 from ampdoctor.replay.scripts.files import Files
+from ampdoctor.replay.scripts.header import bound_by
 from ampdoctor.replay.scripts.seam import Body, entered
 
 
@@ -46,7 +47,8 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
 
     Returns:
         What the step called `backward` on, before it was scaled; where that were several, the sum, or the first that is
-        not finite: a sum would not lead to where it was born.
+        not finite: a sum would not lead to where it was born. Of a step without a backward, as where a loss that is not
+        finite is passed over, the last loss among the variables of the body.
     """
     losses: list[Any] = []
     with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing(), entered(around):
@@ -56,11 +58,19 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
                 stepping.over.append(True)
                 break
     if len(losses) < 2:
-        return losses[0] if losses else None
+        return losses[0] if losses else _loss_among(bound_by(body))
     with unseen():
         numbers = [float(loss) for loss in losses]
         ill = next((loss for loss, number in zip(losses, numbers, strict=True) if not math.isfinite(number)), None)
         return sum(numbers) if ill is None else ill
+
+
+def _loss_among(variables: Iterable[Any]) -> Any:
+    """Returns the last number that a gradient could be taken of; None if there is none."""
+    numbers = [
+        one for one in variables if isinstance(one, torch.Tensor) and one.grad_fn is not None and _is_scalar(one)
+    ]
+    return numbers[-1].detach() if numbers else None
 
 
 @contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ampdoctor.loop.torch_internals import Backward, seen_backwards
-from ampdoctor.replay.scripts.finding import told_of_steps
+from ampdoctor.replay.scripts.finding import told_of_steps, told_of_training_calls
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.seam import Body, Items, entered
 
@@ -65,13 +65,16 @@ class Loop:
     seen: list[tuple[str, Any]]
 
 
-def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson:  # noqa: C901 one loop, and its listeners
+def tried(  # noqa: C901 one loop, and its listeners
+    loop: Loop, around: Sequence[Callable[[], Any]], made: Made, *, never_steps: bool = False
+) -> Lesson:
     """Runs a loop's body until an optimizer has stepped.
 
     Args:
         loop: The loop.
         around: Make the contexts around it.
         made: What the script has made.
+        never_steps: The script has ended before a step: what it calls a model for is taken for one.
     """
     stepped: dict[int, None] = {}
     scalers: dict[int, None] = {}
@@ -103,6 +106,7 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
     with ExitStack() as stack:
         for told in (told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add)):
             stack.enter_context(told)
+        stack.enter_context(_calls_as_steps(made, stepped, scalers) if never_steps else nullcontext())
         stack.enter_context(seen_backwards(backward))
         stack.enter_context(entered(around))
         for item in source:
@@ -128,6 +132,16 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
         autocast=next((name for dtype, name in _FORMATS.items() if dtype in regions), None),
         ended=ended,
     )
+
+
+def _calls_as_steps(made: Made, stepped: dict[int, None], scalers: dict[int, None]) -> AbstractContextManager[None]:
+    """Inside, a call of a model counts as a step of the optimizers that train it, with all scalers that there are."""
+
+    def call(module: torch.nn.Module, _frame: Any) -> None:
+        stepped.update(dict.fromkeys(made.training(module)))
+        scalers.update(dict.fromkeys(made.scalers()))
+
+    return told_of_training_calls(call)
 
 
 @contextmanager

@@ -260,6 +260,13 @@ def test_a_region_of_autocast_around_the_loop_shows_its_old_casts(write):
     assert "AMP210" in [finding.code for finding in bisect_nan(ReplayRequest(factory="train.py")).findings]
 
 
+def test_what_a_script_prints_before_its_loop_is_heard_once(write, capsys):
+    write("print('loading')\nout = sys.stdout\n" + LOOP + "    out.write('stepping')\n")
+    assert len(steps_of()[0]) == 3
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("loading")) == ("", 1)
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -312,12 +319,48 @@ def test_a_saver_that_was_imported_by_name_saves_nothing_either(write, tmp_path)
     assert notes == ["train.py:14 saves a checkpoint; replayed steps do not"]
 
 
-def test_what_the_first_try_of_a_step_removes_is_told(write, tmp_path):
-    write("import shutil" + LOOP + "    shutil.rmtree('old', ignore_errors=True)")
+def test_replayed_steps_change_no_file_that_is_there(write, tmp_path):
+    write(
+        "import json, os, pickle, shutil\nfrom pathlib import Path\nfrom shutil import rmtree\n"
+        "Path('mine.txt').write_text('x')\n"
+        + LOOP
+        + """
+    with open("log.json", "w") as file: json.dump(i, file)
+    with open(file="log.pkl", mode="wb") as file: pickle.dump(i, file)
+    Path("log.txt").write_text(str(i))
+    shutil.rmtree("old")
+    rmtree("old")
+    Path("gone.txt").unlink()
+    Path("new.txt").write_text(str(i))
+    os.replace("new.txt", "last.txt")
+    Path("mine.txt").write_text(str(i))
+    Path("fresh.txt").write_text(str(i))
+    assert Path("log.json").read_text() == "mine"
+"""
+    )
+    before = ("log.json", "log.pkl", "log.txt", "old/last.pt", "gone.txt", "last.txt")
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "last.pt").write_text("mine")
+    for name in before:
+        (tmp_path / name).write_text("mine")
     _, _, notes = steps_of()
-    assert [note.partition(",")[0] for note in notes] == ["the run's own code removes old at train.py:14"]
+    assert {name: (tmp_path / name).read_text() for name in before} == dict.fromkeys(before, "mine")
+    assert [(tmp_path / name).read_text() for name in ("mine.txt", "fresh.txt")] == ["2", "2"]
+    stays = "what is there stays as it is, replayed steps do not write, move or remove it"
+    assert f"{stays}: log.json at train.py:19, log.pkl at train.py:20, log.txt at train.py:21 and 3 more" in notes
+    assert [note.partition(",")[0] for note in notes if note.startswith("the run's own code")] == [
+        "the run's own code opens new.txt for writing at train.py:25"
+    ]
+
+
+@pytest.mark.parametrize("end", ["continue", "assert loss.isfinite()", "sys.exit(1)"])
+@pytest.mark.parametrize("around", ["for epoch in range(2):", "if True:"])
+def test_a_script_that_comes_to_no_step_for_a_loss_that_is_not_finite(write, around, end):
+    loop = LOOP.replace("torch.randn(8, 4)", "3e38 * torch.ones(8, 4)")
+    loop = loop.replace("    loss.backward()", f"    if not loss.isfinite(): {end}\n    loss.backward()")
+    evaluated = "for i in range(9):\n    with torch.no_grad(): model(torch.ones(8, 4))\n"
+    write(evaluated + around + textwrap.indent(loop, "    "))
+    findings = bisect_nan(ReplayRequest(factory="train.py")).findings
+    assert {finding.where.step for finding in findings if finding.severity == "error"} == {0}
 
 
 @pytest.mark.parametrize("end", ["sys.exit(1)", "raise ValueError('no loss')"])
@@ -384,6 +427,28 @@ def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
     assert not (tmp_path / "crash.txt").exists()
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        "try:\n    train()\nexcept:\n    pass\nos.system('echo lost > last.txt')\n",
+        "try:\n    train()\nfinally:\n    os.system('echo lost > last.txt')\n",
+        "with Saved():\n    train()\n",
+        "while True:\n    try:\n        train()\n        break\n    except:\n        continue\n",
+        "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\nos.system('echo lost > last.txt')\n",
+    ],
+    ids=["except", "finally", "with", "again and again", "thread"],
+)
+def test_what_a_script_makes_of_being_left_is_not_done(write, tmp_path, around):
+    saved = (
+        "class Saved:\n    def __enter__(self): pass\n    def __exit__(self, *_): os.system('echo lost > last.txt')\n"
+    )
+    head = "import os, threading\n" + saved + "def train():\n" + textwrap.indent(LOOP, "    ")
+    write(head + around)
+    (tmp_path / "last.txt").write_text("mine")
+    assert len(steps_of()[0]) == 3
+    assert (tmp_path / "last.txt").read_text() == "mine"
+
+
 # -- what is no training ---------------------------------------------------------------------------------------------
 
 
@@ -393,7 +458,13 @@ def test_what_a_script_would_do_in_the_end_is_not_done(write, tmp_path):
         ("print(1)\n", "train.py ended without a training step"),
         ("sys.exit('no data')\n", r"the script train.py ended with sys.exit\(no data\) before a training step"),
         ("def f(:\n", "train.py, line 8 is not valid Python"),
+        ("\0\n", "train.py is not valid Python: source code string cannot contain null bytes"),
         ("import no_such_module\n", r"No module named 'no_such_module' \(is it installed where ampdoctor runs\?\)"),
+        (
+            "for i in range(9):\n    with torch.no_grad(): model(torch.ones(3, 4))\n    model.no_such()\n",
+            "the script train.py raised AttributeError",
+        ),
+        ("for i in range(9):\n    model(torch.ones(3, 5))\n", "the script train.py raised RuntimeError: mat1 and mat2"),
         ("model(torch.ones(3, 5))\n", "the script train.py raised RuntimeError: mat1 and mat2"),
         (
             "def f():\n    for i in range(9):\n        yield i\n        optimizer.step()\nlist(f())\n",

@@ -385,6 +385,50 @@ IN_FUNCTIONS = {
                         if x == 4: break
             return out
         """,
+    "variables by their names": """
+        def f(xs):
+            rate = 3
+            for x in xs:  # the loop
+                total = eval("rate * x") + locals()["rate"]
+                assert {"rate", "xs"} <= set(vars()) & set(dir())
+            return total
+        """,
+    "super() in the head of a with": """
+        import contextlib
+        class A:
+            def held(self): return contextlib.nullcontext(2)
+        class B(A):
+            def g(self, xs):
+                with super().held() as two:
+                    for x in xs:  # the loop
+                        two += x
+                return two
+        f = lambda xs: B().g(xs)
+        """,
+    "super() in the head of the loop": """
+        class A:
+            def left(self, xs): return xs[1:]
+        class B(A):
+            def g(self, xs):
+                total = 0
+                while super().left(xs):  # the loop
+                    total += xs.pop()
+                return total
+            def h(self, xs): return [x for x in super(B, self).left(xs)]
+        f = lambda xs: (B().h(xs), B().g(xs))
+        """,
+    "a with in a class": """
+        import contextlib
+        class A:
+            held = contextlib.nullcontext(2)
+            with held as two:
+                def g(xs):
+                    for x in xs:  # the loop
+                        y = x
+                    return y
+                last = g([1, 2])
+        f = lambda xs: A.last
+        """,
     "a one-line loop": """
         def f(xs):
             total = 0
@@ -402,6 +446,13 @@ AT_THE_TOP = {
             if x == 2: continue
             squares = [z * z for z in range(x)]
         f = lambda xs: (total, x, y, helper(1), squares)
+        """,
+    "variables by their names": """
+        rate = 3
+        for x in (1, 2):  # the loop
+            exec("last = eval('rate * x')")
+            assert "rate" in locals() and vars() is globals() and "rate" in dir()
+        f = lambda xs: last
         """,
     "while True": """
         i = 0
@@ -441,7 +492,8 @@ def line_of(source):
 @pytest.mark.parametrize("snippet", [*IN_FUNCTIONS.values(), *AT_THE_TOP.values()], ids=[*IN_FUNCTIONS, *AT_THE_TOP])
 def test_a_rewritten_loop_does_what_it_did(snippet):
     source = textwrap.dedent(snippet).lstrip("\n")
-    edits = Edits(loop=line_of(source), calls=frozenset())
+    line = line_of(source)
+    edits = Edits(loop=line, calls=frozenset({line}))
     assert ran(rewritten(source, "snippet.py", edits), "snippet.py") == ran(
         compile(source, "snippet.py", "exec"), "snippet.py"
     )
