@@ -126,6 +126,7 @@ class Session:
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
         self._heard: set[int] = set()
+        self._drawn: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
         """Put the model on the device in its dtype and make the other parts; the stack undoes the changes."""
@@ -284,12 +285,12 @@ class Session:
     def _handed_out(self, item: Any) -> Any:
         """Returns an item that the step draws itself, as it gets it: it is one of the step's batches."""
         item = self._cast_batch(item)
-        self._batches.append(item)
+        self._drawn.append(item)
         return item
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (path, tensor) for the batches that the running step was given."""
-        for batch in self._batches:
+        """Yields (path, tensor) for the batches that the running step was given, and for what it has drawn itself."""
+        for batch in (*self._batches, *self._drawn):
             yield from iter_tensors(batch)
 
     def step(self, index: int) -> StepOutcome:
@@ -344,6 +345,7 @@ class Session:
         running = False
         try:
             with self._surroundings(index):
+                self._drawn.clear()
                 self._batches = self.batches_of(index)  # outside the probes: the copying is not the user's step
                 with ExitStack() as stack:
                     for probe in self._probes:
