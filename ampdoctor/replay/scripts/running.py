@@ -24,7 +24,10 @@ from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import ADAPTERS
 from ampdoctor.replay.guarding.changes import users_line
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records
-from ampdoctor.replay.scripts.finding import (
+from ampdoctor.replay.scripts.made import Made
+from ampdoctor.replay.scripts.parts import seen_from
+from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
+from ampdoctor.replay.scripts.source.finding import (
     LoopPlace,
     lines_of,
     loops_at,
@@ -34,11 +37,8 @@ from ampdoctor.replay.scripts.finding import (
     told_of_steps,
     told_of_training_calls,
 )
-from ampdoctor.replay.scripts.made import Made
-from ampdoctor.replay.scripts.main_module import MainModule
-from ampdoctor.replay.scripts.parts import seen_from
-from ampdoctor.replay.scripts.rewriting import Edits
-from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
+from ampdoctor.replay.scripts.source.main_module import MainModule
+from ampdoctor.replay.scripts.source.rewriting import Edits
 from ampdoctor.replay.scripts.trying import Loop
 from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code

@@ -16,10 +16,10 @@ from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.scripts.data import Rounds, loaders_of, passed, set_counters, steps
 from ampdoctor.replay.scripts.files import COPY, Files
-from ampdoctor.replay.scripts.finding import LoopPlace
 from ampdoctor.replay.scripts.header import read_by
 from ampdoctor.replay.scripts.parts import Variables, model_of
 from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
+from ampdoctor.replay.scripts.source.finding import LoopPlace
 from ampdoctor.replay.scripts.taking import Stepping, take
 from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, tried
 from ampdoctor.replay.snapshot import RandomState

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ampdoctor.loop.torch_internals import Backward, seen_backwards
-from ampdoctor.replay.scripts.finding import told_of_steps, told_of_training_calls
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.seam import Body, Items, entered
+from ampdoctor.replay.scripts.source.finding import told_of_steps, told_of_training_calls
 
 ENOUGH = 8
 """Items of a loop that is worth replaying: as many as `bisect-nan` replays steps. What ends before is a part of one."""

@@ -20,8 +20,8 @@ from types import CodeType
 from typing import Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.scripts.bound_names import FUNCTIONS, BoundNames
-from ampdoctor.replay.scripts.statements import LOOPS, SCOPES, way_to
+from ampdoctor.replay.scripts.source.bound_names import FUNCTIONS, BoundNames
+from ampdoctor.replay.scripts.source.statements import LOOPS, SCOPES, way_to
 
 SEAM = "__ampdoctor__"
 """The name, among a rewritten file's globals, of the object that its rewritten parts ask: a `Seam`."""

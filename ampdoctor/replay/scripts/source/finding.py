@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampdoctor.replay.guarding.changes import is_users_file
-from ampdoctor.replay.scripts.rewriting import Edits
-from ampdoctor.replay.scripts.statements import loops_around
+from ampdoctor.replay.scripts.source.rewriting import Edits
+from ampdoctor.replay.scripts.source.statements import loops_around
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

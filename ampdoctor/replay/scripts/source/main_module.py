@@ -13,8 +13,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ampdoctor.replay.guarding.changes import is_users_file
-from ampdoctor.replay.scripts.rewriting import SEAM, Edits, rewritten
 from ampdoctor.replay.scripts.seam import Seam
+from ampdoctor.replay.scripts.source.rewriting import SEAM, Edits, rewritten
 
 _MAIN = "__main__"
 
