@@ -120,14 +120,14 @@ def no_optimizer():
     return run(optimizer=None)
 
 
-_FOREVER = itertools.count()
+_FOREVER = itertools.count().__next__
 
 
 def nondeterministic():
     """Each call sees other numbers, over fresh calls of the factory as well."""
 
     def odd(model, x):
-        out = model(x + next(_FOREVER)).float()
+        out = model(x + _FOREVER()).float()
         return (out - out).log().sum()
 
     return run(loss=odd)
@@ -135,11 +135,11 @@ def nondeterministic():
 
 def closure_counter():
     """Step 2 is sick because a counter in a closure says so: a snapshot cannot bring it back, a fresh run can."""
-    calls = itertools.count()
+    calls = itertools.count().__next__
 
     def counted(model, x):
         out = model(x).float()
-        if next(calls) == 2:
+        if calls() == 2:
             return (out - out).log().mean() + out.square().mean()  # HIDDEN
         return out.square().mean()
 

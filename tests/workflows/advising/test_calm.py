@@ -40,10 +40,10 @@ def run(*, scale=1024.0, loss=squares, after_step=None, state=None, clip=None, p
 
 
 def counting():
-    calls = itertools.count()
+    calls = itertools.count().__next__
 
     def loss(model, batch):
-        next(calls)
+        calls()
         return squares(model, batch)
 
     return loss

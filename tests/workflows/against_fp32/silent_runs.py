@@ -118,10 +118,10 @@ def averaged(decay: float, precision: str, *, masters: bool = False) -> Training
 
 def small_loss(factor: float, scale: float | None, *, hidden: bool = False, half: bool = False) -> TrainingRun:
     torch.manual_seed(0)
-    model, count = Net().half() if half else Net(), itertools.count()
+    model, count = Net().half() if half else Net(), itertools.count().__next__
 
     def loss(m, x):
-        return mean_square(m, x * (1 + 0.01 * next(count)) if hidden else x) * factor
+        return mean_square(m, x * (1 + 0.01 * count()) if hidden else x) * factor
 
     return TrainingRun(
         model=model,
@@ -151,10 +151,10 @@ class Norm(nn.Module):
 def normed(gain: float, *, hidden: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": nn.Linear(8, 32), "norm": Norm(gain), "head": nn.Linear(32, 4)})
-    count = itertools.count()
+    count = itertools.count().__next__
 
     def loss(m, x):
-        x = x * (1 + 0.01 * next(count)) if hidden else x
+        x = x * (1 + 0.01 * count()) if hidden else x
         return m["head"](m["norm"](m["first"](x))).float().square().mean()
 
     return TrainingRun(

@@ -195,8 +195,8 @@ class Queue(nn.Module):
 
 
 def counted_by_closure():
-    count = itertools.count()
-    return lambda model, batch: (model(batch[0]) * (1e7 if next(count) == 3 else 1.0)).square().mean()
+    count = itertools.count().__next__
+    return lambda model, batch: (model(batch[0]) * (1e7 if count() == 3 else 1.0)).square().mean()
 
 
 def counted_by_a_variable():
