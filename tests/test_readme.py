@@ -158,7 +158,7 @@ def test_options_that_are_named_exist(python):
     known = set(
         re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help", python=python)[0] for name in commands))
     )
-    known |= {"--resume", "--cure", "--width"}  # of the pages' own scripts
+    known |= {"--resume", "--cure", "--width", "--lr"}  # of the pages' own scripts
     known |= {"--extra-index-url"}  # pip's
     known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.user_modules import sure_factories_in
+from ampdoctor.replay.user_modules import factories_in, sure_factories_in
 
 REPLAYING = ("bisect-nan", "profile", "recommend")
 """The commands that take a run."""
@@ -107,7 +107,8 @@ def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
         notebook = shlex.quote(next(str(file) for file in named if file.suffix == ".ipynb"))
         return [f"A notebook is no Python file: jupyter nbconvert --to script {notebook} makes one; name that."]
     scripts = [file for file in named if file.suffix == ".py" and file.is_file()]
-    return _all_of(arguments[0]) if scripts and all(door_of(file) is None for file in scripts) else []
+    fits_none = all(door_of(file) is None and not factories_in(file) for file in scripts)
+    return _all_of(arguments[0]) if scripts and fits_none else []
 
 
 def _is_missing(error: Any) -> bool:
