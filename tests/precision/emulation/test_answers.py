@@ -168,3 +168,11 @@ def test_attention_kernels_that_only_a_gpu_has(kernel):
     q = torch.ones(1, 1, 4, 8, dtype=torch.float16)
     with emulate_cuda(), torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
         assert torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).shape == q.shape
+
+
+def test_integers_are_counted_as_cuda_counts_them():
+    counted = torch.tensor([0, 2, 2], dtype=torch.int32)
+    with emulate_cuda():
+        assert torch.histc(counted, bins=3, min=0, max=2).tolist() == [1, 0, 2]
+    with pytest.raises(RuntimeError):
+        torch.histc(counted, bins=3, min=0, max=2)

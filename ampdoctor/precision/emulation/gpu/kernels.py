@@ -1,4 +1,4 @@
-"""Which of CUDA's attention kernels the code wants: a CPU has one that is fused, and the plain products."""
+"""Kernels that CUDA has and a CPU lacks: attention's, of which it has one that is fused, and counts of integers."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class AttentionKernels:
         """Have them replaced; `torch.backends.cuda.sdp_kernel` goes through the first."""
         replacements.want(torch.nn.attention, "sdpa_kernel", self._chosen)
         replacements.want(torch.backends.cuda, "enable_math_sdp", self._kept)
+        replacements.want(torch, "histc", self._counted)
 
     def _chosen(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -40,6 +41,16 @@ class AttentionKernels:
             return original(backends, *args, **kwargs)
 
         return sdpa_kernel
+
+    def _counted(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def histc(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not self._active() or values.is_floating_point():
+                return original(values, *args, **kwargs)
+            counts: torch.Tensor = original(values.double(), *args, **kwargs)  # CUDA's takes integers, the CPU's none
+            return counts.to(values.dtype)
+
+        return histc
 
     def _kept(self, original: Any) -> Any:
         @functools.wraps(original)
