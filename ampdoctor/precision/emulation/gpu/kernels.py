@@ -44,11 +44,10 @@ class AttentionKernels:
 
     def _counted(self, original: Any) -> Any:
         @functools.wraps(original)
-        def histc(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def histc(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self._active() or values.is_floating_point():
                 return original(values, *args, **kwargs)
-            counts: torch.Tensor = original(values.double(), *args, **kwargs)  # CUDA's takes integers, the CPU's none
-            return counts.to(values.dtype)
+            return original(values.double(), *args, **kwargs).to(values.dtype)  # CUDA's takes integers, the CPU's none
 
         return histc
 
