@@ -539,3 +539,13 @@ def test_a_checkpoint_is_loaded_and_its_steps_passed_over(write, tmp_path):
         session = replay.session()
         model = torch.load("last.pt")["model"]
         assert all(torch.equal(a, b) for a, b in zip(session.model.parameters(), model.values(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
+def test_a_file_of_a_package_is_told_how_it_is_named(write):
+    write("", name="pkg/__init__.py", head="")
+    write("", name="pkg/engine.py", head="")
+    write("from .engine import train", name="pkg/train.py", head="")
+    with pytest.raises(UserCodeError) as raised:
+        steps_of("pkg/train.py")
+    assert "as in `package.train`" in raised.value.explained
