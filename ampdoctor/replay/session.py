@@ -18,6 +18,7 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import StepOutcome
 from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.scaler_events import StepEvents
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.precision import (
@@ -38,7 +39,7 @@ from ampdoctor.replay.reached.state import Reached
 from ampdoctor.replay.reached.taped import Drawing
 from ampdoctor.replay.reached.walk import roots_of
 from ampdoctor.replay.scaler_state import OtherScalers, clone
-from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
+from ampdoctor.replay.snapshot import Snapshot, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import prints_to_nobody, user_code

@@ -11,8 +11,9 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.replay.session import Session
-from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.replay.snapshot import Snapshot
 
 
 class Net(nn.Module):

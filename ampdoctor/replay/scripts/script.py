@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.scripts.data import Rounds, loaders_of, passed, set_counters, steps
@@ -22,7 +23,6 @@ from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
 from ampdoctor.replay.scripts.source.finding import LoopPlace
 from ampdoctor.replay.scripts.taking import Stepping, take
 from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, tried
-from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.replay.training_run import TrainingRun
 
 _VISITS = 8

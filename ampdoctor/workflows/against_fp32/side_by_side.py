@@ -14,11 +14,11 @@ from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.replay.forward_precision import error_of
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.distance import together
 from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.probes.cheap.nonfinite import Observation
-from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.against_fp32.moves import Kept, State, kept_tensors, last_place
 
 if TYPE_CHECKING:

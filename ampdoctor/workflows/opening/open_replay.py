@@ -18,6 +18,7 @@ from ampdoctor.errors import ReplayError
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.loop.raised import is_out_of_memory
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.precision import (
     HalfProducts,
     autocast_policy,
@@ -37,7 +38,7 @@ from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
-from ampdoctor.replay.snapshot import ProcessState, RandomState
+from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.replay.usable_scaler import make_usable
 from ampdoctor.replay.user_code import out_of_memory
 from ampdoctor.workflows.opening.position import begin_anew, go_on

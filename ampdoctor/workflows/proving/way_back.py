@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from ampdoctor.workflows.proving.trials import AFTER
 
 if TYPE_CHECKING:
+    from ampdoctor.loop.random_state import RandomState
     from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.replay.snapshot import Snapshot
 
 TRIED = AFTER + 1
 """Steps after a bad one that a trial may replay: one more than `AFTER` in case it leaves the bad one out."""

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.replay import tape
-from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_json import render_json, report_as_dict
 from ampdoctor.workflows.bisect_nan import bisect_nan
