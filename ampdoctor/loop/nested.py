@@ -12,6 +12,7 @@ import enum
 import types
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import UnionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,8 +59,18 @@ def map_tensors(function: TensorFunction, value: Any) -> Any:
     return _Walk(function).map(value)
 
 
+def map_kind(kind: type | UnionType, function: Leaf, value: Any) -> Any:
+    """As `map_tensors`, for objects of another kind in the place of tensors."""
+    return _Walk(function, kind=kind).map(value)
+
+
 def iter_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor in `value` once, with its path ("input_ids", "1.mask"; "" for a bare tensor)."""
+    return iter_kind(torch.Tensor, value)
+
+
+def iter_kind(kind: type | UnionType, value: Any) -> Iterator[tuple[str, Any]]:
+    """As `iter_tensors`, for objects of another kind in the place of tensors."""
     seen: dict[int, Any] = {}  # holds the objects themselves: an id is only valid while its object lives
     # a stack, so that depth costs no recursion; reversed, so that the order is the batch's own
     todo: list[tuple[str, Any]] = [("", value)]
@@ -68,7 +79,7 @@ def iter_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(part, _ATOMS) or id(part) in seen:
             continue
         seen[id(part)] = part
-        if isinstance(part, torch.Tensor):
+        if isinstance(part, kind):
             yield path, part
             continue
         children = [(f"{path}.{name}" if path else name, child) for name, child in _children(part)]
@@ -126,13 +137,15 @@ class _Walk:
 
     def __init__(
         self,
-        function: TensorFunction,
+        function: Leaf,
         leaf: Leaf | None = None,
         *,
         device: torch.device | str | None = None,
         clones: Mapping[int, torch.Tensor] | None = None,
+        kind: type | UnionType = torch.Tensor,
     ) -> None:
         self._function = function
+        self._kind = kind
         self._leaf = leaf
         self._device = device
         self._clones = clones
@@ -144,7 +157,7 @@ class _Walk:
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, self._kind):
             return self._keep(value, self._function(value))
         if isinstance(value, PackedSequence):
             return self._keep(value, self._packed(value))
@@ -193,7 +206,7 @@ class _Walk:
             # an object with its own `to` knows best how it moves; some move in place and return nothing
             moved = value.to(self._device)
             return self._keep(value, value if moved is None else moved)
-        if next(iter_tensors(value), None) is None:
+        if next(iter_kind(self._kind, value), None) is None:
             return self._keep(value, value if self._leaf is None else self._leaf(value))
         if self._clones is not None and "__deepcopy__" in dir(type(value)):
             memo = {id(tensor): self._clones[id(tensor)] for _, tensor in iter_tensors(value)}

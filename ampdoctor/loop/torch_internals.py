@@ -37,12 +37,16 @@ class Backward:
     Attributes:
         roots: What is differentiated.
         inputs: Tensors whose gradients were asked for by name; none for all leaves.
+        seeds: The gradients that it begins with, or None, one for each root.
+        kept: The graph is kept for another backward.
         accumulated: Gradients go to `.grad` (`backward`), and are not returned (`grad`).
     """
 
     roots: Sequence[Any]
     inputs: Sequence[Any]
     accumulated: bool
+    seeds: Sequence[Any] = ()
+    kept: bool = False
 
 
 SeenBackward = Callable[[Backward, Callable[[], Any]], Any]
@@ -60,7 +64,8 @@ class _SeenEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        backward = Backward(roots, args[3] if len(args) > 3 else (), bool(kwargs.get("accumulate_grad")))
+        seeds, kept, _, inputs = (*args, (), False, False, ())[:4] if len(args) < 4 else args[:4]
+        backward = Backward(roots, inputs, bool(kwargs.get("accumulate_grad")), seeds, bool(kept))
         return self._seen(backward, lambda: self._engine.run_backward(roots, *args, **kwargs))
 
 

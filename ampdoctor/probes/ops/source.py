@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.where import Source
+from ampdoctor.loop.recorded_line import recorded_line
 from ampdoctor.package import FOLDER
 
 _OURS = str(FOLDER)
@@ -65,11 +66,20 @@ def user_line() -> tuple[str, int] | None:
     while frame is not None:
         filename = frame.f_code.co_filename
         if filename == _BOUNDARY:
-            return None
+            return recorded_line()
         if _is_user(filename):
             return filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def user_frames() -> Iterator[FrameType]:
+    """The user's frames, and those of packages that are not torch, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_user(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
 
 
 def own_line() -> tuple[str, int] | None:

@@ -1,0 +1,164 @@
+"""The outermost models of a loop: found by global hooks, watched by their own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ampdoctor.loop.torch_internals import in_backward, under_fake_tensors
+from ampdoctor.probes.ops.source import user_frames
+
+
+class ModelListener(Protocol):
+    """Told of the calls of outermost models that train."""
+
+    def entered(self, module: nn.Module) -> None:
+        """The module is about to run, under autograd."""
+
+    def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """It has run; the output is None where it raised."""
+
+
+class OutermostModels:
+    """Finds the modules that a loop itself calls, and tells of their calls.
+
+    A global hook costs about a microsecond for each module of a model, and cuts the graph of a compiled one: it is there
+    until an optimizer has stepped whose models are known, and comes back with one whose models are not.
+
+    Args:
+        listener: Told of the calls.
+
+    Attributes:
+        unseen: What cannot be watched, in sentences.
+    """
+
+    def __init__(self, listener: ModelListener) -> None:
+        self._listener = listener
+        self._known: dict[int, weakref.ref[nn.Module]] = {}
+        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._hooks: list[Any] = []
+        self._global: list[Any] = []
+        self._inside = _Inside()
+        self.unseen: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls are told; afterwards no hook is left."""
+        self.search()
+        try:
+            yield
+        finally:
+            self.settle()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+
+    @property
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """The models that still live, each with its name in the loop; parts of another are none."""
+        return [(name, module) for name, root in self._roots if (module := root()) is not None]
+
+    def is_root_of(self, tensors: Any) -> bool:
+        """Whether all of these parameters belong to known models."""
+        held = {id(p) for _, root in self.roots for p in root.parameters()}
+        return all(id(tensor) in held for tensor in tensors)
+
+    def search(self) -> None:
+        """Look at every module's calls."""
+        if not self._global:
+            self._global = [
+                register_module_forward_pre_hook(lambda module, _args: self._enter(module)),
+                register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
+            ]
+
+    def settle(self) -> None:
+        """Look at the calls of the known models alone."""
+        for hook in self._global:
+            hook.remove()
+        self._global.clear()
+
+    @property
+    def searching(self) -> bool:
+        """Every module's calls are looked at."""
+        return bool(self._global)
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module) -> None:
+        inside = self._inside
+        if inside.modules:
+            inside.modules.append(module)
+            return
+        if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or not _has_parameters(module):
+            return
+        inside.modules.append(module)
+        if id(module) not in self._known:
+            self._meet(module)
+        self._listener.entered(module)
+
+    def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        modules = self._inside.modules
+        if module not in modules:  # a call that was not entered as one of ours
+            return
+        while modules and modules.pop() is not module:  # those that an exception ended
+            pass
+        if not modules:
+            self._listener.left(module, args, kwargs, output)
+
+    def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if not self._global:
+            self._enter(module)
+
+    def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._global:
+            self._leave_found(module, args, kwargs, output)
+
+    def _meet(self, module: nn.Module) -> None:
+        self._known[id(module)] = weakref.ref(module, lambda _, key=id(module): self._known.pop(key, None))
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            self.unseen.append(
+                f"{type(module).__name__}.compile() has compiled the model's call, and no hook is called any more: its "
+                f"steps are not recorded (torch.compile(model) leaves hooks outside)"
+            )
+        name, root = _root_of(module)
+        if not any(known is root for _, known in self.roots):
+            inside = {id(part) for part in root.modules()}
+            self._roots = [(n, r) for n, r in self._roots if (m := r()) is not None and id(m) not in inside]
+            self._roots.append((name, weakref.ref(root)))
+        self._hooks += [
+            module.register_forward_pre_hook(self._enter_known, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._leave_known, with_kwargs=True, always_call=True),
+        ]
+
+
+class _Inside(threading.local):
+    """The modules whose calls are running on this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _root_of(module: nn.Module) -> tuple[str, nn.Module]:
+    """The outermost module that the loop's variables lead to and that has this one in it, with its name in the loop.
+
+    A loop may call a part of its model, and a LightningModule's step does.
+    """
+    best, name = module, ""
+    for frame in user_frames():
+        for variable, value in (*frame.f_locals.items(), *frame.f_globals.items()):
+            if value is best:
+                name = name or variable
+            elif isinstance(value, nn.Module) and any(part is best for part in value.modules()):
+                best, name = value, variable if variable != "self" else ""
+    return name or type(best).__name__, best

@@ -1,0 +1,241 @@
+"""What happens to tensors outside the models: a tape of torch's functions, while anything lives that a model made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ampdoctor.loop.nested import iter_tensors, map_tensors
+from ampdoctor.loop.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
+from ampdoctor.loop.random_state import RandomState
+from ampdoctor.probes.ops.source import user_line
+
+_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
+"""Parts of the names of torch's functions that draw random numbers."""
+_KINDS = ("cpu", "cuda")
+
+
+class Tape:
+    """The instructions of a loop, and the names of the tensors that they speak of.
+
+    Functions are told by a `TorchFunctionMode`, which is in place from the return of a model's call to the next
+    backward. Functions whose tensors all come from outside (data, noise) are not recorded: their results are given.
+
+    Args:
+        recorded: Told of each function that is about what is on the tape; adds it to the instructions.
+
+    Attributes:
+        instructions: What was recorded, oldest first.
+        given: The tensors from outside, by the index of their `Given`.
+        grad: The numbers of the made tensors that require a gradient.
+    """
+
+    def __init__(self, recorded: Callable[[Op], None]) -> None:
+        self._recorded = recorded
+        self.instructions: list[Instruction] = []
+        self.given: dict[int, torch.Tensor] = {}
+        self.grad: set[int] = set()
+        self._versions: dict[int, int] = {}
+        self._given_by_id: dict[int, tuple[torch.Tensor, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._next = 0
+        self._mode = _Listening(self)
+        self._open = False
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def hold(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Parameters and buffers go by these names from now on."""
+        self._held = {id(tensor): (weakref.ref(tensor), name) for name, tensor in named}
+
+    def reference(self, tensor: torch.Tensor) -> Reference:
+        """The name of a tensor; one that is met for the first time is given."""
+        key = id(tensor)
+        made = self._made.get(key)
+        if made is not None and made[0]() is tensor:
+            return made[1]
+        held = self._held.get(key)
+        if held is not None and held[0]() is tensor:
+            return Held(held[1])
+        known = self._given_by_id.get(key)
+        if known is None:
+            index = self._next
+            self._next += 1
+            self.given[index], self._versions[index] = tensor, tensor._version
+            self._given_by_id[key] = known = (tensor, index)
+        return Given(known[1])
+
+    def references(self, value: Any) -> Any:
+        """The value with its tensors replaced by their names."""
+        return map_tensors(self.reference, value)  # type: ignore[arg-type]  # names stand for tensors
+
+    def make(self, output: Any) -> dict[str, Made]:
+        """Names for the tensors of what an instruction returned, by their path."""
+        return {path: self._make(tensor) for path, tensor in iter_tensors(output)}
+
+    def _make(self, tensor: torch.Tensor) -> Made:
+        made = Made(self._next)
+        self._next += 1
+        self._tensors[made.index] = there = weakref.ref(tensor)
+        self._made[id(tensor)] = there, made
+        if tensor.requires_grad:
+            self.grad.add(made.index)
+        return made
+
+    def lives(self, made: Made) -> torch.Tensor | None:
+        """The tensor, as long as the loop holds it."""
+        there = self._tensors.get(made.index)
+        return None if there is None else there()
+
+    def is_changed(self, index: int) -> bool:
+        """Whether a given tensor was written to since it was taken."""
+        return self.given[index]._version != self._versions[index]
+
+    def is_live(self, tensor: Any) -> bool:
+        """Whether a tensor came of an instruction, or is a weight."""
+        made = self._made.get(id(tensor))
+        if made is not None and made[0]() is tensor:
+            return True
+        held = self._held.get(id(tensor))
+        return held is not None and held[0]() is tensor
+
+    # -- the tape ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Functions are told from now on."""
+        if not self._open:
+            self._open = True
+            self._mode.__enter__()
+
+    def close(self) -> None:
+        """Functions are told no more; inside a mode of the user's own they pass through unheard."""
+        if self._open and _top_mode() is self._mode:
+            self._open = False
+            self._mode.__exit__(None, None, None)
+
+    @property
+    def is_open(self) -> bool:
+        """Functions are told."""
+        return self._open
+
+    def keep(self, instructions: Iterable[Instruction], taken: Iterable[Reference]) -> None:
+        """Forget everything but these instructions and the given tensors that they take.
+
+        Args:
+            instructions: What is still needed.
+            taken: All references in them.
+        """
+        self.instructions = list(instructions)
+        wanted = {reference.index for reference in taken if isinstance(reference, Given)}
+        self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
+        self._versions = {index: self._versions[index] for index in self.given}
+        self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
+        self._made = {key: entry for key, entry in self._made.items() if entry[0]() is not None}
+        self._tensors = {index: there for index, there in self._tensors.items() if there() is not None}
+        self.grad &= {made.index for one in self.instructions for made in results(one)}
+
+    def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of torch's, and record it where it is about what is on the tape."""
+        writes = _writes(function)
+        if not self._is_about_us(args, kwargs):
+            if writes and args:
+                self._before_write(args[0])
+            return function(*args, **kwargs)
+        random = RandomState.capture() if _draws(function) else None
+        named: tuple[Any, Any] | None = None
+        if writes:
+            named = self.references(args), self.references(kwargs)
+        result = function(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            made = {"": self._make(result)}
+        elif isinstance(result, tuple | list | dict):
+            made = self.make(result)
+        else:
+            made = {}
+        if made or writes:
+            arguments = named or (self.references(args), self.references(kwargs))
+            self._recorded(
+                Op(
+                    function=function,
+                    args=arguments[0],
+                    kwargs=arguments[1],
+                    results=made,
+                    mode=mode_now(),
+                    random=random,
+                    line=user_line(),
+                )
+            )
+        return result
+
+    def _is_about_us(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                if self.is_live(value):
+                    return True
+            elif isinstance(value, list | tuple) and any(
+                isinstance(item, torch.Tensor) and self.is_live(item) for item in value
+            ):
+                return True
+        return False
+
+    def _before_write(self, tensor: Any) -> None:
+        """A given tensor is about to be written to: what was taken of it is its value until now."""
+        known = self._given_by_id.pop(id(tensor), None)
+        if known is not None:
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            self.given[known[1]], self._versions[known[1]] = copy, copy._version
+
+
+class _Listening(TorchFunctionMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._tape.function(func, args, kwargs or {})
+
+
+def mode_now() -> Mode:
+    """How torch computes now."""
+    on = next((kind for kind in _KINDS if torch.is_autocast_enabled(kind)), None)
+    return Mode(
+        autocast=None if on is None else (on, torch.get_autocast_dtype(on)),
+        cached=torch.is_autocast_cache_enabled(),
+        gradients=torch.is_grad_enabled(),
+    )
+
+
+_KNOWN: dict[Any, tuple[bool, bool]] = {}
+"""What is known of a function: whether it writes to its first argument, and whether it draws random numbers."""
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    return _known(function)[0]
+
+
+def _draws(function: Callable[..., Any]) -> bool:
+    return _known(function)[1]
+
+
+def _known(function: Callable[..., Any]) -> tuple[bool, bool]:
+    known = _KNOWN.get(function)
+    if known is None:
+        name = str(getattr(function, "__name__", ""))
+        writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+            name.endswith("_") and not name.endswith("__")
+        )
+        known = _KNOWN[function] = writes, any(part in name for part in _DRAWS)
+    return known
+
+
+def _top_mode() -> Any:
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None

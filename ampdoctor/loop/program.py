@@ -1,0 +1,219 @@
+"""A step as a program: its model calls, the ops around them, its backwards and what its scaler and clipping did.
+
+A training loop is Python that nobody can run again. What it does with tensors can be: the calls of its outermost
+models with what entered them, and the ops on what came out, up to the loss. The program names tensors by where they
+come from, so that it can be run in place or, once written to a file, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.loop.nested import iter_kind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ampdoctor.loop.random_state import RandomState
+
+Line = tuple[str, int] | None
+"""File and line of the user's, as Python names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor from outside the program: the index into `Program.given`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or a buffer of the program's models, by its name in `Program.model`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that an instruction has made; numbers are unique in a recording and rise."""
+
+    index: int
+
+
+Reference = Given | Held | Made
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How torch computes while an instruction runs.
+
+    Attributes:
+        autocast: The kind of device ("cpu", "cuda") and the dtype that autocast casts to; None where it is off.
+        cached: Autocast keeps the casts of weights.
+        gradients: Autograd records.
+    """
+
+    autocast: tuple[str, torch.dtype] | None = None
+    cached: bool = True
+    gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of an outermost model, or of the part of one that the loop calls itself.
+
+    Attributes:
+        model: Its name in `Program.model`; "" for that itself.
+        args: What it was called with, tensors as references.
+        kwargs: The same by keyword.
+        results: References to the tensors of what it returned, by their path there ("logits", "0").
+        mode: As of its begin.
+        random: The generators' states at its begin.
+        training: The model's mode.
+        line: The loop's line.
+    """
+
+    model: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: Mapping[str, Made]
+    mode: Mode
+    random: RandomState
+    training: bool
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A function of torch's on tensors that came of a call, or on weights.
+
+    Attributes:
+        function: The function, as `__torch_function__` is told of it.
+        args: What it was called with, tensors as references.
+        kwargs: The same by keyword.
+        results: References to the tensors of what it returned, by their path there.
+        mode: As in `Call`.
+        random: As in `Call`; None for a function that draws nothing.
+        line: The loop's line.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: Mapping[str, Made]
+    mode: Mode
+    random: RandomState | None
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """A scaler has scaled a loss.
+
+    Attributes:
+        loss: What it was given.
+        result: What it returned.
+        scale: Its scale then.
+        line: The loop's line.
+    """
+
+    loss: Reference
+    result: Made
+    scale: float | None
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """A backward that adds to `.grad`.
+
+    Attributes:
+        roots: What is differentiated.
+        seeds: The gradients that it begins with, or None, one for each root.
+        inputs: Tensors whose gradients alone are wanted; none for all leaves.
+        kept: The graph is kept for another one.
+        line: The loop's line.
+    """
+
+    roots: tuple[Reference, ...]
+    seeds: tuple[Reference | None, ...]
+    inputs: tuple[Reference, ...]
+    kept: bool
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscaled:
+    """A scaler has unscaled the gradients of the program's optimizer."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipped:
+    """Gradients were clipped by their total norm.
+
+    Attributes:
+        max_norm: The norm that they have afterwards at most.
+        norm_type: Of the norm.
+        line: The loop's line.
+    """
+
+    max_norm: float
+    norm_type: float
+    line: Line
+
+
+Instruction = Call | Op | Scaled | Backward | Unscaled | Clipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """One optimizer's step, from what entered its models up to its update.
+
+    Attributes:
+        model: The model, or a module that has several as children.
+        optimizer: The optimizer that steps; None where the loop ended before.
+        optimizer_name: Its name in the loop.
+        scaler: The scaler that it is stepped by; None without one.
+        instructions: In the order of the loop.
+        given: The tensors that come from outside; leaves that require a gradient are such.
+        buffers: Buffers of the model as they were before the first instruction, of those that have changed since.
+        step: The attempted step in the training, from 0.
+        line: Where the optimizer steps.
+        unexplained: What of the step the instructions do not hold, in sentences.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    optimizer_name: str
+    scaler: Any
+    instructions: tuple[Instruction, ...]
+    given: tuple[torch.Tensor, ...]
+    buffers: Mapping[str, torch.Tensor]
+    step: int
+    line: Line
+    unexplained: tuple[str, ...] = ()
+
+
+def references(instruction: Instruction) -> list[Reference]:
+    """Returns what an instruction takes, in its order; a tensor may occur more than once."""
+    if isinstance(instruction, Call | Op):
+        return [found for _, found in iter_kind(Reference, (instruction.args, instruction.kwargs))]
+    if isinstance(instruction, Scaled):
+        return [instruction.loss]
+    if isinstance(instruction, Backward):
+        seeds = (seed for seed in instruction.seeds if seed is not None)
+        return [*instruction.roots, *seeds, *instruction.inputs]
+    return []
+
+
+def results(instruction: Instruction) -> tuple[Made, ...]:
+    """Returns what an instruction makes."""
+    if isinstance(instruction, Call | Op):
+        return tuple(instruction.results.values())
+    return (instruction.result,) if isinstance(instruction, Scaled) else ()
