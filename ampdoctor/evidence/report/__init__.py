@@ -22,7 +22,7 @@ from ampdoctor.evidence.where import Place, Where
 
 SCHEMA_VERSION = "1"
 
-Command = Literal["scan", "bisect-nan", "profile", "recommend", "watch"]
+Command = Literal["scan", "bisect-nan", "profile", "recommend", "watch", "run"]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""

@@ -51,11 +51,15 @@ class StepRecorder:
     Attributes:
         models: The loop's models.
         losses: What the backwards since the last update began from, detached, unscaled where a scaler was told.
+        backwards: How many backwards there were since.
+        away: What runs is not the loop's.
     """
 
     def __init__(self) -> None:
         self.models = OutermostModels(self)
         self.losses: list[torch.Tensor] = []
+        self.backwards = 0
+        self.away = False
         self._tape = Tape(self._add)
         self._thread: int | None = None
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
@@ -127,7 +131,9 @@ class StepRecorder:
             self._forget_unused()
 
     def _is_elsewhere(self) -> bool:
-        """Whether this thread is another than the one that trains."""
+        """Whether what runs is not the loop's, or this thread another than the one that trains."""
+        if self.away:
+            return True
         here = threading.get_ident()
         if self._thread is None or not any(thread.ident == self._thread for thread in threading.enumerate()):
             self._thread = here
@@ -167,7 +173,7 @@ class StepRecorder:
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
-    def scaled(self, scaler: Any, losses: Any, run: Callable[[], Any]) -> Any:
+    def scaled(self, losses: Any, run: Callable[[], Any]) -> Any:
         """A scaler scales a loss, or several."""
         with self.pausing():
             scaled = run()
@@ -184,6 +190,7 @@ class StepRecorder:
         if in_backward() or not seen.accumulated or self._is_elsewhere():
             return run()
         self._tape.close()
+        self.backwards += 1
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
         for root in roots:
             if root.numel() == 1 and not self._is_scaled(root):
@@ -306,11 +313,14 @@ class StepRecorder:
         self._updates += 1
         self._stepped[id(optimizer)] = self._count
         self.losses.clear()
+        self.backwards = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
     def _zeroed(self, owner: Any) -> None:
         """A model's, or an optimizer's, gradients were cleared."""
+        if self.away:
+            return
         self._cleared[id(owner)] = weakref.ref(owner), self._count
 
     def _begun(self, held: set[int], optimizer: Any) -> int:

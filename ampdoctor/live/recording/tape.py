@@ -148,29 +148,24 @@ class Tape:
                 self._before_write(args[0])
             return function(*args, **kwargs)
         random = RandomState.capture() if _draws(function) else None
-        named: tuple[Any, Any] | None = None
-        if writes:
-            named = self.references(args), self.references(kwargs)
         result = function(*args, **kwargs)
-        if isinstance(result, torch.Tensor):
-            made = {"": self._make(result)}
-        elif isinstance(result, tuple | list | dict):
-            made = self.make(result)
-        else:
-            made = {}
-        if made or writes:
-            arguments = named or (self.references(args), self.references(kwargs))
-            self._recorded(
-                Op(
-                    function=function,
-                    args=arguments[0],
-                    kwargs=arguments[1],
-                    results=made,
-                    mode=mode_now(),
-                    random=random,
-                    line=user_line(),
+        if writes or isinstance(result, torch.Tensor | tuple | list | dict):
+            # a function may return its argument, which is then known by a newer name: what it took is named first
+            taken = self.references(args), self.references(kwargs)
+            made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
+            if made or writes:
+                mode, line = mode_now(), user_line()
+                self._recorded(
+                    Op(
+                        function=function,
+                        args=taken[0],
+                        kwargs=taken[1],
+                        results=made,
+                        mode=mode,
+                        random=random,
+                        line=line,
+                    )
                 )
-            )
         return result
 
     def _is_about_us(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

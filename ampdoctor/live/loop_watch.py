@@ -1,0 +1,214 @@
+"""`LoopWatch`: stands beside a training loop, records each step, and says when one is not finite."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.program import Program
+from ampdoctor.loop.scaler_calls import told_of_scalers
+from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An update that is about to be made, or that a scaler has held back.
+
+    Attributes:
+        step: Its number among the optimizer's own, from 0.
+        optimizer: The optimizer.
+        name: Its name: "optimizer", then "optimizer2" and so on.
+        scaler: What steps it; None without one.
+        micro_steps: Backwards since its last update.
+        seconds: Since its last update; None for the first.
+    """
+
+    step: int
+    optimizer: torch.optim.Optimizer
+    name: str
+    scaler: Any
+    micro_steps: int
+    seconds: float | None
+
+
+class LoopListener(Protocol):
+    """Told of a loop's updates; what it raises ends the loop, and nothing else of it does."""
+
+    def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        """An update is about to be made, and its weights are as they were."""
+
+    def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        """A scaler has skipped an update, and its weights are as they were."""
+
+    def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
+        """The update was made, or skipped."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of an optimizer."""
+
+    there: weakref.ref[Any]
+    name: str
+    attempts: int = 0
+    last: float | None = None
+
+
+class LoopWatch:
+    """Watches the loops of this process for as long as `watching` lasts.
+
+    Scalers and optimizers are told apart by their own hooks. An update through a scaler that skips it is seen by the
+    optimizer not being called; a closure is judged after it has run, and before the update that it is for.
+
+    Args:
+        listener: Told of the updates.
+    """
+
+    def __init__(self, listener: LoopListener) -> None:
+        self.recorder = StepRecorder()
+        self._listener = listener
+        self._optimizers: dict[int, _Known] = {}
+        self._names = 0
+        self._stepping: tuple[Any, Any] | None = None  # the scaler whose step runs, and for which optimizer
+        self._made = False
+        self._attempt: Attempt | None = None
+        self._busy = False
+        self._process = os.getpid()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens."""
+        with ExitStack() as stack:
+            stack.enter_context(self.recorder.watching())
+            stack.enter_context(told_of_scalers(self))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            yield
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Inside, nothing that runs is the loop's."""
+        busy, self._busy = self._busy, True
+        self.recorder.away = True
+        try:
+            with self.recorder.pausing():
+                yield
+        finally:
+            self._busy = busy
+            self.recorder.away = busy
+
+    def program(self, attempt: Attempt) -> Program:
+        """The step that an update is for, as it was recorded."""
+        return self.recorder.program(
+            attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step
+        )
+
+    # -- scalers -----------------------------------------------------------------------------------------------------
+
+    def scaler_called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
+        """As in `ScalerListener`."""
+        if self._is_not_ours():
+            return run()
+        if method == "scale":
+            return self.recorder.scaled(argument, run)
+        if method == "unscale_":
+            with self.recorder.pausing():
+                result = run()
+            self.recorder.unscaled(argument)
+            return result
+        if method != "step":
+            return run()
+        self._stepping, self._made = (scaler, argument), False
+        try:
+            with self.recorder.pausing():
+                result = run()
+        finally:
+            self._stepping = None
+        if not self._made and hasattr(argument, "param_groups"):
+            attempt = self._attempt_of(argument, scaler)
+            self._listener.held_back(attempt, self.recorder.losses)
+            self._ended(attempt, skipped=True)
+        return result
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_not_ours():
+            return None
+        self._made = True
+        scaler = self._stepping[0] if self._stepping is not None else None
+        closure = next((value for value in (*args, *kwargs.values()) if callable(value)), None)
+        if closure is None:
+            self._judge(optimizer, scaler)
+            return None
+
+        def judged(*inner: Any, **named: Any) -> Any:
+            result = closure(*inner, **named)
+            self._judge(optimizer, scaler)
+            return result
+
+        return (
+            tuple(judged if value is closure else value for value in args),
+            {key: judged if value is closure else value for key, value in kwargs.items()},
+        )
+
+    def _judge(self, optimizer: Any, scaler: Any) -> None:
+        with self.recorder.pausing():
+            self._attempt = self._attempt_of(optimizer, scaler)
+            self._listener.about_to_step(self._attempt, self.recorder.losses)
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None or attempt.optimizer is not optimizer or self._is_not_ours():
+            return
+        found = getattr(optimizer, "found_inf", None)  # a fused optimizer is called either way, and skips by itself
+        skipped = False
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            with unseen():
+                skipped = bool(found)
+        self._ended(attempt, skipped=skipped)
+
+    def _ended(self, attempt: Attempt, *, skipped: bool) -> None:
+        known = self._optimizers[id(attempt.optimizer)]
+        first = known.attempts == 0
+        known.attempts += 1
+        known.last = time.monotonic()
+        self._listener.attempted(attempt, skipped=skipped)
+        self.recorder.updated(attempt.optimizer)
+        models = self.recorder.models
+        if first and not models.is_root_of(_trained(attempt.optimizer)):
+            models.search()  # its models were not seen yet: the next step shows them
+        elif models.searching and (not first or models.roots):
+            models.settle()
+
+    def _attempt_of(self, optimizer: Any, scaler: Any) -> Attempt:
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.there() is not optimizer:
+            name = f"optimizer{self._names + 1}" if self._names else "optimizer"
+            self._names += 1
+            known = self._optimizers[id(optimizer)] = _Known(weakref.ref(optimizer), name)
+        return Attempt(
+            step=known.attempts,
+            optimizer=optimizer,
+            name=known.name,
+            scaler=scaler,
+            micro_steps=self.recorder.backwards,
+            seconds=None if known.last is None else time.monotonic() - known.last,
+        )
+
+    def _is_not_ours(self) -> bool:
+        """What runs is our own look, a forked child of the loop's, or on tensors without values."""
+        return self._busy or os.getpid() != self._process or under_fake_tensors()
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is not None]
