@@ -73,7 +73,11 @@ def strided(elements: Tensor, most: int) -> Tensor:
         elements: Plain and strided.
         most: At least 1.
     """
-    return flat(elements)[:: stride_of(elements.numel(), most)]
+    line = flat(elements)
+    stride = stride_of(line.numel(), most)
+    if stride == 1:
+        return line
+    return line.as_strided((-(-line.numel() // stride),), (line.stride(0) * stride,), line.storage_offset())
 
 
 def stride_of(elements: int, most: int) -> int:

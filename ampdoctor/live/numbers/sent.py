@@ -178,8 +178,8 @@ def _kept_by_clipping(sent: Sent, sections: Sections) -> float | None:
         return 1.0
     if sent.clips.only is None:
         return None
-    seen = _first(sections, "clip" if sent.clips.parts else "one_clip")
-    if seen is None or not sent.clips.parts:  # it was of some of them, or of more
+    seen = _first(sections, "clip")
+    if seen is None:  # it was of some of them, or of more
         return None
     kept = min(sent.clips.only.clip.max_norm / (seen + 1e-6), 1.0)
     return kept if kept > 0.0 else None

@@ -14,12 +14,10 @@ from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.heard import Clippings
 from ampdoctor.live.numbers.incoming import Arrived, arrived
 from ampdoctor.live.numbers.later import Later
-from ampdoctor.live.numbers.norms import local, norms_of, total
+from ampdoctor.live.numbers.norms import local
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
-from ampdoctor.live.numbers.sampling import sample
 from ampdoctor.live.numbers.sent import Sent, detail_of, step_of
-from ampdoctor.live.numbers.updates import Updates
-from ampdoctor.numerics import extremes_of_each
+from ampdoctor.live.numbers.taking import add_changes, add_gradients, add_norms, add_parameters
 from ampdoctor.numerics.unseen import Unseen
 
 EVERY = 100
@@ -200,10 +198,13 @@ class StepNumbers:
         gradients = {id(grad) for _, grad in named}
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
-        heard = self._clips.norm_of(gradients)
-        again = self._open.get(optimizer)
         step = Sent(
-            number=self._step, optimizer=optimizer, reason=self._reason, half=self._half, clips=heard, unscaled=unscaled
+            number=self._step,
+            optimizer=optimizer,
+            reason=self._reason,
+            half=self._half,
+            clips=self._clips.norm_of(gradients),
+            unscaled=unscaled,
         )
         if not isinstance(scale, Tensor):
             step.scale = scale
@@ -212,58 +213,16 @@ class StepNumbers:
                 step.parcel.add(key, numbers)
         for value in self._losses:
             step.parcel.add("losses", value)
-        for part in heard.parts:
-            step.parcel.add("clip", part.clip.total)
-        if heard.only is not None and not heard.parts:
-            step.parcel.add("one_clip", heard.only.clip.total)
-        norm = self._norms(step, named)
+        norm = add_norms(step, named, fused=self.fused, check=self.fused and optimizer not in self._checked)
+        self._checked.add(optimizer)
         if self._reason is not None:
-            self._tensors(step, named)
-            step.updates = Updates(parameters) if again is None or again.updates is None else again.updates
-            for samples in step.updates.before:
-                step.parcel.add("parameters", samples.buffer)
-            self._weights(step, parameters)
+            again = self._open.get(optimizer)
+            add_gradients(step, named)
+            add_parameters(step, parameters, fused=self.fused, updates=None if again is None else again.updates)
         step.parcel.pack()
         step.gradients = frozenset(gradients)
         self._open[optimizer] = step
         return norm
-
-    def _norms(self, step: Sent, named: Sequence[tuple[str, Tensor]]) -> Tensor | None:
-        """Adds the gradients' norms, as far as clipping has not computed them or single ones are wanted."""
-        parts = step.clips.parts
-        step.shards = any(hasattr(grad, "to_local") for _, grad in named)
-        if not named:
-            return None
-        norm = local(parts[0].clip.total) if len(parts) == 1 else None
-        if parts and self._reason is None:
-            return norm
-        check = self.fused and step.optimizer not in self._checked
-        self._checked.add(step.optimizer)
-        for norms in (every := norms_of(named, fused=self.fused, check=check)):
-            step.norms += norms.names
-            step.parcel.add("norms", norms.vector)
-            if norms.off is not None:
-                step.parcel.add("off", norms.off)
-        return norm if parts or len(every) > 1 else total(every[0].vector)
-
-    @staticmethod
-    def _tensors(step: Sent, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Adds the samples and extremes of the gradients."""
-        elements = [(name, local(grad)) for name, grad in named]
-        for samples in sample(elements):
-            step.sampled += samples.plan
-            step.parcel.add("gradients", samples.buffer)
-        full = [(name, part) for name, part in elements if part.numel()]
-        for (name, _), (low, high) in zip(full, extremes_of_each(part for _, part in full), strict=True):
-            step.extremes += (name,)
-            step.parcel.add("extremes", low)
-            step.parcel.add("extremes", high)
-
-    def _weights(self, step: Sent, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Adds the norms of the parameters."""
-        for norms in norms_of(parameters, fused=self.fused):
-            step.weights += norms.names
-            step.parcel.add("weights", norms.vector)
 
     @_harmless
     def stepped(self, optimizer: str, *, skipped: bool | None = None) -> None:
@@ -275,14 +234,10 @@ class StepNumbers:
         """
         step = self._open.pop(optimizer, None)
         if step is not None:
-            if step.updates is not None and not skipped:
-                for change in step.updates.changes():
-                    step.parcel.add("changes", change)
-            step.arrived = tuple(self._incoming) if step.reason is not None else ()
-            for found in step.arrived:
-                step.parcel.add("arrived", found.values)
-            step.parcel.pack()
             step.skipped = skipped
+            step.arrived = tuple(self._incoming) if step.reason is not None else ()
+            add_changes(step)
+            step.parcel.pack()
             self._clips.forget(step.gradients)
             self._losses.clear()
             self._incoming.clear()
