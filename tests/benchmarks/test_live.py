@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks import live
 
 
-@pytest.fixture(scope="module")
-def live():
-    spec = importlib.util.spec_from_file_location("benchmark_live", FOLDER / "live.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_contestant_takes_part_or_says_why_not(live, capsys):
+def test_every_contestant_takes_part_or_says_why_not(capsys):
     times = live.measure("resnet", repeats=2, burst=1, small=True)
     said = capsys.readouterr().out
     absent = {name for name, entry in live.CONTESTANTS.items() if entry.missing() is not None}
@@ -30,7 +19,7 @@ def test_every_contestant_takes_part_or_says_why_not(live, capsys):
     assert "target: at most 1.01 x: " in said
 
 
-def test_a_contestant_leaves_the_loop_as_it_was_and_no_weight_changed(live):
+def test_a_contestant_leaves_the_loop_as_it_was_and_no_weight_changed():
     bare, watched = live.transformer(small=True), live.transformer(small=True)
     for name, contestant in live.CONTESTANTS.items():
         if contestant.missing() is None:
@@ -44,13 +33,13 @@ def test_a_contestant_leaves_the_loop_as_it_was_and_no_weight_changed(live):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_numbers_that_fail_are_no_result(live, monkeypatch):
+def test_numbers_that_fail_are_no_result(monkeypatch):
     monkeypatch.setattr(live.Numbers, "stepped", lambda self: setattr(self.numbers, "failed", "ValueError: no"))
     with pytest.raises(RuntimeError, match="ValueError: no"):
         live.take(live.transformer(small=True), live.NUMBERS, 1)
 
 
-def test_the_cost_counts_one_step_with_details_in_a_hundred(live):
+def test_the_cost_counts_one_step_with_details_in_a_hundred():
     times = {live.BARE: [1.0], live.NUMBERS: [1.004], live.DETAILS: [1.104]}
     assert live.summary(times).startswith("met (1.0050")
     times[live.DETAILS] = [2.004]

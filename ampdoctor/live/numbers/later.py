@@ -43,7 +43,7 @@ def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, Arrival]:
     Into other memory a copy that does not wait races with its reader (torchrec#4421: norms of 1e-22).
     """
     if buffer is None:
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     buffer.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
@@ -66,7 +66,7 @@ class Later(Generic[Tag]):
         ahead: Number of readings that may be on their way.
 
     Attributes:
-        lost: Readings that found the ring full, or fell into the capture of a CUDA graph, which allows no event.
+        lost: Readings that found the ring full.
     """
 
     def __init__(self, send: Send = send, *, ahead: int = AHEAD) -> None:
@@ -86,7 +86,7 @@ class Later(Generic[Tag]):
         Returns:
             Whether they will arrive.
         """
-        if len(self._waiting) >= self._ahead or _capturing():
+        if len(self._waiting) >= self._ahead:
             self.lost += 1
             return False
         reading: _OnTheWay[Tag] = _OnTheWay(tag, [], [], [])
@@ -105,7 +105,7 @@ class Later(Generic[Tag]):
 
     def ready(self) -> Iterator[tuple[Tag, list[Tensor]]]:
         """Yields the readings that have arrived; their tensors hold good until the next is taken."""
-        while self._waiting and (not self._waiting[0].arrivals or self._arrived(self._waiting[0])):
+        while self._waiting and all(arrival.query() for arrival in self._waiting[0].arrivals):
             yield from self._take()
 
     def drain(self) -> Iterator[tuple[Tag, list[Tensor]]]:
@@ -115,9 +115,6 @@ class Later(Generic[Tag]):
                 arrival.synchronize()
             yield from self._take()
 
-    def _arrived(self, reading: _OnTheWay[Tag]) -> bool:
-        return not _capturing() and all(arrival.query() for arrival in reading.arrivals)
-
     def _take(self) -> Iterator[tuple[Tag, list[Tensor]]]:
         reading = self._waiting.popleft()
         yield reading.tag, reading.values
@@ -125,8 +122,3 @@ class Later(Generic[Tag]):
             self._spare.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
         while len(self._spare) > _SIZES:
             del self._spare[next(iter(self._spare))]
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured: no event may be asked then, and no memory pinned."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

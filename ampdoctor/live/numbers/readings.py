@@ -157,7 +157,7 @@ def tensor_reading(
     counted = Histogram.of(values.to(row.dtype))  # exact: it was widened, and a format's own values round to nothing
     times = factor if factor is not None and 0.0 < factor < math.inf else None
     amax = _amax(counted, extremes)
-    largest = None if amax is None else Histogram.of(torch.tensor([amax], dtype=torch.float64))
+    largest = None if amax is None else Histogram.of(torch.tensor([amax], dtype=torch.float64, device="cpu"))
     return TensorReading(
         name=row.name,
         role=role,

@@ -15,6 +15,7 @@ from ampdoctor.live.numbers.parcel import Parcel
 from ampdoctor.live.numbers.readings import DetailReading, StepReading, TensorReading, tensor_reading
 from ampdoctor.live.numbers.sampling import Sampled, cut
 from ampdoctor.live.numbers.updates import Moved, Updates, moved
+from ampdoctor.loop.torch_internals import unseen
 
 Sections = Mapping[str, Sequence[Tensor]]
 
@@ -65,6 +66,7 @@ class Sent:
     parcel: Parcel = field(default_factory=Parcel)
 
 
+@unseen()
 def step_of(sent: Sent, sections: Sections) -> StepReading:
     """Returns what a step's numbers say.
 
@@ -92,6 +94,7 @@ def step_of(sent: Sent, sections: Sections) -> StepReading:
     )
 
 
+@unseen()
 def detail_of(sent: Sent, sections: Sections) -> DetailReading:
     """Returns what a step's samples say; counts them, some 0.2 ms a tensor.
 
@@ -208,4 +211,4 @@ def _first(sections: Sections, key: str) -> float | None:
 
 def _joined(sections: Sections, key: str) -> Tensor:
     parts = list(sections.get(key, ()))
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, device="cpu")

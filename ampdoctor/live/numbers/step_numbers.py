@@ -18,6 +18,7 @@ from ampdoctor.live.numbers.norms import local
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
 from ampdoctor.live.numbers.sent import Sent, detail_of, step_of
 from ampdoctor.live.numbers.taking import add_changes, add_gradients, add_norms, add_parameters
+from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.numerics.unseen import Unseen
 
 EVERY = 100
@@ -32,11 +33,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _harmless(method: Method) -> Method:
-    """The method raises nothing into the loop: at the first error the numbers end, with one sentence in `failed`."""
+    """The method raises nothing into the loop: at the first error the numbers end, with one sentence in `failed`.
+
+    It does nothing where what it does would become a part of a compiled or captured graph.
+    """
 
     @functools.wraps(method)
     def guarded(self: StepNumbers, *args: Any, **kwargs: Any) -> Any:
-        if self.failed is not None:
+        if self.failed is not None or torch.compiler.is_compiling() or _capturing():
             return None
         try:
             return method(self, *args, **kwargs)
@@ -194,6 +198,7 @@ class StepNumbers:
             The norm of its gradients, 0-dim and on its device, which carries the scale where clipping saw it or they
             still do; None without gradients, or where clipping in parts has computed it in parts.
         """
+        parameters = [(name, p) for name, p in parameters if _has_numbers(p)]
         named = [(name, p.grad) for name, p in parameters if p.grad is not None]
         gradients = {id(grad) for _, grad in named}
         if not unscaled and scale is not None:
@@ -260,11 +265,23 @@ class StepNumbers:
 
     def _tell(self, readings: Iterable[tuple[Sent, list[Tensor]]]) -> None:
         for step, values in readings:
-            sections = step.parcel.opened(values)
-            off = [float(found.amax()) for found in sections.get("off", [])]
-            if any(not difference <= AGREE for difference in off):
+            with unseen():
+                sections = step.parcel.opened(values)
+                if step.reason is not None:
+                    kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are lent
+                off = [difference for found in sections.get("off", []) for difference in found.tolist()]
+            if not all(difference <= AGREE for difference in off):
                 self.fused = False
             self._on_step(step_of(step, sections))
             if step.reason is not None:
-                kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are lent
                 self._on_detail(functools.partial(detail_of, step, kept))
+
+
+def _has_numbers(parameter: Tensor) -> bool:
+    """Whether a parameter has values, and real or complex ones; a quantised one may be made of bytes."""
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_meta
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured: no event may be asked then, and no memory pinned."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.live.numbers.step_numbers import SAMPLED, StepNumbers
 
@@ -274,6 +275,80 @@ def test_an_error_ends_the_numbers_and_not_the_loop(monkeypatch):
     train(3, *model_and(), numbers)
     assert numbers.failed == "ValueError: the disk is full"
     assert not numbers.looking
+
+
+class Seen(TorchDispatchMode):
+    """A mode of the user's, which sees every op."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_s_sees_nothing_of_it():
+    ops = []
+    for told in (None, Told(every=1)):
+        model, optimizer = model_and()
+        with Seen() as seen, torch.device("meta"):
+            model[3](torch.ones(1, device="cpu"))
+            for p in model.parameters():
+                p.grad = torch.ones(p.shape, device="cpu")
+            if told:
+                told.numbers.begin_step(0)
+                told.numbers.incoming("", model[0].bias)
+                told.numbers.loss(model[0].bias.grad[:1], 4.0)
+                told.numbers.about_to_step("o", list(model.named_parameters()), scale=4.0)
+            else:
+                _ = model[0].bias.grad[:1]
+            optimizer.step()
+            if told:
+                told.numbers.stepped("o")
+                assert told.numbers.failed is None
+                assert len(told.details[0].tensors) == 13
+                assert told.steps[0].losses == (0.25,)
+            ops.append(seen.ops)
+    assert ops[0] == ops[1] != []
+
+
+def test_a_compiled_step_is_left_alone():
+    told = Told(every=1)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x):
+        told.numbers.begin_step(0)
+        told.numbers.about_to_step("o", [("w", parameter)])
+        return x + 1
+
+    step(torch.ones(1))
+    assert told.numbers._open == {}
+    assert told.numbers.failed is None
+
+
+def test_a_graph_that_is_captured_is_left_alone(monkeypatch):
+    told = Told(every=1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    train(2, *model_and(), told.numbers)
+    assert told.steps == []
+    assert told.numbers.failed is None
+
+
+def test_parameters_without_numbers_are_left_out():
+    told = Told(every=1)
+    codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    absent = nn.Parameter(torch.zeros(3, device="meta"))
+    there = nn.Parameter(torch.ones(3))
+    told.numbers.begin_step(0)
+    told.numbers.about_to_step("o", [("codes", codes), ("absent", absent), ("there", there)])
+    told.numbers.stepped("o")
+    assert told.numbers.failed is None
+    assert [t.name for t in told.details[0].tensors] == ["there"]
 
 
 class Everything:
