@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "histogram.py": ((), ("--elements", "4194304", "--repeats", "3")),
     "overhead.py": (("--peers",), ("--repeats", "3")),
+    "live.py": ((), ("--small", "--repeats", "2")),
     "until_sick.py": ((), ("--size", "1M", "--precision", "fp32", "--steps", "23")),
     "ranges.py": ((), ("--repeats", "2", "--blocks", "2", "--modules", "50", "--steps", "5")),
     "half_products.py": ((), ("--repeats", "1")),

@@ -1,0 +1,287 @@
+"""The numbers of each step of a loop that is somebody else's: taken on the device, told when they have arrived."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ampdoctor.live.numbers.clipping import Clip, hearing
+from ampdoctor.live.numbers.heard import Clippings
+from ampdoctor.live.numbers.incoming import Arrived, arrived
+from ampdoctor.live.numbers.later import Later
+from ampdoctor.live.numbers.norms import local
+from ampdoctor.live.numbers.readings import DetailReading, StepReading
+from ampdoctor.live.numbers.sent import Sent, detail_of, step_of
+from ampdoctor.live.numbers.taking import add_changes, add_gradients, add_norms, add_parameters
+from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.numerics.unseen import Unseen
+
+EVERY = 100
+"""Steps from one look at single tensors to the next."""
+SAMPLED = "sampled"
+"""Why most of them are made."""
+AGREE = 1e-3
+"""Relative difference of norms from which `torch._foreach_norm` is not believed any more: float32 sums of a billion
+squares differ by less, and what was wrong in pytorch#140066 was wrong by factors."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _harmless(method: Method) -> Method:
+    """The method raises nothing into the loop: at the first error the numbers end, with one sentence in `failed`.
+
+    It does nothing where what it does would become a part of a compiled or captured graph.
+    """
+
+    @functools.wraps(method)
+    def guarded(self: StepNumbers, *args: Any, **kwargs: Any) -> Any:
+        if self.failed is not None or torch.compiler.is_compiling() or _capturing():
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            return None
+
+    return cast("Method", guarded)
+
+
+class StepNumbers:
+    """Takes the numbers of a loop's steps; whoever watches the loop tells it what happens.
+
+    Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is told before
+    `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
+
+    Args:
+        on_step: Sent each step.
+        on_detail: Sent each look at single tensors, as a function that counts them, on any thread.
+        every: Steps between looks; 0 for none but those that are asked for.
+        half: Name of the half format that gradients pass through.
+        later: Where readings wait.
+
+    Attributes:
+        failed: The error that ended the numbers; None while all is well.
+        fused: Norms are taken by `torch._foreach_norm`; False once that was seen to be wrong.
+        hears_clips: This torch lets clippings be heard.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[StepReading], None],
+        on_detail: Callable[[Callable[[], DetailReading]], None],
+        *,
+        every: int = EVERY,
+        half: str = "fp16",
+        later: Later[Sent] | None = None,
+    ) -> None:
+        self._on_step, self._on_detail = on_step, on_detail
+        self._every, self._half = every, half
+        self._later: Later[Sent] = Later() if later is None else later
+        self._clips = Clippings()
+        self._losses: list[Tensor] = []
+        self._incoming: list[Arrived] = []
+        self._open: dict[str, Sent] = {}  # by optimizer: steps that are about to be taken
+        self._checked: set[str] = set()
+        self._step = 0
+        self._asked, self._asked_for = 0, SAMPLED
+        self._reason: str | None = None
+        self.failed: str | None = None
+        self.fused = True
+        self.hears_clips = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Clippings are heard inside; what is still on its way is waited for at the end."""
+        with hearing(self._clip) as heard:
+            self.hears_clips = heard
+            try:
+                yield
+            finally:
+                self.finish()
+
+    @property
+    def lost(self) -> int:
+        """Readings that never arrive, because the host was too far ahead of its device."""
+        return self._later.lost
+
+    @property
+    def looking(self) -> bool:
+        """Whether single tensors are looked at in this step: gradients of activations are worth their hooks."""
+        return self._reason is not None and self.failed is None
+
+    def look(self, reason: str, steps: int = 1) -> None:
+        """Look at single tensors in the next steps, and in this one as far as it goes, because of something that fired.
+
+        Args:
+            reason: What fired, for the reading.
+            steps: How many of the next.
+        """
+        self._asked, self._asked_for = max(self._asked, steps), reason
+        self._reason = self._reason or reason
+
+    @_harmless
+    def begin_step(self, step: int) -> None:
+        """A step begins, before its first forward; what an earlier one has left behind is forgotten.
+
+        Args:
+            step: Number of the attempted step, from 0.
+        """
+        self._step = step
+        self._open.clear()
+        self._losses.clear()
+        self._incoming.clear()
+        self._clips.forget()
+        regular = self._every > 0 and step % self._every == 0
+        self._reason = self._asked_for if self._asked else SAMPLED if regular else None
+        self._asked = max(self._asked - 1, 0)
+
+    @_harmless
+    def loss(self, tensor: Tensor, scale: Tensor | float | None = None) -> None:
+        """A backward begins.
+
+        Args:
+            tensor: Its root; what has more than one element is no loss.
+            scale: What it was multiplied by; a tensor is divided by on the device.
+        """
+        if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
+            return
+        own = local(tensor)
+        with Unseen(own):
+            value = own.detach().reshape(1).to(torch.promote_types(own.dtype, torch.float32), copy=True)
+            if isinstance(scale, Tensor):
+                if scale.device != value.device and "cpu" in {scale.device.type, value.device.type}:
+                    return  # a copy between the two would wait, or race
+                scale = scale.detach().reshape(1).to(value.device, non_blocking=True)
+            self._losses.append(value if scale is None else value / scale)
+
+    @_harmless
+    def unscaling(self, parameters: Iterable[Tensor]) -> None:
+        """A scaler is about to divide gradients by its scale: clippings so far saw them scaled."""
+        self._clips.carry_scale({id(p.grad) for p in parameters if p.grad is not None})
+
+    @_harmless
+    def incoming(self, module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> None:
+        """The gradient of a module's output has come back, in a step that is `looking`; arguments as of `arrived`."""
+        if self.looking and (found := arrived(module, gradient, part=part, call=call)) is not None:
+            self._incoming.append(found)
+
+    @_harmless
+    def about_to_step(
+        self,
+        optimizer: str,
+        parameters: Sequence[tuple[str, Tensor]],
+        *,
+        scale: Tensor | float | None = None,
+        found_inf: Tensor | None = None,
+        growth_tracker: Tensor | None = None,
+        unscaled: bool = True,
+    ) -> Tensor | None:
+        """An optimizer is about to use its gradients, or a scaler to skip them; after the closure, where there is one.
+
+        Called again before `stepped` (a closure that is evaluated several times), gradients are those of the last time
+        and parameters those of the first.
+
+        Args:
+            optimizer: Its name.
+            parameters: Name and parameter, all of the optimizer's.
+            scale: The loss scale of its gradients: `scaler._scale` itself, on its device; None without a scaler.
+            found_inf: The scaler's flag, on its device, if it is there already.
+            growth_tracker: `scaler._growth_tracker` itself.
+            unscaled: The gradients were divided by the scale; False for a fused optimizer, which does so itself.
+
+        Returns:
+            The norm of its gradients, 0-dim and on its device, which carries the scale where clipping saw it or they
+            still do; None without gradients, or where clipping in parts has computed it in parts.
+        """
+        parameters = [(name, p) for name, p in parameters if _has_numbers(p)]
+        named = [(name, p.grad) for name, p in parameters if p.grad is not None]
+        gradients = {id(grad) for _, grad in named}
+        if not unscaled and scale is not None:
+            self._clips.carry_scale(gradients)
+        step = Sent(
+            number=self._step,
+            optimizer=optimizer,
+            reason=self._reason,
+            half=self._half,
+            clips=self._clips.norm_of(gradients),
+            unscaled=unscaled,
+        )
+        if not isinstance(scale, Tensor):
+            step.scale = scale
+        for key, numbers in (("scale", scale), ("found_inf", found_inf), ("growth_tracker", growth_tracker)):
+            if isinstance(numbers, Tensor):
+                step.parcel.add(key, numbers)
+        for value in self._losses:
+            step.parcel.add("losses", value)
+        norm = add_norms(step, named, fused=self.fused, check=self.fused and optimizer not in self._checked)
+        self._checked.add(optimizer)
+        if self._reason is not None:
+            again = self._open.get(optimizer)
+            add_gradients(step, named)
+            add_parameters(step, parameters, fused=self.fused, updates=None if again is None else again.updates)
+        step.parcel.pack()
+        step.gradients = frozenset(gradients)
+        self._open[optimizer] = step
+        return norm
+
+    @_harmless
+    def stepped(self, optimizer: str, *, skipped: bool | None = None) -> None:
+        """The optimizer has stepped, or its step was skipped.
+
+        Args:
+            optimizer: Its name.
+            skipped: Whether the step was not taken; None where only `found_inf` knows.
+        """
+        step = self._open.pop(optimizer, None)
+        if step is not None:
+            step.skipped = skipped
+            step.arrived = tuple(self._incoming) if step.reason is not None else ()
+            add_changes(step)
+            step.parcel.pack()
+            self._clips.forget(step.gradients)
+            self._losses.clear()
+            self._incoming.clear()
+            self._later.put(step, step.parcel.tensors)
+        self.poll()
+
+    @_harmless
+    def poll(self) -> None:
+        """Tell the readings that have arrived."""
+        self._tell(self._later.ready())
+
+    @_harmless
+    def finish(self) -> None:
+        """Tell all readings; waits for those that are on their way."""
+        self._tell(self._later.drain())
+
+    @_harmless
+    def _clip(self, clip: Clip) -> None:
+        self._clips.add(clip)
+
+    def _tell(self, readings: Iterable[tuple[Sent, list[Tensor]]]) -> None:
+        for step, values in readings:
+            with unseen():
+                sections = step.parcel.opened(values)
+                if step.reason is not None:
+                    kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are lent
+                off = [difference for found in sections.get("off", []) for difference in found.tolist()]
+            if not all(difference <= AGREE for difference in off):
+                self.fused = False
+            self._on_step(step_of(step, sections))
+            if step.reason is not None:
+                self._on_detail(functools.partial(detail_of, step, kept))
+
+
+def _has_numbers(parameter: Tensor) -> bool:
+    """Whether a parameter has values, and real or complex ones; a quantised one may be made of bytes."""
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_meta
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured: no event may be asked then, and no memory pinned."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

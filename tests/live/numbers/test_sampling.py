@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ampdoctor.live.numbers import sampling
+from ampdoctor.live.numbers.incoming import arrived
+from ampdoctor.live.numbers.readings import tensor_reading
+from ampdoctor.live.numbers.sampling import MOST, cut, sample, stride_of
+from ampdoctor.live.numbers.updates import Updates, moved
+
+
+def test_small_tensors_are_counted_whole_and_large_ones_in_all_columns():
+    named = [("small", torch.arange(12.0).view(3, 4).t()), ("large", torch.arange(1024.0).repeat(1000, 1))]
+    (samples,) = sample(named)
+    small, large = cut(samples.plan, samples.buffer)
+    assert sorted(small.tolist()) == list(map(float, range(12)))
+    assert samples.plan[1].elements == 1024 * 1000
+    assert MOST / 2 < large.numel() <= MOST
+    assert len(large.unique()) > 900  # a stride of 250 would show 512 columns of 1024
+
+
+@pytest.mark.parametrize("elements", [0, 1, 5, 4096, 4097, 1 << 20, 30030 * 7, 999983])
+def test_a_stride_leaves_few_enough_and_shares_no_factor(elements):
+    stride = stride_of(elements, MOST)
+    assert math.gcd(stride, elements) in {1, elements}
+    assert -(-elements // stride) <= MOST
+
+
+def test_many_tensors_share_a_bound(monkeypatch):
+    monkeypatch.setattr(sampling, "MOST_TOGETHER", 100)
+    (samples,) = sample([(str(i), torch.ones(1000)) for i in range(10)])
+    assert samples.buffer.numel() <= 100
+
+
+def test_samples_of_every_kind_of_tensor():
+    rows = torch.tensor([[1, 1]])
+    named = [
+        ("half", torch.tensor([2.0**-24], dtype=torch.float16)),
+        ("double", torch.tensor([1e-300], dtype=torch.float64)),
+        ("complex", torch.tensor([1 + 2j])),
+        ("sparse", torch.sparse_coo_tensor(rows, torch.tensor([1.0, 2.0]), (6,), check_invariants=True)),
+        ("nothing", torch.empty(0)),
+        ("number", torch.tensor(4.0)),
+    ]
+    (samples,) = sample(named)
+    assert samples.buffer.tolist() == [2.0**-24, 1e-300, 1.0, 2.0, 3.0, 4.0]
+    assert [row.count for row in samples.plan] == [1, 1, 2, 1, 0, 1]
+
+
+def test_a_gradient_s_figures_are_the_histogram_s_at_the_loss_scale():
+    values = torch.tensor([0.0, 0.0, 2.0**-30, 2.0**-20, 1.0, 4.0, math.inf, -1.0])
+    (samples,) = sample([("w", values)])
+    reading = tensor_reading(
+        "gradient", samples.plan[0], samples.buffer, half="fp16", factor=16.0, extremes=torch.tensor([-8.0, 4.0])
+    )
+    assert (reading.zero_share, reading.nonfinite) == (0.25, 1)
+    assert reading.flushed_share == pytest.approx(1 / 5)  # 2^-26; of those that are finite and not zero
+    assert reading.subnormal_share == pytest.approx(1 / 5)
+    assert reading.amax == 8.0  # the sample's is 4
+    assert reading.headroom_binades == pytest.approx(math.log2(65504 / 128))
+    assert reading.format == "fp32"
+
+
+def test_what_is_not_finite_is_left_to_the_sample():
+    values = torch.tensor([1.0, math.nan])
+    (samples,) = sample([("w", values)])
+    row, counted = samples.plan[0], samples.buffer
+    reading = tensor_reading("gradient", row, counted, half="fp16", factor=1.0, extremes=torch.tensor([math.nan] * 2))
+    assert reading.amax == 1.0
+    unknown = tensor_reading("gradient", row, counted, half="fp16", factor=None)
+    assert (unknown.flushed_share, unknown.headroom_binades) == (None, None)
+    zero = tensor_reading("gradient", row, torch.zeros(2), half="fp16", factor=1.0, extremes=torch.zeros(2))
+    assert (zero.amax, zero.headroom_binades, zero.zero_share) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_updates_are_those_of_the_weights(options):
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(300, 300))
+    frozen = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.Adam([parameter, frozen], lr=1e-2, **options)
+    parameter.grad = torch.randn(300, 300)
+    before = parameter.detach().clone()
+    updates = Updates([("w", parameter), ("frozen", frozen)])
+    optimizer.step()
+    (change,) = updates.changes()
+    weights, changes = (cut(updates.before[0].plan, buffer) for buffer in (updates.before[0].buffer, change))
+    figures = moved(weights[0], changes[0])
+    assert figures.ratio == pytest.approx(float((parameter.detach() - before).norm() / before.norm()), rel=0.05)
+    assert figures.unmoved == 0.0
+    still = moved(weights[1], changes[1])
+    assert (still.ratio, still.unmoved) == (None, 1.0)
+
+
+def test_a_parameter_that_changes_its_shape_is_no_update():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    updates = Updates([("w", parameter)])
+    parameter.data = torch.ones(5)
+    assert updates.changes()[0].isnan().all()
+
+
+def test_what_comes_back_to_an_output_is_copied():
+    gradient = torch.tensor([0.0, 2.0**-20, 1.0, 2.0**-27])
+    found = arrived("", gradient, call=2)
+    gradient.zero_()
+    reading = tensor_reading("activation_gradient", found.sampled, found.values, half="fp16", factor=1.0, call=2)
+    assert (reading.zero_share, reading.flushed_share, reading.subnormal_share) == (0.25, 1 / 3, 1 / 3)
+    assert arrived("", torch.zeros(3, dtype=torch.int64)) is None
+    assert arrived("", torch.zeros(0)) is None
+    assert arrived("", torch.zeros(3, device="meta")) is None

@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.live.numbers.step_numbers import SAMPLED, StepNumbers
+
+
+class Told:
+    """Numbers and what they have told."""
+
+    def __init__(self, **options):
+        self.steps, self.makes = [], []
+        self.numbers = StepNumbers(self.steps.append, self.makes.append, **options)
+
+    @property
+    def details(self):
+        return [make() for make in self.makes]
+
+
+def model_and(optimizer=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1))
+    return model, optimizer(model.parameters(), lr=0.1, **options)
+
+
+def train(
+    steps, model, optimizer, numbers=None, *, scaler=None, max_norm=None, micro=1, fused=False, data_seed=1, poison=()
+):
+    """A loop as users write it, which tells numbers what it does."""
+    generator = torch.Generator().manual_seed(data_seed)
+    named = list(model.named_parameters())
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        if numbers:
+            numbers.begin_step(step)
+        for _ in range(micro):
+            x = torch.randn(8, 6, generator=generator)
+            out = model(x)
+            if numbers and numbers.looking:
+                out.register_hook(lambda grad: numbers.incoming("", grad) and None)
+            loss = out.pow(2).mean() / micro
+            if step in poison:
+                loss = loss * math.inf
+            scaled = scaler.scale(loss) if scaler else loss
+            if numbers:
+                numbers.loss(scaled, scaler._scale if scaler else None)
+            scaled.backward()
+        if scaler and not fused:
+            if numbers:
+                numbers.unscaling(model.parameters())
+            scaler.unscale_(optimizer)
+        norms.append(math.sqrt(sum(float(p.grad.double().pow(2).sum()) for _, p in named)))
+        if max_norm:
+            clip_grad_norm_(model.parameters(), max_norm)
+        before = named[0][1].detach().clone()
+        if numbers:
+            found = scaler and scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            numbers.about_to_step(
+                "optimizer",
+                named,
+                scale=scaler and scaler._scale,
+                found_inf=found and next(iter(found.values())),
+                growth_tracker=scaler and scaler._growth_tracker,
+                unscaled=not fused,
+            )
+        if scaler:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        if numbers:
+            numbers.stepped("optimizer", skipped=torch.equal(before, named[0][1]) if fused else None)
+        if scaler:
+            scaler.update()
+    return norms
+
+
+def scaler_of(scale):
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def test_norms_losses_and_the_scale_of_each_step():
+    told = Told(every=0)
+    model, optimizer = model_and()
+    norms = train(3, model, optimizer, told.numbers, micro=2)
+    assert [s.step for s in told.steps] == [0, 1, 2]
+    assert [s.gradient_norm for s in told.steps] == pytest.approx(norms, rel=1e-5)
+    assert {(s.norm_heard, s.norm_clipped, s.norm_local, s.max_norm, s.loss_scale) for s in told.steps} == {
+        (False, False, False, None, None)
+    }
+    assert [s.micro_steps for s in told.steps] == [2, 2, 2]
+    assert all(s.loss == sum(s.losses) > 0 for s in told.steps)
+    assert told.makes == []
+    assert told.numbers.failed is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_a_scaler_everything_is_unscaled(fused):
+    plain, scaled = Told(every=0), Told(every=0)
+    train(4, *model_and(fused=fused), plain.numbers)
+    train(4, *model_and(fused=fused), scaled.numbers, scaler=scaler_of(1024.0), fused=fused)
+    assert [s.loss_scale for s in scaled.steps] == [1024.0] * 4
+    assert [s.growth_tracker for s in scaled.steps] == [0, 1, 2, 3]
+    assert [s.gradient_norm for s in scaled.steps] == pytest.approx([s.gradient_norm for s in plain.steps], rel=1e-4)
+    assert [s.loss for s in scaled.steps] == pytest.approx([s.loss for s in plain.steps], rel=1e-5)
+    assert {s.skipped for s in scaled.steps} == {False}
+
+
+def test_a_skipped_step_says_so_and_names_the_gradients():
+    told = Told()
+    train(3, *model_and(), told.numbers, scaler=scaler_of(8.0), poison={1})
+    assert [s.skipped for s in told.steps] == [False, True, False]
+    assert [s.loss_scale for s in told.steps] == [8.0, 8.0, 4.0]
+    assert not math.isfinite(told.steps[1].gradient_norm)
+    assert "0.weight" in told.steps[1].sick
+    assert told.steps[2].sick == ()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_clipping_computes_is_not_computed_again(fused, monkeypatch):
+    told, bare = Told(every=0), Told(every=0)
+    train(3, *model_and(fused=fused), bare.numbers, scaler=scaler_of(64.0), max_norm=0.05, fused=fused)
+    monkeypatch.setattr("ampdoctor.live.numbers.taking.norms_of", lambda *_, **__: pytest.fail("computed again"))
+    with told.numbers.watching():
+        norms = train(3, *model_and(fused=fused), told.numbers, scaler=scaler_of(64.0), max_norm=0.05, fused=fused)
+    assert told.numbers.failed is None
+    assert [s.norm_heard for s in told.steps] == [True] * 3
+    assert [s.gradient_norm * (64.0 if fused else 1.0) for s in told.steps] == pytest.approx(norms, rel=1e-5)
+    assert {s.max_norm for s in told.steps} == {0.05}
+    assert all(s.gradient_norm < 0.051 for s in bare.steps)  # nobody was hearing
+
+
+def test_clipping_in_parts_is_put_together_and_of_a_part_alone_is_not_believed():
+    told = Told(every=0)
+    model, _ = model_and()
+    named = list(model.named_parameters())
+    with told.numbers.watching():
+        for step in range(2):
+            told.numbers.begin_step(step)
+            model(torch.ones(4, 6)).pow(2).mean().backward()
+            exact = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for _, p in named))
+            clip_grad_norm_(model[0].parameters(), 1e-3)
+            if step == 0:
+                clip_grad_norm_([*model[2].parameters(), *model[4].parameters()], 1e-3)
+                clip_grad_norm_(model[0].parameters(), 1e-3)  # once more
+            told.numbers.about_to_step("optimizer", named)
+            told.numbers.stepped("optimizer")
+            if step == 0:
+                assert told.steps[0].gradient_norm == pytest.approx(exact, rel=1e-5)
+    assert (told.steps[0].norm_heard, told.steps[0].norm_clipped) == (True, False)
+    assert (told.steps[1].norm_heard, told.steps[1].norm_clipped) == (False, True)
+
+
+def test_details_are_the_tensors_own():
+    told = Told(every=2)
+    model, optimizer = model_and()
+    train(3, model, optimizer, told.numbers, scaler=scaler_of(1024.0))
+    first, second = told.details
+    assert (first.step, second.step, first.reason, first.loss_scale) == (0, 2, SAMPLED, 1024.0)
+    by = {(t.role, t.name): t for t in first.tensors}
+    assert {role for role, _ in by} == {"gradient", "parameter", "activation_gradient"}
+    weight, gradient, back = by["parameter", "0.weight"], by["gradient", "0.weight"], by["activation_gradient", ""]
+    fresh = model_and()[0][0].weight.detach()
+    assert weight.norm == pytest.approx(float(fresh.norm()), rel=1e-6)
+    assert weight.amax == pytest.approx(float(fresh.abs().max()))
+    assert (weight.elements, weight.sampled, weight.format) == (30, 30, "fp32")
+    assert weight.update_ratio == pytest.approx(0.1 * gradient.norm / weight.norm, rel=1e-5)  # SGD
+    expected = math.log2(65504 / (gradient.amax * 1024.0))
+    assert (gradient.headroom_binades, gradient.scale) == (pytest.approx(expected), None)
+    assert (back.scale, back.elements) == (1024.0, 8)
+    assert told.numbers.failed is None
+
+
+def test_a_fused_optimizer_s_gradients_carry_the_scale():
+    told = Told(every=1)
+    train(1, *model_and(fused=True), told.numbers, scaler=scaler_of(1024.0), fused=True)
+    gradient = next(t for t in told.details[0].tensors if t.role == "gradient")
+    assert gradient.scale == 1024.0
+    assert gradient.headroom_binades == pytest.approx(math.log2(65504 / gradient.amax))
+
+
+def test_clipping_is_taken_out_of_what_half_loses():
+    told, clipped = Told(every=1), Told(every=1)
+    train(1, *model_and(), told.numbers)
+    with clipped.numbers.watching():
+        train(1, *model_and(), clipped.numbers, max_norm=1e-4)
+    for one, other in zip(told.details[0].tensors, clipped.details[0].tensors, strict=True):
+        if one.role == "gradient" and one.amax:
+            assert other.amax < one.amax / 100
+            assert other.headroom_binades == pytest.approx(one.headroom_binades, abs=1e-3)
+
+
+def test_a_skipped_step_moves_nothing_and_says_no_ratio():
+    told = Told(every=1)
+    train(1, *model_and(), told.numbers, scaler=scaler_of(8.0), poison={0})
+    parameters = [t for t in told.details[0].tensors if t.role == "parameter"]
+    assert {t.update_ratio for t in parameters} == {None}
+    assert {t.nonfinite for t in parameters} == {0}
+    assert any(t.nonfinite for t in told.details[0].tensors if t.role == "gradient")
+
+
+def test_a_firing_asks_for_the_next_steps():
+    told = Told(every=0)
+    model, optimizer = model_and()
+    told.numbers.look("grad_spike", steps=2)
+    train(4, model, optimizer, told.numbers)
+    assert [(d.step, d.reason) for d in told.details] == [(0, "grad_spike"), (1, "grad_spike")]
+
+
+def test_a_closure_that_is_evaluated_several_times():
+    told = Told(every=1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+    named = list(model.named_parameters())
+    before = model.weight.detach().clone()
+    told.numbers.begin_step(0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).sub(3.0).pow(2).mean()
+        told.numbers.loss(loss)
+        loss.backward()
+        told.numbers.about_to_step("optimizer", named)
+        return loss
+
+    optimizer.step(closure)
+    told.numbers.stepped("optimizer")
+    assert told.steps[0].micro_steps > 1
+    weight = next(t for t in told.details[0].tensors if t.name == "weight" and t.role == "parameter")
+    moved = float((model.weight.detach() - before).norm() / before.norm())
+    assert weight.update_ratio == pytest.approx(moved, rel=1e-5)
+
+
+def test_two_optimizers_of_one_step_have_their_own_losses():
+    told = Told(every=0)
+    for name in ("generator", "critic"):
+        parameter = nn.Parameter(torch.ones(2))
+        told.numbers.loss(loss := parameter.sum() * (2.0 if name == "critic" else 1.0))
+        loss.backward()
+        told.numbers.about_to_step(name, [("w", parameter)])
+        told.numbers.stepped(name)
+    assert [(s.optimizer, s.losses) for s in told.steps] == [("generator", (2.0,)), ("critic", (4.0,))]
+
+
+def test_no_gradient_no_norm_and_a_step_that_was_never_announced_is_none():
+    told = Told(every=1)
+    told.numbers.stepped("optimizer")
+    parameter = nn.Parameter(torch.ones(2))
+    assert told.numbers.about_to_step("optimizer", [("w", parameter)]) is None
+    told.numbers.stepped("optimizer")
+    assert [s.gradient_norm for s in told.steps] == [None]
+    assert told.numbers.failed is None
+
+
+def test_a_wrong_foreach_norm_is_given_up(monkeypatch):
+    right = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *a, **k: [n * 2 for n in right(*a, **k)])
+    told = Told(every=0)
+    norms = train(3, *model_and(), told.numbers)
+    assert not told.numbers.fused
+    assert [s.gradient_norm for s in told.steps][1:] == pytest.approx(norms[1:], rel=1e-5)
+
+
+def test_an_error_ends_the_numbers_and_not_the_loop(monkeypatch):
+    def fails(_):
+        raise ValueError("the disk is full\nreally")
+
+    numbers = StepNumbers(fails, lambda _: None)
+    train(3, *model_and(), numbers)
+    assert numbers.failed == "ValueError: the disk is full"
+    assert not numbers.looking
+
+
+class Seen(TorchDispatchMode):
+    """A mode of the user's, which sees every op."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_user_s_sees_nothing_of_it():
+    ops = []
+    for told in (None, Told(every=1)):
+        model, optimizer = model_and()
+        with Seen() as seen, torch.device("meta"):
+            model[3](torch.ones(1, device="cpu"))
+            for p in model.parameters():
+                p.grad = torch.ones(p.shape, device="cpu")
+            if told:
+                told.numbers.begin_step(0)
+                told.numbers.incoming("", model[0].bias)
+                told.numbers.loss(model[0].bias.grad[:1], 4.0)
+                told.numbers.about_to_step("o", list(model.named_parameters()), scale=4.0)
+            else:
+                _ = model[0].bias.grad[:1]
+            optimizer.step()
+            if told:
+                told.numbers.stepped("o")
+                assert told.numbers.failed is None
+                assert len(told.details[0].tensors) == 13
+                assert told.steps[0].losses == (0.25,)
+            ops.append(seen.ops)
+    assert ops[0] == ops[1] != []
+
+
+def test_a_compiled_step_is_left_alone():
+    told = Told(every=1)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x):
+        told.numbers.begin_step(0)
+        told.numbers.about_to_step("o", [("w", parameter)])
+        return x + 1
+
+    step(torch.ones(1))
+    assert told.numbers._open == {}
+    assert told.numbers.failed is None
+
+
+def test_a_graph_that_is_captured_is_left_alone(monkeypatch):
+    told = Told(every=1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    train(2, *model_and(), told.numbers)
+    assert told.steps == []
+    assert told.numbers.failed is None
+
+
+def test_parameters_without_numbers_are_left_out():
+    told = Told(every=1)
+    codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    absent = nn.Parameter(torch.zeros(3, device="meta"))
+    there = nn.Parameter(torch.ones(3))
+    told.numbers.begin_step(0)
+    told.numbers.about_to_step("o", [("codes", codes), ("absent", absent), ("there", there)])
+    told.numbers.stepped("o")
+    assert told.numbers.failed is None
+    assert [t.name for t in told.details[0].tensors] == ["there"]
+
+
+class Everything:
+    """All a training leaves behind."""
+
+    def __init__(self, told, **options):
+        model, optimizer = model_and(torch.optim.AdamW)
+        with told.numbers.watching() if told else torch.enable_grad():
+            train(20, model, optimizer, told and told.numbers, **options)
+        state = optimizer.state_dict()["state"]
+        self.tensors = [
+            *model.state_dict().values(),
+            *(p.grad for p in model.parameters()),
+            *(t for held in state.values() for t in held.values()),
+            torch.get_rng_state(),
+        ]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"micro": 2, "poison": {3}}])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_no_bit_of_a_training_is_changed(options, scaled):
+    if "poison" in options and not scaled:
+        options = {"micro": 2}
+    told = Told(every=1)
+    kinds = (None, None, told)
+    bare, again, watched = (Everything(t, scaler=scaler_of(64.0) if scaled else None, **options) for t in kinds)
+    assert told.numbers.failed is None
+    assert len(told.steps) == len(told.details) == 20
+    for one, other, third in zip(bare.tensors, again.tensors, watched.tensors, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
