@@ -205,7 +205,7 @@ class _Schema:
         """The node of a type."""
         kind, note = _split(hint)
         origin, parts = get_origin(kind), get_args(kind)
-        if isinstance(note, Shape):
+        if isinstance(note, Shape) and not (self._sparse and is_dataclass(kind)):  # there a record is written whole
             return self.of(note.like)
         if isinstance(note, Form):
             node = ({} if kind is float else self.of(kind)) | dict(note.keywords)

@@ -16,16 +16,16 @@ def torch_facts() -> dict[str, Any]:
         "torch_hip": torch.version.hip,
         "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cuda_available": torch.cuda.is_available(),
         "torch_shims": [f"{name}: {sentence}" for name, sentence in torch_shims().items()],
     }
 
 
 def device_facts() -> dict[str, Any]:
-    """The GPUs, {} without one. Where nothing has yet, this begins to use CUDA: a fork can then use it no more."""
+    """The GPUs. Where nothing has yet, asking begins to use CUDA, and a forked process can then use it no more."""
     if not torch.cuda.is_available():
-        return {}
+        return {"cuda_available": False}
     return {
+        "cuda_available": True,
         "cudnn": torch.backends.cudnn.version(),
         "devices": [
             "{0}, compute capability {1[0]}.{1[1]}".format(

@@ -11,7 +11,8 @@ class Limits:
 
     Attributes:
         file_bytes: From here on a new file is begun. A file of this size is read in a second.
-        all_bytes: From here on old details are thinned: a million steps have some 150 MB, and are kept.
+        detail_bytes: Of details in finished files, from where on old ones are thinned. Steps are kept: a million have
+            some 150 MB.
         lines: Lines that wait at most, but for details: of a step in 1 ms those of 20 seconds, in some 10 MB.
         details: Details that wait at most; each may hold a histogram of every tensor.
         last: Steps that are remembered for a bundle.
@@ -19,7 +20,7 @@ class Limits:
     """
 
     file_bytes: int = 16 * 1024 * 1024
-    all_bytes: int = 512 * 1024 * 1024
+    detail_bytes: int = 512 * 1024 * 1024
     lines: int = 20_000
     details: int = 16
     last: int = 256

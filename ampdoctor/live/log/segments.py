@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampdoctor.evidence.run_log.files import log_name, logs_in, place_of, run_name
 from ampdoctor.live.log.limits import Limits
-from ampdoctor.live.log.thinning import thinned
+from ampdoctor.live.log.thinning import details_in, thinned
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
 _FLAGS |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -43,7 +43,9 @@ class Segments:
         self.path = folder / log_name(rank)
         self.thinned = 0
         self._file = -1
-        self._finished = [folder / name for name in self._names() if name != self.path.name]
+        self._finished: dict[Path, int | None] = {
+            folder / name: None for name in self._names() if name != self.path.name
+        }
         self._begin(left=True)
 
     @property
@@ -112,7 +114,7 @@ class Segments:
             if left:  # by another process, which may still live: its file is left alone
                 self._set_aside_run()
             else:
-                self._finished.append(finished)
+                self._finished[finished] = None
             self.number += 1
         self._file = os.open(self.path, _FLAGS, 0o666)
         self._size = 0
@@ -124,18 +126,23 @@ class Segments:
             path.rename(path.with_name(run_name(self._rank, self.number)))
 
     def _thin(self) -> None:
-        """Takes every other old detail out, oldest files first, until the log is small enough or has none left."""
-        sizes = {path: path.stat().st_size for path in self._finished}
-        if sum(sizes.values()) <= self._limits.all_bytes:
+        """Takes every other old detail out, oldest files first, until they are few enough or none can go."""
+        sizes = self._finished
+        sizes |= {path: details_in(path) for path, size in sizes.items() if size is None}
+        if self._of_details() <= self._limits.detail_bytes:
             return
         for also_fired in (False, True):
             gone = 1
             while gone:
                 gone = 0
-                for path in self._finished:
-                    if sum(sizes.values()) <= self._limits.all_bytes * _TARGET:
+                for path in sizes:
+                    if self._of_details() <= self._limits.detail_bytes * _TARGET:
                         return
                     less = thinned(path, also_fired=also_fired)
-                    self.thinned += less
-                    gone += less
-                    sizes[path] = path.stat().st_size
+                    if less:
+                        sizes[path] = details_in(path)
+                        self.thinned += less
+                        gone += less
+
+    def _of_details(self) -> int:
+        return sum(size or 0 for size in self._finished.values())

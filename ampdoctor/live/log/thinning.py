@@ -18,7 +18,7 @@ _HEAD = 512
 def thinned(path: Path, *, also_fired: bool) -> int:
     """Takes the details of every other step out of a file, and returns how many lines that were.
 
-    The file is replaced as a whole. A last step's details are left alone, so that the end is 0.
+    The file is replaced as a whole. Its last step's details stay, so that in the end none go.
 
     Args:
         path: A file that nobody writes.
@@ -29,11 +29,20 @@ def thinned(path: Path, *, also_fired: bool) -> int:
     """
     lines = path.read_bytes().splitlines(keepends=True)
     steps = {step for line in lines if (step := _step(line, also_fired=also_fired)) is not None}
-    out = set(sorted(steps)[1::2])
+    out = set(sorted(steps)[-2::-2])
     kept = [line for line in lines if _step(line, also_fired=also_fired) not in out]
     if len(kept) < len(lines):
         _replace(path, b"".join(kept))
     return len(lines) - len(kept)
+
+
+def details_in(path: Path) -> int:
+    """Returns the bytes of a file that are details.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    return sum(len(line) for line in path.read_bytes().splitlines(keepends=True) if kind_of(line) == "detail")
 
 
 def _step(line: bytes, *, also_fired: bool) -> int | None:

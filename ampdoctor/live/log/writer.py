@@ -52,7 +52,7 @@ class Writer(Thread):
         self._tray, self._folder, self._limits, self._say = tray, folder, limits, say
         self._segments: Segments | None = None
         self._header: RunLine | None = None
-        self._facts: Mapping[str, Any] = {}
+        self._facts: Mapping[str, Any] = tray.facts
         self._lost = LostLine()
         self._told_lost = time.monotonic()
         self._busy_since: float | None = None
