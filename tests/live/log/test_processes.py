@@ -46,7 +46,7 @@ for step in range(10**9):
         time.sleep(0.0005)
 """
     process = started(tmp_path, fast)
-    until(lambda: (tmp_path / "log.2.jsonl").exists(), seconds=60)
+    until((tmp_path / "log.2.jsonl").exists, seconds=60)
     process.kill()
     process.communicate()
     written = texts(tmp_path)
