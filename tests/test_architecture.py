@@ -35,7 +35,7 @@ DIRECT = {
 
 HERE = "(files directly in the room)"
 STOREYS = {
-    "evidence": (HERE, "thresholds", "of_checkpoints", "of_runs", "report"),
+    "evidence": (HERE, "thresholds", "of_checkpoints", "of_runs", "report", "run_log"),
     "checkpoints": ("storage", "pickles", "formats", "contents", "layouts", "measures", HERE),
     "precision": ("emulation", HERE),
     "probes": ("ops", "cheap", "trace", "measures", "altering", "halving"),

@@ -10,6 +10,7 @@ from ampdoctor.diagnosis.scaler.scaler_finding import shown_scaler
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX, is_mask
 from ampdoctor.evidence.of_checkpoints.checkpoint import (
     DEAD_SCALE,
+    RUN_LOG,
     CheckpointSummary,
     RoleSummary,
     TensorRole,
@@ -44,6 +45,18 @@ def checks_of(summary: CheckpointSummary, findings: Sequence[Finding]) -> tuple[
 
 
 def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
+    if summary.format != RUN_LOG:
+        yield from _of_tensors(summary, findings)
+    yield _scaler(summary, findings)
+    if summary.log:
+        yield Check(
+            name="training log",
+            result=_result({finding.code for finding in findings}, codes_in("log")),
+            headroom={"entries": len(summary.log), "last_step": max(entry.step for entry in summary.log)},
+        )
+
+
+def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
     found = {finding.code for finding in findings}
     roles = {role.role: role for role in summary.roles}
     for name, code, role in _FINITE:
@@ -84,13 +97,6 @@ def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator
         )
     if summary.optimizers:
         yield Check(name="optimizer settings and moments", result=_result(found, codes_in("optimizer")))
-    yield _scaler(summary, findings)
-    if summary.log:
-        yield Check(
-            name="training log",
-            result=_result(found, codes_in("log")),
-            headroom={"entries": len(summary.log), "last_step": max(entry.step for entry in summary.log)},
-        )
 
 
 def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from inspect import cleandoc
 from numbers import Integral, Real
@@ -98,7 +98,7 @@ def to_plain(value: Any, path: str = "report") -> Any:
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else _float(float(value))
+        return int(value) if isinstance(value, Integral) else plain_float(float(value))
     if is_dataclass(value) and not isinstance(value, type):
         return {key: to_plain(getattr(value, name), f"{path}.{key}") for name, key in _keys(type(value))}
     if isinstance(value, Mapping):
@@ -119,19 +119,21 @@ def from_plain(record: type[T], data: Mapping[str, Any]) -> T:
     return cast("T", _reader(cast("Any", record))(data))
 
 
-def schema_of(record: type, more: Mapping[type, type] = MappingProxyType({})) -> Node:
+def schema_of(record: type, more: Mapping[type, type] = MappingProxyType({}), *, sparse: bool = False) -> Node:
     """Return the JSON Schema of a record, with those that it holds as parts (`$defs`).
 
     Args:
         record: Any.
         more: By class of a record another one, whose keys are written beside its own because they follow from them.
+        sparse: What has its default is left out.
     """
-    made = _Schema(more)
+    made = _Schema(more, sparse=sparse)
     node = made.record(record)
     return {**node, "$defs": dict(sorted(made.parts.items()))}
 
 
-def _float(value: float) -> float | str:
+def plain_float(value: float) -> float | str:
+    """Return a float as `to_plain` does."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -193,8 +195,9 @@ def _as_it_is(value: Any) -> Any:
 
 
 class _Schema:
-    def __init__(self, more: Mapping[type, type]) -> None:
+    def __init__(self, more: Mapping[type, type], *, sparse: bool) -> None:
         self._more = more
+        self._sparse = sparse
         self.parts: dict[str, Node] = {}
         self._records: dict[str, type] = {}
 
@@ -202,7 +205,7 @@ class _Schema:
         """The node of a type."""
         kind, note = _split(hint)
         origin, parts = get_origin(kind), get_args(kind)
-        if isinstance(note, Shape):
+        if isinstance(note, Shape) and not (self._sparse and is_dataclass(kind)):  # there a record is written whole
             return self.of(note.like)
         if isinstance(note, Form):
             node = ({} if kind is float else self.of(kind)) | dict(note.keywords)
@@ -250,6 +253,8 @@ class _Schema:
             )
         else:
             names, required = list(_keys(record)), [key for _, key in _keys(record)]
+            if self._sparse:
+                required = [f.name.rstrip("_") for f in fields(record) if f.default is f.default_factory is MISSING]
         properties = {key: {"description": said[name], **self.of(hints[name])} for name, key in names}
         return properties, required
 

@@ -164,6 +164,14 @@ class Histogram:
             raise UsageError(f"elements are repeated at least once, not {times} times")
         return Histogram(self._tally.repeated(times))
 
+    def scaled(self, factor: float) -> Histogram:
+        """Return the histogram of the same elements times a factor: exact for a power of two, else within a bin.
+
+        Raises:
+            UsageError: The factor is not a positive finite number.
+        """
+        return Histogram(self._tally.scaled(_positive(factor)))
+
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that becomes zero (in E8M0: the smallest code; see `FloatFormat`)."""
         fmt, scale = as_format(fmt), _positive(scale)

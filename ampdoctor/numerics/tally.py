@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,30 @@ class Tally:
             nans=self.nans * times,
             pos_infs=self.pos_infs * times,
             neg_infs=self.neg_infs * times,
+        )
+
+    def scaled(self, factor: float) -> Tally:
+        """Return the tally of the same elements times a positive factor: exact in its bins for a power of two.
+
+        By another factor a bin lies across two, and goes where its largest value does. What leaves double precision at
+        either end stays in the outermost bin.
+        """
+        if factor == 1.0 or self.amin is None or self.amax is None:
+            return self
+        lowest, highest = (min(max(v * factor, 5e-324), sys.float_info.max) for v in (self.amin, self.amax))
+        occupied = np.flatnonzero(self.counts)
+        with np.errstate(over="ignore"):
+            largest = np.clip(EDGES[occupied + 1] * factor, lowest, highest)
+        largest[0], largest[-1] = lowest, highest
+        counts = np.zeros_like(self.counts)
+        np.add.at(counts, bin_of(largest), self.counts[occupied])
+        if self.finite_nonzero > 1 and len(occupied) == 1:  # one bin became two: its ends are known to be occupied
+            ends = bin_of(np.array([lowest, highest]))
+            counts[:] = 0
+            counts[ends[0]] += 1
+            counts[ends[1]] += self.finite_nonzero - 1
+        return replace(
+            self, counts=counts, amin=lowest, amax=highest, min_spacing=max(self.min_spacing * factor, 5e-324)
         )
 
     def __eq__(self, other: object) -> bool:

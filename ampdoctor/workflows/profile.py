@@ -10,12 +10,14 @@ from ampdoctor.evidence.report import Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.ranges.profile import RangeProfile, merge
 from ampdoctor.scaling.choice import choose_scale
+from ampdoctor.workflows.measuring.log_ranges import NOTE, ranges_of_log
 from ampdoctor.workflows.measuring.measure import measure
 from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
 from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
 from ampdoctor.workflows.measuring.range_section import profile_section
 from ampdoctor.workflows.measuring.shadow_steps import shadowed
 from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import is_run_log
 
 if TYPE_CHECKING:
     from ampdoctor.workflows.opening.request import Progress, ReplayRequest
@@ -71,7 +73,7 @@ def profile_from_files(
     if save is not None:
         write_profile(save, ranges)
     target = {**described_files(paths), "factory": ranges.run.factory or None}
-    return report_of(ranges, target, {**run_of_file(ranges), **_saved(save)}, thresholds)
+    return report_of(ranges, target, {**run_of_files(paths, ranges), **_saved(save)}, thresholds)
 
 
 def described_files(paths: Sequence[str]) -> dict[str, Any]:
@@ -85,14 +87,16 @@ def _saved(file: str | None) -> dict[str, str]:
 
 
 def merged_files(paths: Sequence[str]) -> RangeProfile:
-    """Returns the profiles of these files as one."""
-    return functools.reduce(merge, [read_profile(path) for path in paths])
+    """Returns the profiles of these files, or what the logs of a run hold, as one."""
+    read = [ranges_of_log(path) if is_run_log(path) else read_profile(path) for path in paths]
+    return functools.reduce(merge, read)
 
 
-def run_of_file(ranges: RangeProfile) -> dict[str, Any]:
+def run_of_files(paths: Sequence[str], ranges: RangeProfile) -> dict[str, Any]:
     """Returns the report's `run` section if nothing ran."""
     facts = ranges.run
-    return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0}
+    notes = {"notes": [NOTE]} if any(map(is_run_log, paths)) else {}
+    return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0, **notes}
 
 
 def shadow_scales(ranges: RangeProfile, thresholds: Thresholds) -> tuple[float, ...]:

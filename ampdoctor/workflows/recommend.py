@@ -51,7 +51,7 @@ from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.opening.state_check import sick_state
 from ampdoctor.workflows.other_causes import classified, is_harmed, searched_steps
-from ampdoctor.workflows.profile import described_files, merged_files, run_of_file, shadow_scales
+from ampdoctor.workflows.profile import described_files, merged_files, run_of_files, shadow_scales
 from ampdoctor.workflows.proving.changes import Change, fp32_modules, no_change
 from ampdoctor.workflows.proving.hand_scale import rescaled
 from ampdoctor.workflows.proving.proof import proof_of, proof_section
@@ -145,9 +145,9 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
     """
     ranges = merged_files(paths)
     report = _Recommendation(ranges, request, None).report()
-    skipped = Skipped(what="replay", reason="a profile file holds ranges, not the run: give the factory for a replay")
+    skipped = Skipped(what="replay", reason="ranges alone were given, not the run: give the factory for a replay")
     target = {**described_files(paths), **request.described_advice()}
-    return replace(report, target=target, run=run_of_file(ranges), skipped=(*report.skipped, skipped))
+    return replace(report, target=target, run=run_of_files(paths, ranges), skipped=(*report.skipped, skipped))
 
 
 @dataclass(slots=True)
@@ -310,7 +310,7 @@ class _Recommendation:
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
         """Returns the replays with the run's own and with the recommended scaler, and why the latter is missing."""
         if self.replays is None:
-            return None, None, "a profile file holds ranges, not the run"
+            return None, None, "ranges alone were given, not the run"
         now = self.replays.own()
         if now.unlike is not None:
             self.skipped.append(Skipped(what="comparison with fp32", reason=not_compared(now.unlike)))

@@ -1,4 +1,4 @@
-"""The page of the JSON report, from the JSON Schema that every report is held against."""
+"""The pages of the JSON report and of a run's log, from the JSON Schemas that both are held against."""
 
 from __future__ import annotations
 
@@ -10,19 +10,34 @@ from typing import Any
 
 MARKER = "<!-- the schema goes here -->"
 _PART = re.compile(r"#/\$defs/(\w+)")
-SCHEMA = Path(__file__).parents[2] / "ampdoctor" / "reports" / "report.schema.json"
+PACKAGE = Path(__file__).parents[2] / "ampdoctor"
+SCHEMA = PACKAGE / "reports" / "report.schema.json"
+LOG_MARKER = "<!-- the log's schema goes here -->"
+LOG_SCHEMA = PACKAGE / "evidence" / "run_log" / "run-log-line.schema.json"
 
 
 def fill(_app: Any, _page: str, source: list[str]) -> None:
-    """Put the schema's sections in the place of the marker; Sphinx calls this for every page that it reads."""
+    """Put a schema's sections in the place of its marker; Sphinx calls this for every page that it reads."""
     if MARKER in source[0]:
-        source[0] = source[0].replace(MARKER, rendered(json.loads(SCHEMA.read_text(encoding="utf-8"))))
+        source[0] = source[0].replace(MARKER, rendered(_read(SCHEMA)))
+    if LOG_MARKER in source[0]:
+        source[0] = source[0].replace(LOG_MARKER, rendered_lines(_read(LOG_SCHEMA), _read(SCHEMA)))
 
 
 def rendered(schema: Mapping[str, Any]) -> str:
     """One section for the report itself and one for each of its parts, as Markdown."""
     parts = {"The report": schema, **{f"`{name}`": part for name, part in sorted(schema["$defs"].items())}}
     return "\n\n".join(_section(title, part) for title, part in parts.items())
+
+
+def rendered_lines(schema: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """One section for each kind of line, and for each part that a report does not have."""
+    own = {name: part for name, part in schema["$defs"].items() if name not in report["$defs"]}
+    return "\n\n".join(_section(f"`{name}`", part) for name, part in own.items())
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _section(title: str, part: Mapping[str, Any]) -> str:

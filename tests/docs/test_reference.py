@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import ampdoctor
 from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
+from ampdoctor.evidence.run_log.lines import KINDS, Stamp
 from ampdoctor.reports.forms.schema import schema
 from docs._ext import repository_links, schema_page
 from tests.docs.pages import DOCS
@@ -96,6 +97,20 @@ def test_the_page_of_the_report_has_the_place_for_the_schema():
     schema_page.fill(None, "reference/report", source)
     assert "(report-finding)=" in source[0]
     assert schema_page.MARKER not in source[0]
+
+
+def test_every_kind_of_line_and_its_fields_are_on_the_page_of_the_log():
+    source = [(DOCS / "log.md").read_text(encoding="utf-8")]
+    schema_page.fill(None, "log", source)
+    assert schema_page.LOG_MARKER not in source[0]
+    for kind, record in KINDS.items():
+        section = source[0].partition(f"(report-{kind}_line)=")[2].partition("\n(report-")[0]
+        for field in (*fields(record), *fields(Stamp)):
+            assert f"| `{field.name}` |" in section, kind
+    assert set(re.findall(r"\(#report-(\w+)\)", source[0])) <= {
+        *re.findall(r"\(report-(\w+)\)=", source[0]),
+        *schema()["$defs"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.contents.scalers import not_numbers, number, scaler_s
 from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, is_average, is_master, role_of, tensors_in
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 _SKIPS_SHOWN = 20
@@ -88,7 +88,7 @@ class Checkpoint:
     Attributes:
         path: The path that the user gave.
         format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names tell it ("hf-trainer",
-            "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
+            "accelerate", "deepspeed", "torch-dcp", ...), else "folder"; "run-log" for no checkpoint but a run's log.
         skipped: Parts that are recognised and not read, with the reason.
         errors: Parts that should be there and are not; a scan is incomplete without them.
         remarks: Harmless oddities of the layout, in sentences.
@@ -184,11 +184,13 @@ class Checkpoint:
         self.skipped = (*self.skipped, *unread)
 
     def require_unchanged(self) -> None:
-        """Refuse a checkpoint whose files changed since they were opened.
+        """Refuse a checkpoint whose files changed since they were opened; the log of a run may grow.
 
         Raises:
             CheckpointError: A file changed.
         """
+        if self.format == RUN_LOG:
+            return
         for part in self._parts:
             for file in part.files:
                 file.require_unchanged()

@@ -69,11 +69,11 @@ def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     if file.size > MAX_LOG_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
     if file.name.endswith(".csv"):
-        lines = _lines(file)
+        lines = lines_in(file)
         header = list(islice(lines, 1))
         rows = _csv_rows(_texts([*header, *_thinned_by_cells(lines)]))
     else:
-        rows = _json_rows(_texts(_thinned_by_cells(line for line in _lines(file) if line.lstrip().startswith(b"{"))))
+        rows = _json_rows(_texts(_thinned_by_cells(line for line in lines_in(file) if line.lstrip().startswith(b"{"))))
     return in_order(_entries(rows))
 
 
@@ -103,7 +103,7 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     return (line.decode("utf-8", "replace") for line in lines)
 
 
-def _lines(file: RegularFile) -> Iterator[bytes]:
+def lines_in(file: RegularFile) -> Iterator[bytes]:
     """Yields the non-empty lines of a file that are no longer than `MAX_LINE`."""
     rest, count = b"", 0
     for start in range(0, file.size, _BLOCK):

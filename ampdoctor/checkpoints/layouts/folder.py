@@ -10,6 +10,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.formats.json_file import read_weight_map
+from ampdoctor.checkpoints.formats.run_log_files import is_run_log
 from ampdoctor.checkpoints.formats.sniff import sniff
 from ampdoctor.checkpoints.layouts.deepspeed import DEEPSPEED
 from ampdoctor.checkpoints.layouts.distributed.dcp_folder import DISTRIBUTED
@@ -19,6 +20,7 @@ from ampdoctor.checkpoints.layouts.layout import Layout, Level
 from ampdoctor.checkpoints.layouts.loose_files import LOOSE_FILES, RANDOM_STATES, TRAINER_STATE, may_hold_tensors
 from ampdoctor.checkpoints.layouts.pointers import folder_inside, is_pointer, pointer_in, target_of
 from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
+from ampdoctor.checkpoints.layouts.run_log_folder import add_run_log, run_logs, steps_of
 from ampdoctor.checkpoints.layouts.shards import INDEXED, add_shards, remark_duplicates
 from ampdoctor.checkpoints.storage.files import RegularFile, identity_of
 from ampdoctor.checkpoints.storage.listing import Listing, list_folder
@@ -54,6 +56,9 @@ def open_file(path: Path) -> Checkpoint:
         CheckpointError: The file cannot be read.
     """
     file = RegularFile(path, path.name)
+    if is_run_log(file):
+        file.close()
+        return _open_run_log(path)
     try:
         found = sniff(file)
         if found == "json":
@@ -73,8 +78,22 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
+def _open_run_log(path: Path) -> Checkpoint:
+    """One file of a run's log, whatever its name."""
+    gathering = Gathering()
+    try:
+        gathering.log = steps_of(path.parent, [path.name], "", gathering.skipped)
+        add_run_log(gathering, path.parent, [path.name])
+        return _finish(gathering, path.name)
+    except BaseException:
+        gathering.close()
+        raise
+
+
 def open_folder(listing: Listing) -> Checkpoint:
     """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
+
+    A folder that holds no more than the log of a run is that log.
 
     A run's folder with a file that names the latest of its checkpoints is read as that checkpoint.
 
@@ -88,6 +107,8 @@ def open_folder(listing: Listing) -> Checkpoint:
     try:
         _add_with_ranks(gathering, listing, "")
         _follow(gathering, listing)
+        if not gathering.parts and not gathering.errors and (logs := run_logs(listing.path, listing.names)):
+            add_run_log(gathering, listing.path, logs[0])
         if gathering.layout == "folder":
             gathering.layout = _writer(listing.names)
         return _finish(gathering, listing.path.name or str(listing.path), listing)

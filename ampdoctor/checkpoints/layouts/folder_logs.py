@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ampdoctor.checkpoints.formats.log_files import is_log, read_log
 from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, read_events
+from ampdoctor.checkpoints.layouts.run_log_folder import run_logs, steps_of
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
@@ -33,7 +34,7 @@ def may_be_log(name: str) -> bool:
 def longest_log(folder: Path, names: Iterable[str], prefix: str) -> tuple[Log, list[Skipped]]:
     """Returns the longest of a folder's logs, () if there is none, and the files that could not be read completely.
 
-    The event files of one folder form one log.
+    The event files of one folder form one log, and so do the files of a log that ampdoctor has written.
 
     Args:
         folder: The folder.
@@ -42,7 +43,10 @@ def longest_log(folder: Path, names: Iterable[str], prefix: str) -> tuple[Log, l
     """
     there = sorted(names)
     skipped: list[Skipped] = []
-    logs = [_text_log(folder / name, prefix + name, skipped) for name in there if is_log(name)]
+    ours = run_logs(folder, there)
+    others = set(there).difference(*ours)
+    logs = [_text_log(folder / name, prefix + name, skipped) for name in there if is_log(name) and name in others]
+    logs += [steps_of(folder, names, prefix, skipped) for names in ours]
     logs.append(_event_log(folder, there, prefix, skipped))
     if RUNS in there:
         runs = [name for name in _names(folder / RUNS) if is_folder(folder / RUNS / name)]

@@ -16,6 +16,7 @@ from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.checkpoint import (
     ROLES,
+    RUN_LOG,
     CastLoss,
     CheckpointSummary,
     RoleSummary,
@@ -84,7 +85,8 @@ def summarize(
         finish(index)
     optimizers, indices = optimizer_facts(checkpoint, tensors), index_facts(checkpoint)
     checkpoint.require_unchanged()
-    if not any(tensor.examined for tensor in tensors) and not checkpoint.scalers:
+    examined = any(tensor.examined for tensor in tensors) or checkpoint.scalers
+    if not examined and not (checkpoint.format == RUN_LOG and checkpoint.log):
         raise CheckpointError(
             f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."
         )

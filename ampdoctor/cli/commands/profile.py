@@ -27,7 +27,7 @@ def profile(
         typer.Argument(
             metavar="TARGET",
             help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
-            "that were saved, of one run.",
+            "that were saved, of one run, or the folder of a run's log.",
         ),
     ],
     *,

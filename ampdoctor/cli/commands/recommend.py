@@ -26,7 +26,7 @@ def recommend(
         typer.Argument(
             metavar="TARGET",
             help="package.module:function or path/file.py:function; a script that trains, path/train.py; or profiles "
-            "that were saved, of one run.",
+            "that were saved, of one run, or the folder of a run's log.",
         ),
     ],
     *,

@@ -66,9 +66,11 @@ def equilibrium(scaler: ScalerState) -> tuple[float, float] | None:
 
 @RULE.judges(CheckpointSummary)
 def skip_rate(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """Backoffs that are logged; else, beside a stored scaler, steps that were counted and not taken."""
+    """Backoffs that are logged; else skips that are; else, beside a stored scaler, steps that were not taken."""
     history = scale_history(summary)
     found = [] if history.scaler is None else list(_logged(summary, history.scaler, history.settled, thresholds))
+    if not found and history.scaler is not None:
+        found = list(_told(summary, history.scaler, len(history.starts), thresholds))
     yield from found
     if not found and summary.scalers:
         yield from _untaken(summary, summary.scalers[0], len(history.starts), thresholds)
@@ -85,6 +87,14 @@ def _logged(
     if backoffs < thresholds[FEWEST_BACKOFFS] or steps <= 0:
         return
     yield from _skips(summary, scaler, backoffs, steps, thresholds, what="the logged scale backed off")
+
+
+def _told(summary: CheckpointSummary, scaler: ScalerState, starts: int, thresholds: Thresholds) -> Iterator[Finding]:
+    """Steps of which the log says that they were skipped: a scaler with patience skips without backing off."""
+    told = [entry.skipped for entry in summary.log if entry.skipped is not None]
+    if sum(told) > START_SKIPS * max(starts, 1):
+        words = "the log says that the optimizer's step was left out"
+        yield from _skips(summary, scaler, sum(told), len(told), thresholds, what=words)
 
 
 def _untaken(summary: CheckpointSummary, scaler: ScalerState, starts: int, thresholds: Thresholds) -> Iterator[Finding]:

@@ -14,6 +14,9 @@ optimizer state with one value per parameter element; `other` is optimizer count
 
 ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "ema", "moment", "scaler", "other")
 
+RUN_LOG = "run-log"
+"""The format of what is no checkpoint: the log that ampdoctor has written of a run."""
+
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
@@ -206,6 +209,7 @@ class LogEntry:
         grad_norm: Global gradient norm before clipping.
         learning_rate: Learning rate.
         scale: Loss scale.
+        skipped: Whether the optimizer's step was left out.
     """
 
     step: int
@@ -213,6 +217,7 @@ class LogEntry:
     grad_norm: float | None
     learning_rate: float | None = None
     scale: float | None = None
+    skipped: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ No torch here: the command line imports this file before it knows what is asked.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
 from ampdoctor.evidence.report import Report, Suppressed
+from ampdoctor.evidence.run_log.files import logs_in, place_of
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
@@ -37,10 +39,22 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 def is_profile(target: str) -> bool:
     """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
 
-    A script that was named without its function is no profile either.
+    A script that was named without its function is no profile either. The log of a run stands for the profile that its
+    details come to.
     """
     path = Path(target)
-    return path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
+    return is_run_log(target) or (
+        path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
+    )
+
+
+def is_run_log(target: str) -> bool:
+    """Does a target name the folder of a run's log, or one of its files?"""
+    path = Path(target)
+    try:
+        return bool(logs_in(os.listdir(path))) if path.is_dir() else place_of(path.name) is not None and path.is_file()  # noqa: PTH208
+    except OSError:
+        return False
 
 
 SetAside = Callable[[Report], Report]

@@ -1,0 +1,264 @@
+"""What the lines of a run's log say, one record a kind. What every line carries beside it is the `Stamp`.
+
+A line is one JSON object. A key that is missing has its default, which is null for most; a reader passes by kinds and
+keys that it does not know. Lines stand in the order of their arrival, which is not the order of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from ampdoctor.evidence.codec import Count, Positive, Text, form
+from ampdoctor.evidence.report import Finding, Verdict
+from ampdoctor.evidence.run_log.details import DetailLine
+
+SCHEMA_VERSION = 1
+"""Raised where a reader of the last one would break; new kinds and keys do not raise it."""
+
+Health = Literal["unknown", "finite", "probation", "good", "sick"]
+"""Of a checkpoint: `finite` was scanned, `probation` waits for clean steps after it, `good` has had them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """What every line carries.
+
+    Attributes:
+        schema_version: Raised where a reader of the last one would break.
+        run_id: The run; the same on every rank and in every attempt.
+        attempt: Raised by each rollback: steps of an earlier attempt from the first step of this one on are undone.
+        branch: The attempt that this one goes on from; null for the first.
+        rank: Of the process, from 0.
+        world_size: Number of processes.
+        restarts: How often the run's processes have been started anew.
+        time_ms: Milliseconds since 1970-01-01 UTC at which the line was handed over.
+    """
+
+    schema_version: Annotated[int, form(const=SCHEMA_VERSION)] = SCHEMA_VERSION
+    run_id: Text
+    attempt: Count = 0
+    branch: Count | None = None
+    rank: Count = 0
+    world_size: Positive = 1
+    restarts: Count = 0
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLine:
+    """Begins each file of a log, and says anew what further lines speak of once the table of names has grown.
+
+    Attributes:
+        name: The run's name, for people.
+        tool: The version of ampdoctor that writes.
+        segment: Number of the file, from 0 for the oldest.
+        tensors: The names that lines speak of by their index here; a later table begins like an earlier one.
+        optimizers: Names of the optimizers, by their index.
+        scalers: Names of the scalers, by their index.
+        precision: The format that the run computes in (fp16, bf16, fp32, tf32), where it is known.
+        autocast: Whether it computes under autocast.
+        master_weights: Whether a half model has fp32 masters in its optimizer.
+        accumulation: Micro-steps of a step.
+        detail_every: Steps from one detail to the next where nothing fires.
+        scaler: State of the first enabled scaler when the run began (`state_dict()` form); null without one.
+    """
+
+    name: str
+    tool: str = ""
+    segment: Count = 0
+    tensors: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    scalers: tuple[str, ...] = ()
+    precision: str | None = None
+    autocast: bool | None = None
+    master_weights: bool | None = None
+    accumulation: Positive | None = None
+    detail_every: Positive | None = None
+    scaler: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """A step of one optimizer, taken or skipped.
+
+    Attributes:
+        step: Number of the attempted step, from 0.
+        accepted: Number of the steps that were taken before it.
+        micro_steps: Backwards that it is made of.
+        optimizer: Its optimizer's index.
+        scaler: Its scaler's index; null without one.
+        loss: As the loop computed it; null where it was not seen.
+        gradient_norm: L2 norm of all gradients of the optimizer; null where nobody computed it.
+        norm_local: Whether the norm is of this rank's gradients alone; false: of all ranks' together.
+        norm_reduced: Whether the gradients were averaged or summed over the ranks before it was taken.
+        norm_scaled: Whether the norm carries the loss scale.
+        norm_clipped: Whether the norm was taken after clipping.
+        max_norm: What gradients are clipped to; null where they are not, or by something that was not seen.
+        loss_scale: The scale that the step's loss was multiplied by; null without one.
+        skipped: Whether the step was not taken; null where that is not known.
+        growth_tracker: The scaler's own count of steps since its scale last changed.
+        learning_rates: Of each parameter group of the optimizer.
+        seconds: From the step before it to this one.
+        samples: Of all ranks since the run began.
+        tokens: Of all ranks since the run began.
+    """
+
+    step: Count
+    accepted: Count | None = None
+    micro_steps: Count | None = None
+    optimizer: Count = 0
+    scaler: Count | None = None
+    loss: float | None = None
+    gradient_norm: float | None = None
+    norm_local: bool = False
+    norm_reduced: bool = False
+    norm_scaled: bool = False
+    norm_clipped: bool = False
+    max_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
+    growth_tracker: int | None = None
+    learning_rates: tuple[float, ...] = ()
+    seconds: float | None = None
+    samples: Count | None = None
+    tokens: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertLine:
+    """Something that was noticed while the run went on.
+
+    Attributes:
+        step: The attempted step.
+        finding: What was noticed.
+    """
+
+    step: Count
+    finding: Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionLine:
+    """Something that ampdoctor did to the run, because it was asked to.
+
+    Attributes:
+        step: The attempted step.
+        action: One word: look, stop, skip, rollback, fallback.
+        reason: Why, in a sentence.
+        facts: What belongs to this action: where a rollback went, which precision a fallback chose.
+    """
+
+    step: Count
+    action: Text
+    reason: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLine:
+    """What is known of a checkpoint of the run; a later line about the same path replaces it.
+
+    Attributes:
+        step: The attempted step that it was saved after.
+        path: Its path, as the run names it.
+        health: What has become known of it.
+        reason: Why, in a sentence.
+        size_bytes: Size of all its files.
+        seconds: How long saving it took.
+    """
+
+    step: Count
+    path: str
+    health: Health = "unknown"
+    reason: str = ""
+    size_bytes: Count | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookLine:
+    """A diagnosis that was made in place.
+
+    Attributes:
+        step: The attempted step that was looked at.
+        verdict: As of the report.
+        findings: As of the report.
+        bundle: Path of the bundle that was written, relative to the log's folder; null without one.
+        reason: What could not be looked at or left behind, in a sentence.
+        seconds: How long it took.
+    """
+
+    step: Count
+    verdict: Verdict
+    findings: tuple[Finding, ...] = ()
+    bundle: str | None = None
+    reason: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostLine:
+    """Lines that were handed over and are not in the log, counted from its beginning.
+
+    Attributes:
+        details: Details that came faster than they could be written.
+        steps: Steps, for the same reason.
+        others: Others, for the same reason.
+        unmade: Lines whose numbers could not be made into text.
+        thinned: Old details that were taken out again for the sake of the log's size.
+    """
+
+    details: Count = 0
+    steps: Count = 0
+    others: Count = 0
+    unmade: Count = 0
+    thinned: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndLine:
+    """The last line of a process that ended in order.
+
+    Attributes:
+        exit_code: Of the script; null where only the watching ended.
+        steps: Attempted steps.
+        accepted: Those that were taken.
+        reason: Why it ended where that was not the script's own end ("SIGTERM", an exception's name).
+    """
+
+    exit_code: int | None = None
+    steps: Count = 0
+    accepted: Count | None = None
+    reason: str = ""
+
+
+Line: TypeAlias = (
+    RunLine | StepLine | DetailLine | AlertLine | ActionLine | CheckpointLine | LookLine | LostLine | EndLine
+)
+KINDS: Mapping[str, type[Any]] = {
+    "run": RunLine,
+    "step": StepLine,
+    "detail": DetailLine,
+    "alert": AlertLine,
+    "action": ActionLine,
+    "checkpoint": CheckpointLine,
+    "look": LookLine,
+    "lost": LostLine,
+    "end": EndLine,
+}
+"""The word that stands under `kind`, and what such a line is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamped:
+    """A whole line.
+
+    Attributes:
+        stamp: What every line carries.
+        line: What this one says.
+    """
+
+    stamp: Stamp
+    line: Line

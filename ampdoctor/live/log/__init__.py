@@ -1,0 +1,1 @@
+"""The writer of a run's log: one thread, one file at a time, and no word to the training."""

@@ -1,0 +1,153 @@
+"""A profile from the details in a run's log: what a live training has measured of itself, at the scale that it had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.of_runs.ranges import PRECISIONS, Place, SiteKind, SitePart
+from ampdoctor.evidence.run_log.details import DetailLine, Role, TensorDetail
+from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.numerics import Histogram
+from ampdoctor.ranges.collecting import Collector
+from ampdoctor.ranges.profile import RangeProfile, RunFacts
+
+_KINDS: Mapping[Role, SiteKind] = {
+    "gradient": "weight_grad",
+    "activation_gradient": "activation_grad",
+    "activation": "activation",
+    "parameter": "weight",
+}
+_PARTS: Mapping[str, SitePart] = {"output": "output", "input": "input"}
+_HALVES = frozenset({"fp16", "bf16"})
+
+
+def profile_from_log(details: Sequence[tuple[RunLine, DetailLine]], steps: Sequence[StepLine]) -> RangeProfile:
+    """Returns the profile that a log's histograms come to; gradients are brought to the unscaled loss.
+
+    A step at which a gradient was not finite is left out: it was skipped, or is what `scan` and a look speak of. What a
+    gradient had lost before it was counted is not in its histogram, so that the profile says less of underflow at the
+    run's own scale than one that was measured in fp32.
+
+    Args:
+        details: Each with the header that its indices refer to, by step.
+        steps: The log's steps.
+
+    Raises:
+        UsageError: No step has a histogram of a finite gradient, or a histogram contradicts itself.
+    """
+    found = _Found()
+    for run, detail in details:
+        found.add(run, detail)
+    by_step = {step: counted for step, counted in found.gradients.items() if _is_finite(counted)}
+    if not by_step:
+        raise UsageError("the log has no histogram of a finite gradient: nothing in it says which scale fits")
+    collector = Collector()
+    collector.add_weights(found.weights)
+    for step in sorted(by_step):
+        collector.add_step(by_step[step])
+    return collector.profile(
+        _facts(details[-1][0], steps), half=found.is_half, weight=lambda module: found.elements.get(module, 0)
+    )
+
+
+class _Found:
+    """What the details say of places.
+
+    Attributes:
+        gradients: By step, the histograms of gradients and activations.
+        weights: The first histogram of each parameter.
+        elements: Of each module, those of its own parameters.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, dict[Place, Histogram]] = {}
+        self.weights: dict[Place, Histogram] = {}
+        self.elements: dict[str, int] = {}
+        self._autocast = True
+        self._parameters: set[str] = set()
+        self._of_modules: dict[str, set[str]] = {}
+        self._of_parameters: dict[str, set[str]] = {}
+
+    def add(self, run: RunLine, detail: DetailLine) -> None:
+        """Adds a line."""
+        self._autocast = run.autocast is not False
+        counted = self.gradients.setdefault(detail.step, {})
+        for tensor in detail.tensors:
+            place = _place(run, tensor)
+            if place is None:
+                continue
+            self._note(place, tensor)
+            if tensor.histogram is None:
+                continue
+            if place.kind == "weight":
+                self.weights.setdefault(place, _histogram(tensor))
+            else:
+                counted[place] = counted.get(place, Histogram.empty()) + _histogram(tensor)
+
+    def is_half(self, place: Place) -> bool:
+        """Is the tensor, or what its module computes, in a half format, as far as the log says?
+
+        Gradients of fp32 parameters under autocast have passed through the format that their module computes in. Where
+        nothing says which that is, every tensor counts as half.
+        """
+        own = set() if self._autocast else self._of_parameters.get(place.name)
+        formats = self._of_modules.get(place.module) or own
+        return not formats or bool(formats & _HALVES)
+
+    def _note(self, place: Place, tensor: TensorDetail) -> None:
+        of_parameter = place.part == "parameter"
+        if tensor.format is not None:
+            formats = self._of_parameters if of_parameter else self._of_modules
+            formats.setdefault(place.name, set()).add(tensor.format)
+        if of_parameter and tensor.elements is not None and place.name not in self._parameters:
+            self._parameters.add(place.name)
+            self.elements[place.module] = self.elements.get(place.module, 0) + tensor.elements
+
+
+def _place(run: RunLine, tensor: TensorDetail) -> Place | None:
+    """Where a tensor is measured; None for what a profile does not hold, and for an index without a name."""
+    kind = _KINDS.get(tensor.role)
+    if kind is None or tensor.tensor >= len(run.tensors):
+        return None
+    name = run.tensors[tensor.tensor]
+    if kind in {"weight", "weight_grad"}:
+        return Place(name, kind, "parameter")
+    part = _PARTS.get(tensor.part)
+    return None if part is None else Place(name, kind, part)
+
+
+def _histogram(tensor: TensorDetail) -> Histogram:
+    """What the tensor's elements are without the scale that they carry; a sample stands for all of them."""
+    histogram = Histogram.from_dict(tensor.histogram or {})
+    if tensor.elements is not None and tensor.sampled:
+        histogram = histogram.repeated(max(round(tensor.elements / tensor.sampled), 1))
+    if tensor.scale is not None and 0.0 < tensor.scale < math.inf:
+        histogram = histogram.scaled(1.0 / tensor.scale)
+    return histogram
+
+
+def _is_finite(counted: Mapping[Place, Histogram]) -> bool:
+    gradients = [histogram for place, histogram in counted.items() if place.kind == "weight_grad"]
+    return bool(gradients) and not any(h.nans or h.pos_infs or h.neg_infs for h in gradients)
+
+
+def _facts(run: RunLine, steps: Sequence[StepLine]) -> RunFacts:
+    precision = run.precision if run.precision in PRECISIONS else "fp16" if run.scaler is not None else "fp32"
+    scales = [step.loss_scale for step in steps if step.loss_scale is not None and 0.0 < step.loss_scale < math.inf]
+    losses = [abs(step.loss) for step in steps if step.loss is not None and math.isfinite(step.loss)]
+    scaler: dict[str, Any] | None = None
+    if run.scaler is not None:
+        numbers = {key: value for key, value in run.scaler.items() if isinstance(value, int | float)}
+        scaler = numbers | ({"scale": scales[-1]} if scales else {})
+    return RunFacts(
+        precision=precision,
+        autocast=run.autocast is not False,
+        master_weights=run.master_weights is True,
+        scaler=scaler or None,
+        loss_scale=scales[-1] if scales else 1.0,
+        accumulation=run.accumulation or 1,
+        loss_amax=max(losses, default=None),
+    )

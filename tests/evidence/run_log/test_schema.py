@@ -1,0 +1,69 @@
+"""The schema of a line. `PYTHONPATH=. python tests/evidence/run_log/test_schema.py --write` makes it anew."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import ampdoctor.evidence.run_log
+from ampdoctor.evidence.run_log.lines import KINDS, Stamped
+from ampdoctor.evidence.run_log.schema import FILE, schema, schema_of_classes
+from ampdoctor.evidence.run_log.text import text_of
+from tests.evidence.run_log.samples import EVERY, STAMP
+
+PLACE = Path(ampdoctor.evidence.run_log.__file__).with_name(FILE)
+
+
+def text_of_schema():
+    return json.dumps(schema_of_classes(), indent=2) + "\n"
+
+
+def read(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_shipped_is_what_the_classes_give():
+    jsonschema.Draft202012Validator.check_schema(schema())
+    assert PLACE.read_text(encoding="utf-8") == text_of_schema()
+
+
+def test_every_kind_has_a_sample_in_which_every_field_is_set():
+    assert {type(whole.line) for whole in EVERY.values()} == set(KINDS.values())
+    for whole in EVERY.values():
+        for record in (whole.stamp, whole.line):
+            defaults = [
+                field.name
+                for field in fields(record)
+                if field.default is not MISSING and getattr(record, field.name) == field.default
+            ]
+            assert defaults in ([], ["schema_version"]), record
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_line_follows_the_schema(name):
+    jsonschema.validate(read(text_of(EVERY[name])), schema())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_line_of_defaults_follows_it_as_well(name):
+    line = EVERY[name].line
+    needed = {f.name: getattr(line, f.name) for f in fields(line) if f.default is f.default_factory is MISSING}
+    jsonschema.validate(read(text_of(Stamped(stamp=STAMP, line=type(line)(**needed)))), schema())
+
+
+@pytest.mark.parametrize("damage", [{"kind": "steep"}, {"step": -1}, {"further": 1}, {"loss": "nan"}, {"time_ms": 0.5}])
+def test_it_refuses_a_damaged_line(damage):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**read(text_of(EVERY["StepLine"])), **damage}, schema())
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    PLACE.write_text(text_of_schema(), encoding="utf-8")

@@ -1,0 +1,103 @@
+"""Lines as text, and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.evidence.run_log.lines import ActionLine, Stamped, StepLine
+from ampdoctor.evidence.run_log.text import kind_of, line_of, text_of
+from tests.evidence.run_log.samples import EVERY, STAMP
+
+
+def same(one, other):
+    """Equal, NaN being itself."""
+    return repr(one) == repr(other)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_line_comes_back_as_it_was(name):
+    text = text_of(EVERY[name])
+    assert (text.count("\n"), text[-1], text.isascii()) == (1, "\n", True)
+    back = line_of(text)
+    if name == "RunLine":
+        assert back == EVERY[name]
+    elif name in {"AlertLine", "LookLine"}:  # what is free in form stays as JSON has it
+        assert json.loads(text_of(back)) == json.loads(text)
+    else:
+        assert same(back, EVERY[name])
+
+
+def test_what_has_its_default_is_left_out():
+    text = text_of(Stamped(stamp=replace(STAMP, attempt=0), line=StepLine(step=3, loss=0.0)))
+    assert set(json.loads(text)) == {
+        *("kind", "schema_version", "run_id", "branch", "rank", "world_size", "restarts", "time_ms"),
+        *("step", "loss"),
+    }
+
+
+def test_a_floats_digits_are_those_of_every_report_and_a_scale_is_exact():
+    line = StepLine(step=0, loss=1.23456789, loss_scale=2.0**-133, learning_rates=(math.inf,))
+    assert '"loss":1.23457,' in text_of(Stamped(stamp=STAMP, line=line))
+    assert line_of(text_of(Stamped(stamp=STAMP, line=line))).line == replace(line, loss=1.23457)
+
+
+def test_unknown_keys_and_kinds_and_later_versions_are_passed_by():
+    values = json.loads(text_of(EVERY["StepLine"]))
+    assert same(line_of(json.dumps({**values, "colour": {"red": 1}})), EVERY["StepLine"])
+    assert line_of(json.dumps({**values, "kind": "weather"})) is None
+    assert line_of(json.dumps({**values, "schema_version": 2})) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "3"},
+        {"step": True},
+        {"step": -1},
+        {"step": 2**64},
+        {"step": None},
+        {"loss": "nan"},
+        {"loss": [1.0]},
+        {"skipped": 1},
+        {"learning_rates": 0.1},
+        {"rank": -1},
+        {"run_id": 5},
+    ],
+)
+def test_a_line_that_contradicts_its_classes_is_refused(change):
+    values = {**json.loads(text_of(EVERY["StepLine"])), **change}
+    with pytest.raises(ValueError, match=r"is not|is missing"):
+        line_of(json.dumps(values))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"kind":3}', '{"kind":"step","schema_version":1}', "[" * 100_000])
+def test_what_is_no_line_is_refused(text):
+    with pytest.raises(ValueError):
+        line_of(text)
+
+
+def test_a_torn_line_is_refused_wherever_it_is_torn():
+    text = text_of(EVERY["DetailLine"]).rstrip("\n")
+    for end in range(1, len(text)):
+        with pytest.raises(ValueError):
+            line_of(text[:end])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_kind_is_seen_without_reading_the_line(name):
+    text = text_of(EVERY[name])
+    assert kind_of(text.encode()) == json.loads(text)["kind"]
+
+
+def test_no_kind_is_seen_elsewhere():
+    assert kind_of(b'{"step": 3, "kind": "step"}') is None
+
+
+def test_what_json_has_no_form_for_is_named():
+    line = ActionLine(step=1, action="x", facts={"file": object()})
+    with pytest.raises(TypeError, match="object, which JSON has no form for"):
+        text_of(Stamped(stamp=STAMP, line=line))

@@ -1,0 +1,38 @@
+"""What the tests of the writer have in common."""
+
+from __future__ import annotations
+
+import time
+
+from ampdoctor.evidence.run_log.files import logs_in
+from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.run_log.text import line_of
+
+HEADER = RunLine(name="test")
+
+
+def texts(folder, rank=0):
+    """Every line of a rank's files, the oldest first."""
+    names = logs_in(path.name for path in folder.iterdir()).get(rank, [])
+    return [text for name in names for text in (folder / name).read_text().splitlines()]
+
+
+def read(folder, rank=0):
+    """The same as records."""
+    return [line_of(text) for text in texts(folder, rank)]
+
+
+def lines(folder, kind, rank=0):
+    return [whole.line for whole in read(folder, rank) if isinstance(whole.line, kind)]
+
+
+def steps(folder, rank=0):
+    return [line.step for line in lines(folder, StepLine, rank)]
+
+
+def until(happens, seconds=10.0):
+    """Wait for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.005)

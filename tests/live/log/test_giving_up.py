@@ -1,0 +1,219 @@
+"""A sink that fails: one sentence, and the training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.live.log import segments
+from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.run_log import RunLog
+from tests.live.log.logs import HEADER, steps, texts, until
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def begin(tmp_path, said):
+    begun = []
+
+    def make(folder=tmp_path, **more):
+        begun.append(RunLog(folder, HEADER, say=said.append, **more))
+        return begun[-1]
+
+    yield make
+    for log in begun:
+        log.close()
+
+
+def goes_on(log, said, *words):
+    """The log is given up with one sentence, once, and nothing that is called afterwards raises or waits."""
+    until(lambda: log.failed is not None)
+    began = time.monotonic()
+    for step in range(1000):
+        log.write(StepLine(step=step))
+        log.defer(lambda: None)
+    log.describe(late=True)
+    log.head(precision="bf16")
+    assert log.index_of("late") == 0
+    assert (log.flush(10), log.close(10)) == (False, False)
+    assert time.monotonic() - began < 5
+    until(lambda: not log._writer.is_alive())
+    (sentence,) = said
+    assert sentence == log.failed
+    assert sentence.startswith(f"the log {log.path} ends here: ")
+    assert sentence.endswith("; the training goes on without it")
+    for word in words:
+        assert word in sentence
+
+
+def test_a_full_disk(begin, said, tmp_path, monkeypatch):
+    room = 700
+
+    def write(file, data, really=os.write):
+        nonlocal room
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = really(file, bytes(data)[:room])  # a disk that fills up takes a part
+        room -= written
+        return written
+
+    monkeypatch.setattr(segments.os, "write", write)
+    log = begin()
+    for step in range(100):
+        log.write(StepLine(step=step, loss=1.0))
+    goes_on(log, said, "No space left on device")
+    kept = steps(tmp_path)  # the line that was cut off was taken back
+    assert kept == list(range(len(kept)))
+    assert len(kept) > 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_device_that_is_full(begin, said, monkeypatch):
+    really = os.open
+    monkeypatch.setattr(segments.os, "open", lambda *_: really("/dev/full", os.O_WRONLY))
+    goes_on(begin(), said, "No space left on device")
+
+
+def test_a_folder_that_cannot_be_made(begin, said, tmp_path):
+    (tmp_path / "file").write_text("")
+    goes_on(begin(tmp_path / "file" / "log"), said, "Not a directory")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(begin, said, tmp_path):
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    goes_on(begin(), said, "Permission denied")
+    tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_a_disk_that_is_read_only(begin, said, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(segments.os, "open", refuse)
+    goes_on(begin(), said, "Read-only file system")
+
+
+def test_a_file_that_cannot_be_finished(begin, said, tmp_path, monkeypatch):
+    log = begin(limits=Limits(file_bytes=500))
+    log.write(StepLine(step=0))
+    assert log.flush()
+
+    def refuse(*_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for step in range(1, 10):
+        log.write(StepLine(step=step))
+    goes_on(log, said, "Permission denied")
+    assert steps(tmp_path)[0] == 0
+
+
+def test_a_sink_that_hangs(begin, said, tmp_path, monkeypatch):
+    go = threading.Event()
+    log = begin(limits=Limits(hung_seconds=0.2, lines=50))
+    log.write(StepLine(step=0))
+    assert log.flush()
+
+    def write(file, data, really=os.write):
+        go.wait(30)
+        return really(file, data)
+
+    monkeypatch.setattr(segments.os, "write", write)
+
+    def handed_over():
+        began = time.perf_counter()
+        log.write(StepLine(step=1))
+        assert time.perf_counter() - began < 0.5
+        return log.failed is not None
+
+    until(handed_over)
+    assert log._tray.waiting <= 50
+    go.set()
+    goes_on(log, said, "its disk hangs")
+    assert steps(tmp_path)[0] == 0
+    assert all(line_of(text) for text in texts(tmp_path))
+
+
+def test_a_process_that_slept_is_no_sink_that_hangs(begin, said, monkeypatch):
+    log = begin(limits=Limits(hung_seconds=5.0))
+    assert log.flush()
+    writer = log._writer
+    monkeypatch.setattr(writer, "_busy_since", time.monotonic() - 60)
+    assert not writer.hangs  # seen for the first time: the writer has not had its turn yet
+    assert not writer.hangs
+    monkeypatch.setattr(writer, "_suspected", time.monotonic() - 1)
+    assert writer.hangs
+    assert said == []
+
+
+def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, monkeypatch):
+    go = threading.Event()
+    log = begin()
+    assert log.flush()
+    monkeypatch.setattr(segments.os, "write", lambda _, data: go.wait(30) and len(data))
+    for step in range(10):
+        log.write(StepLine(step=step))
+    began = time.monotonic()
+    assert not log.close(0.3)
+    assert time.monotonic() - began < 2
+    assert said == [
+        f"the log {log.path} ends here: its disk has not taken 10 lines within 0.3 s; the training goes on without it"
+    ]
+    go.set()
+
+
+def test_whoever_is_told_may_raise(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def say(sentence):
+        raise KeyError(sentence)
+
+    log = RunLog(tmp_path / "file" / "log", HEADER, say=say)
+    until(lambda: log.failed is not None)
+    log.write(StepLine(step=0))
+    assert not log.close()
+
+
+def test_whoever_is_told_may_close_the_log(tmp_path):
+    (tmp_path / "file").write_text("")
+    closed, known = [], threading.Event()
+
+    def say(_):
+        known.wait(5)
+        closed.append(log.close())
+
+    log = RunLog(tmp_path / "file" / "log", HEADER, say=say)
+    known.set()
+    until(lambda: closed)
+    assert closed == [False]
+
+
+def test_a_thread_that_cannot_be_started(tmp_path, said, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    log = RunLog(tmp_path / "log", HEADER, say=said.append)
+    log.write(StepLine(step=0))
+    assert not log.close()
+    assert said == [f"the log {log.path} ends here: can't start new thread; the training goes on without it"]
+
+
+def test_an_error_of_our_own_ends_the_log_and_not_the_training(begin, said, monkeypatch):
+    log = begin()
+    assert log.flush()
+    monkeypatch.setattr(log._tray, "take", lambda: 1 / 0, raising=False)
+    goes_on(log, said, "ZeroDivisionError")

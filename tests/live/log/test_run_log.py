@@ -1,0 +1,275 @@
+"""The writer of a run's log."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import jsonschema
+import pytest
+
+from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+from ampdoctor.evidence.run_log.lines import EndLine, LostLine, RunLine, StepLine
+from ampdoctor.evidence.run_log.schema import schema
+from ampdoctor.evidence.run_log.text import line_of, text_of
+from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.log.writer import AT_ONCE
+from tests.live.log.logs import HEADER, lines, read, steps, texts, until
+
+
+def detail(step, *tensors, **more):
+    return DetailLine(step=step, tensors=tuple(TensorDetail(tensor=i, role="gradient") for i in tensors), **more)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def start(tmp_path, said):
+    """Returns a function that begins a log; all are closed in the end, without a word said but those asked for."""
+    begun = []
+
+    def begin(header=HEADER, **more):
+        begun.append(RunLog(tmp_path, header, say=said.append, **more))
+        return begun[-1]
+
+    yield begin
+    for log in begun:
+        log.close()
+
+
+def test_what_is_handed_over_is_on_the_disk_a_moment_later(start, tmp_path):
+    log = start(run_id="r", rank=0, world_size=4, restarts=2)
+    before = time.time()
+    log.write(StepLine(step=5, loss=2.5))
+    until(lambda: steps(tmp_path) == [5], seconds=2.0)
+    header, step = read(tmp_path)
+    assert (header.line.name, header.line.segment, bool(header.line.tool)) == ("test", 1, True)
+    assert (step.stamp.run_id, step.stamp.world_size, step.stamp.restarts) == ("r", 4, 2)
+    assert before - 1 < step.stamp.time_ms / 1000 < time.time() + 1
+    for text in texts(tmp_path):
+        jsonschema.validate(json.loads(text), schema())
+
+
+def test_handing_over_costs_microseconds(start):
+    log = start()
+    line = StepLine(step=1, loss=1.0)
+    took = []
+    for _ in range(2000):
+        began = time.perf_counter()
+        log.write(line)
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[1000] < 20e-6
+
+
+def test_a_new_name_stands_in_the_log_before_the_line_that_speaks_of_it(start, tmp_path):
+    log = start(RunLine(name="test", tensors=("a",)))
+    assert [log.index_of(name) for name in ("a", "b", "b")] == [0, 1, 1]
+    log.write(detail(0, 0, 1))
+    assert log.flush()
+    log.write(detail(1, log.index_of("c")))
+    log.head(precision="fp16")
+    assert log.close()
+    table = ()
+    for whole in read(tmp_path):
+        if isinstance(whole.line, RunLine):
+            assert whole.line.tensors[: len(table)] == table
+            table = whole.line.tensors
+        else:
+            assert all(tensor.tensor < len(table) for tensor in whole.line.tensors)
+    assert table == ("a", "b", "c")
+    assert lines(tmp_path, RunLine)[-1].precision == "fp16"
+
+
+def test_a_line_is_made_on_the_writers_thread(start, tmp_path):
+    log = start()
+    made_by = []
+
+    def make():
+        made_by.append(threading.current_thread())
+        return detail(3, log.index_of("made"))
+
+    log.defer(make)
+    log.defer(lambda: None)
+    assert log.close()
+    assert made_by != [threading.current_thread()]
+    assert [line.step for line in lines(tmp_path, DetailLine)] == [3]
+    assert lines(tmp_path, RunLine)[-1].tensors == ("made",)
+
+
+def test_a_line_that_cannot_be_made_is_counted_and_costs_no_other(start, tmp_path, said):
+    log = start()
+    log.defer(lambda: 1 / 0)
+    log.write(StepLine(step=0, loss=object()))
+    log.write(StepLine(step=1))
+    assert log.close()
+    assert (steps(tmp_path), lines(tmp_path, LostLine), said) == ([1], [LostLine(unmade=2)], [])
+
+
+def test_a_long_detail_is_several_lines(start, tmp_path):
+    log = start()
+    log.write(detail(0, *range(2 * AT_ONCE + 1)))
+    assert log.close()
+    assert [len(line.tensors) for line in lines(tmp_path, DetailLine)] == [AT_ONCE, AT_ONCE, 1]
+
+
+def test_where_lines_come_too_fast_the_oldest_details_go_first_and_are_counted(start, tmp_path):
+    log = start(limits=Limits(lines=10, details=2))
+    running, go = threading.Event(), threading.Event()
+
+    def hold():
+        running.set()
+        go.wait(10)
+
+    log.defer(hold)
+    assert running.wait(10)
+    for step in range(10):
+        log.write(detail(step, 0))
+        log.write(StepLine(step=step))
+    log.write(StepLine(step=10))
+    go.set()
+    assert log.close()
+    assert [line.step for line in lines(tmp_path, DetailLine)] == [8, 9]
+    assert steps(tmp_path) == list(range(1, 11))
+    assert lines(tmp_path, LostLine) == [LostLine(details=8, steps=1)]
+
+
+def test_files_are_rotated_and_each_begins_with_the_names(start, tmp_path):
+    log = start(RunLine(name="test", tensors=("a.weight",)), limits=Limits(file_bytes=2000))
+    for step in range(100):
+        log.write(StepLine(step=step, loss=1.0))
+    assert log.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) > 4
+    assert names[:3] == ["log.1.jsonl", "log.2.jsonl", "log.3.jsonl"]
+    assert steps(tmp_path) == list(range(100))
+    for name in names:
+        first = line_of((tmp_path / name).read_text().splitlines()[0]).line
+        assert (first.tensors, (tmp_path / name).stat().st_size < 2300) == (("a.weight",), True)
+    assert [line.segment for line in lines(tmp_path, RunLine)] == list(range(1, len(names) + 1))
+
+
+def test_old_details_are_thinned_and_steps_and_the_newest_stay(start, tmp_path):
+    log = start(limits=Limits(file_bytes=4000, detail_bytes=20_000))
+    for step in range(400):
+        log.write(StepLine(step=step))
+        log.write(detail(step, *range(5), reason="spike" if step == 30 else "sampled"))
+        if step % 10 == 9:
+            assert log.flush(5)
+    assert log.close()
+    assert steps(tmp_path) == list(range(400))
+    kept = [line.step for line in lines(tmp_path, DetailLine)]
+    assert kept == sorted(kept)
+    assert (30 in kept, 399 in kept) == (True, True)
+    assert 400 - len(kept) == lines(tmp_path, LostLine)[-1].thinned > 100
+    halves = [sum(begin <= step < begin + 200 for step in kept) for begin in (0, 200)]
+    assert 0 < halves[0] < halves[1]
+
+
+def test_thinning_ends_where_only_steps_are_left(start, tmp_path):
+    log = start(limits=Limits(file_bytes=2000, detail_bytes=0))
+    for step in range(100):
+        log.write(StepLine(step=step))
+    assert log.close()
+    assert steps(tmp_path) == list(range(100))
+
+
+def test_what_a_killed_process_has_left_is_set_aside(start, tmp_path):
+    first = start(run_id="one")
+    first.write(StepLine(step=0))
+    first.describe(model="first")
+    assert first.close()
+    with (tmp_path / "log.jsonl").open("a") as torn:
+        torn.write('{"kind":"st')
+    torn_file = (tmp_path / "log.jsonl").read_text()
+    second = start(run_id="two")
+    second.write(StepLine(step=1))
+    second.describe(model="second")
+    assert second.close()
+    assert (tmp_path / "log.1.jsonl").read_text() == torn_file
+    assert [line_of(text).stamp.run_id for text in (tmp_path / "log.jsonl").read_text().splitlines()] == ["two", "two"]
+    assert json.loads((tmp_path / "run.1.json").read_text())["model"] == "first"
+    assert json.loads((tmp_path / "run.json").read_text()) == {"run_id": "two", "model": "second"}
+
+
+def test_two_logs_in_one_folder_lose_nothing(start, tmp_path):
+    one = start(run_id="one", limits=Limits(file_bytes=2000))
+    one.write(StepLine(step=0))
+    assert one.flush()
+    two = start(run_id="two", limits=Limits(file_bytes=2000))
+    for step in range(1, 60):
+        one.write(StepLine(step=step))
+        two.write(StepLine(step=100 + step))
+    assert one.close()
+    assert two.close()
+    assert sorted(steps(tmp_path)) == [*range(60), *range(101, 160)]
+
+
+def test_other_ranks_have_files_of_their_own(start, tmp_path):
+    for rank in (0, 12):
+        log = start(run_id="r", rank=rank, world_size=16)
+        log.write(StepLine(step=rank))
+        log.describe(x=rank)
+        assert log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("log.jsonl", "log.rank12.jsonl", "run.json", "run.rank12.json"),
+    ]
+    assert (steps(tmp_path), steps(tmp_path, 12)) == ([0], [12])
+
+
+def test_the_last_steps_are_remembered(start):
+    log = start(limits=Limits(last=3))
+    for step in range(5):
+        log.write(StepLine(step=step))
+        log.write(detail(step))
+    assert [whole.line.step for whole in log.last()] == [2, 3, 4]
+    assert [whole.line.step for whole in log.last(2)] == [3, 4]
+    assert (log.last(0), line_of(text_of(log.last(1)[0])).line.step) == ((), 4)
+
+
+def test_a_rollback_begins_another_attempt(start, tmp_path):
+    log = start()
+    log.write(StepLine(step=7))
+    assert log.begin_attempt() == 1
+    log.write(StepLine(step=5))
+    assert log.begin_attempt(branch=0) == 2
+    log.write(StepLine(step=3))
+    assert log.close()
+    stamps = [(whole.stamp.attempt, whole.stamp.branch) for whole in read(tmp_path) if isinstance(whole.line, StepLine)]
+    assert stamps == [(0, None), (1, 0), (2, 0)]
+
+
+def test_the_end_is_the_last_line_and_nothing_is_taken_after_it(start, tmp_path):
+    log = start()
+    log.write(detail(0, 0))
+    log.write(EndLine(exit_code=0, steps=1))
+    assert log.close()
+    assert log.close()
+    log.write(StepLine(step=1))
+    assert log.flush()
+    assert isinstance(read(tmp_path)[-1].line, EndLine)
+
+
+def test_facts_are_added_up(start, tmp_path):
+    log = start(run_id="r")
+    log.describe(command=["train.py"])
+    log.describe(model={"parameters": 12}, loss=float("inf"))
+    assert log.close()
+    assert json.loads((tmp_path / "run.json").read_text()) == {
+        "run_id": "r",
+        "command": ["train.py"],
+        "model": {"parameters": 12},
+        "loss": "Infinity",
+    }
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_facts_that_are_no_json_are_counted(start, tmp_path):
+    log = start()
+    log.describe(model=object())
+    assert log.close()
+    assert lines(tmp_path, LostLine) == [LostLine(unmade=1)]

@@ -1,0 +1,99 @@
+"""`profile` and `recommend` on the log of a run, through the writer, the files and the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor.cli.options.options import is_profile
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.numerics import Histogram
+from ampdoctor.workflows.measuring.log_ranges import NOTE, ranges_of_log
+
+SCALE = 2.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The log of a small training whose gradients are too small for its loss scale."""
+    place = tmp_path_factory.mktemp("health") / "run"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = {
+        "scale": SCALE,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    log = RunLog(place, RunLine(name="small", precision="fp16", autocast=True, scaler=scaler))
+    for step in range(30):
+        loss = 1e-6 * nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(4, (32,)))
+        optimizer.zero_grad()
+        (SCALE * loss).backward()
+        log.write(StepLine(step=step, loss=loss.item(), loss_scale=SCALE, skipped=False))
+        log.write(
+            DetailLine(
+                step=step,
+                tensors=tuple(
+                    TensorDetail(
+                        tensor=log.index_of(name),
+                        role="gradient",
+                        scale=SCALE,
+                        elements=p.numel(),
+                        histogram=Histogram.of(p.grad).to_dict(),
+                    )
+                    for name, p in model.named_parameters()
+                ),
+            )
+        )
+        optimizer.step()
+        assert log.flush()
+    assert log.close()
+    return place
+
+
+def test_the_histograms_come_through(folder):
+    ranges = ranges_of_log(str(folder))
+    assert (ranges.steps, ranges.run.loss_scale, ranges.run.scaler["growth_interval"]) == (30, SCALE, 2000)
+    assert {site.place.name for site in ranges.sites} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert ranges.histograms[0].amax < 1e-6
+
+
+@pytest.mark.parametrize("name", ["", "log.jsonl"])
+def test_recommend_and_profile_take_it(folder, name, run_cli, check_report):
+    done = run_cli("recommend", str(folder / name), "--format", "json")
+    report = check_report(done.stdout)
+    assert report["scaler"]["recommended"]["init_scale"] >= 2**14
+    assert report["run"]["notes"] == [NOTE]
+    done = run_cli("profile", str(folder / name), "--format", "json")
+    assert check_report(done.stdout)["run"]["steps"] == 30
+
+
+def test_a_log_without_details_says_so(tmp_path):
+    log = RunLog(tmp_path, RunLine(name="small"))
+    log.write(StepLine(step=0))
+    assert log.close()
+    with pytest.raises(UsageError, match="no histogram of a finite gradient"):
+        ranges_of_log(str(tmp_path))
+
+
+def test_a_folder_with_another_log_is_none(tmp_path):
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}))
+    with pytest.raises(UsageError, match="holds no log of a run"):
+        ranges_of_log(str(tmp_path))
+
+
+def test_only_a_folder_with_a_log_stands_for_a_profile(folder, tmp_path):
+    assert (is_profile(str(folder)), is_profile(str(tmp_path)), is_profile(str(tmp_path / "none"))) == (
+        True,
+        False,
+        False,
+    )
