@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ampdoctor.cli.process import ctrl_c, process, streams
+from ampdoctor.cli.process import ctrl_c, ending, process, streams
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.suggesting.as_typed import as_typed
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
@@ -41,13 +41,17 @@ _COMPLETION = "_AMPDOCTOR_COMPLETE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; nothing is raised.
+    """Run the command line and return its exit code; nothing is raised, but for the Ctrl-C that has ended a script.
 
     Args:
         argv: The arguments without the program's name; None: those of the process, whose stdout then belongs to the
             report until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments[:1] == [
+        "run"
+    ]:  # the process is the script's: nothing is claimed but Ctrl-C until then
+        return ending.end_as_python(_answer(arguments))
     streams.harden()
     if argv is not None:
         return _answer(arguments)
