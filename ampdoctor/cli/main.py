@@ -99,6 +99,7 @@ def _parse(arguments: list[str]) -> Action | int:
     """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
     from ampdoctor.cli.app import app
 
+    hook = sys.excepthook
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
         try:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
@@ -109,6 +110,8 @@ def _parse(arguments: list[str]) -> Action | int:
                 raise
             said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
             raise UsageError(said) from None
+        finally:
+            sys.excepthook = hook  # Typer puts its own there, for good
     if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR

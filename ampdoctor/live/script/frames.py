@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
@@ -22,8 +23,9 @@ def cut_our_frames(error: BaseException) -> None:
     """
     for one in _all_of(error):
         kept = _kept(list(_frames(_behind_the_start(one.__traceback__))))
-        for frame, following in zip(kept, [*kept[1:], None], strict=True):
-            frame.tb_next = following
+        for frame, following in pairwise([*kept, None]):
+            if frame is not None:  # as all are but the end
+                frame.tb_next = following
         one.__traceback__ = kept[0] if kept else None
 
 
