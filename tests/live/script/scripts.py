@@ -13,9 +13,11 @@ print(sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook
 print(sys.unraisablehook is sys.__unraisablehook__, sys.gettrace(), sys.getprofile(), sys.flags)
 for stream, first in ((sys.stdin, sys.__stdin__), (sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)):
     print(stream is first, stream.fileno(), stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
-print([thread.name for thread in threading.enumerate()], gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.callbacks)
+print([thread.name for thread in threading.enumerate()], gc.isenabled(), gc.get_freeze_count())
+print(gc.get_threshold(), gc.callbacks)
 print(sorted(os.environ.items()), warnings.filters, logging.root.handlers, locale.getlocale(), os.umask(0))
-print([getattr(finder, "__name__", type(finder)) for finder in sys.meta_path], sys.getswitchinterval(), sys.getrecursionlimit(), os.getcwd())
+print([getattr(finder, "__name__", type(finder)) for finder in sys.meta_path], os.getcwd())
+print(sys.getswitchinterval(), sys.getrecursionlimit())
 print([name for name in ("torch", "numpy", "rich") if name in sys.modules], sys.warnoptions, sys.dont_write_bytecode)
 """
 CHAINED = """
@@ -48,7 +50,8 @@ import sys
 class Odd:
     def __str__(self):
         return "odd \\u00e9"
-raise SystemExit(*[{"3": 3, "text": "text", "none": None, "true": True, "256": 256, "-1": -1, "odd": Odd()}[sys.argv[1]]])
+codes = {"3": 3, "text": "text", "none": None, "true": True, "256": 256, "-1": -1, "odd": Odd()}
+raise SystemExit(codes[sys.argv[1]])
 """
 HOOK = """
 import sys
@@ -118,7 +121,12 @@ argparse.ArgumentParser().parse_args()
 LATIN = '# -*- coding: latin-1 -*-\nprint(ascii("caf\xe9"))\nraise ValueError("caf\xe9")\n'.encode("latin-1")
 SYNTAX = "def broken(:\n    pass\n"
 INDENT = "if True:\nprint(1)\n"
-FUTURE = "print(f.__annotations__) if 'f' in globals() else None\ndef f(x: 1 + 1): ...\nprint(f.__annotations__, __annotations__)\ny: 3 = 1\nprint(__annotations__)\n"
+ANNOTATED = """
+def f(x: 1 + 1): ...
+print(f.__annotations__, __annotations__)
+y: 3 = 1
+print(__annotations__)
+"""
 IMPORTS = "import broken_neighbour\n"
 NEIGHBOUR = "def fails():\n    raise OSError('at import')\nfails()\n"
 PROCESSES = """
@@ -155,4 +163,6 @@ print(__name__, __package__, __file__, __cached__, __spec__.name, __spec__.origi
 from . import sibling
 raise ValueError(sibling.NAME)
 """
-ARCHIVED = "import sys\nprint(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path)\nimport inside\n1 / 0\n"
+ARCHIVED = (
+    "import sys\nprint(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path)\nimport inside\n1 / 0\n"
+)

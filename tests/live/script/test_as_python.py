@@ -59,7 +59,7 @@ CASES = [
     pytest.param(scripts.LATIN, [], 1, id="latin", marks=OTHER),
     pytest.param(scripts.SYNTAX, [], 1, id="syntax", marks=OTHER),
     pytest.param(scripts.INDENT, [], 1, id="indent", marks=OTHER),
-    pytest.param(scripts.FUTURE, [], 0, id="annotations", marks=OTHER),
+    pytest.param(scripts.ANNOTATED, [], 0, id="annotations", marks=OTHER),
     pytest.param(scripts.IMPORTS, [], 1, id="imports", marks=OTHER),
     pytest.param(scripts.PROCESSES, ["fork", "spawn", "forkserver"], 0, id="processes", marks=OTHER),
     pytest.param(scripts.FORKED, ["fall"], 0, id="forked, falls through", marks=OTHER),
