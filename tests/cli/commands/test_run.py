@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -79,7 +78,7 @@ def test_what_is_typed_before_the_script_is_ours_and_the_rest_is_its_own(run, wa
     assert request.arguments == ("", "--every", "9", "--", "-m", "--health=x", "--help")
     assert (request.every, request.on_sick, request.look, request.guard) == (7, "stop", "sync", True)
     assert (request.record_batches, request.bundle, request.bundle_max) == (3, False, 512 * 1024**2)
-    assert [name for name, _ in request.thresholds.moved] == ["AMP107.saturated"]
+    assert [moved.key for moved, _ in request.thresholds.moved] == ["AMP107.saturated"]
     assert watch.open == 0
 
 
@@ -123,16 +122,14 @@ def test_the_scripts_own_end_goes_first(run, watch, statement, code):
 def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tmp_path, check_report):
     moves = "import os; os.mkdir('deeper'); os.chdir('deeper')"
     assert run("--output", "health.json", "--format", "json", "train.py", moves) == (0, f"{[moves]}\n", "")
-    report = json.loads((tmp_path / "health.json").read_text())
-    check_report(report)
+    report = check_report((tmp_path / "health.json").read_text())
     assert (report["command"], report["verdict"]) == ("run", "not_judged")
     assert report["target"] == {"factory": "train.py", "arguments": [moves]}
     assert Path.cwd() == tmp_path / "deeper"
     os.chdir(tmp_path)
     watch.found = SICK
     assert run("--report", "json=sick.json", "-q", "train.py")[0] == 1
-    report = json.loads((tmp_path / "sick.json").read_text())
-    check_report(report)
+    report = check_report((tmp_path / "sick.json").read_text())
     assert (report["command"], report["verdict"]) == ("run", "sick")
 
 

@@ -166,3 +166,51 @@ raise ValueError(sibling.NAME)
 ARCHIVED = (
     "import sys\nprint(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path)\nimport inside\n1 / 0\n"
 )
+WORKERS = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "3"
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, at):
+        assert __name__ == sys.argv[2] or __name__ == "__main__", __name__
+        return torch.full((4,), float(at * at)), os.getpid()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+    def forward(self, x):
+        return self.out(nn.functional.dropout(x, 0.5))
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=2, multiprocessing_context=sys.argv[1])
+    for epoch in range(2):
+        for batch, worker in loader:
+            assert os.getpid() not in worker.tolist()
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            print(float(loss).hex())
+    torch.save(model, "model.pt")
+    print(type(torch.load("model.pt", weights_only=False)) is Net, torch.get_num_threads())
+    print([p.flatten().tolist() for p in model.parameters()], torch.get_rng_state().sum())
+"""
+RANKS = """
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    print("ranks", dist.get_world_size(), sys.argv)
+dist.destroy_process_group()
+sys.exit(3 if len(sys.argv) > 1 else 0)
+"""
