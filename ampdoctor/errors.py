@@ -76,6 +76,17 @@ class ForkedChildError(BaseException):
     """
 
 
+class StoppedError(SystemExit):
+    """A watched training is ended where it fell sick, because somebody asked for that.
+
+    As a `SystemExit` with the code of findings it passes `except Exception`, lets every `finally` run, and ends the
+    process without a traceback, whoever started the training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_FINDINGS)
+
+
 class ReplayError(AmpdoctorError):
     """A replay is impossible as asked (device, precision, policy, memory)."""
 

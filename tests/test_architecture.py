@@ -25,7 +25,7 @@ DIRECT = {
     "diagnosis": {"evidence"},
     "gates": {"diagnosis"},
     "live": {"loop", "probes", "diagnosis"},
-    "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis"},
+    "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis", "live"},
     "reports": {"diagnosis"},
     "training": {"loop", "precision"},
     "integrations": {"training", "live", "workflows", "reports"},

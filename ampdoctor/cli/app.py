@@ -12,6 +12,7 @@ from ampdoctor.cli.commands.merge import merge
 from ampdoctor.cli.commands.profile import profile
 from ampdoctor.cli.commands.recommend import recommend
 from ampdoctor.cli.commands.rule import rule
+from ampdoctor.cli.commands.run import run
 from ampdoctor.cli.commands.scan import scan
 from ampdoctor.cli.process.streams import write_stdout
 from ampdoctor.cli.settings.configured import ConfiguredCommand, configured
@@ -47,6 +48,12 @@ def ampdoctor(
     """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
 
 
+_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}
+"""Whatever stands behind the script, also what looks like an option of ours."""
+
+app.command(
+    "run", cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}", context_settings=_ARGUMENTS_ARE_THE_SCRIPTS
+)(configured(run))
 for _name, _command, _kind in (
     ("scan", scan, ConfiguredCommand),
     ("bisect-nan", bisect_nan, ReplayCommand),

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ampdoctor.cli.process import ctrl_c, process, streams
+from ampdoctor.cli.process import ctrl_c, ending, process, streams
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.suggesting.as_typed import as_typed
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
@@ -41,13 +41,17 @@ _COMPLETION = "_AMPDOCTOR_COMPLETE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; nothing is raised.
+    """Run the command line and return its exit code; nothing is raised, but for the Ctrl-C that has ended a script.
 
     Args:
         argv: The arguments without the program's name; None: those of the process, whose stdout then belongs to the
             report until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments[:1] == [
+        "run"
+    ]:  # the process is the script's: nothing is claimed but Ctrl-C until then
+        return ending.end_as_python(_answer(arguments))
     streams.harden()
     if argv is not None:
         return _answer(arguments)
@@ -95,6 +99,7 @@ def _parse(arguments: list[str]) -> Action | int:
     """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
     from ampdoctor.cli.app import app
 
+    hook = sys.excepthook
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
         try:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
@@ -105,6 +110,8 @@ def _parse(arguments: list[str]) -> Action | int:
                 raise
             said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
             raise UsageError(said) from None
+        finally:
+            sys.excepthook = hook  # Typer puts its own there, for good
     if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR

@@ -127,10 +127,15 @@ class Examination:
             report = set_known_aside(report, known, name, written=write is not None)
         report = replace(report, gate=self._gate())
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
-        deliver(report, places, self.output)
-        if rank and not self.output.quiet:
-            note(f"ampdoctor: rank {rank}: the report is in {places[0].file}")
+        wanted = self.wanted(report, places, rank)
+        deliver(report, wanted, self.output)
+        if rank and wanted and not self.output.quiet:
+            note(f"ampdoctor: rank {rank}: the report is in {wanted[0].file}")
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
+
+    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - who has a say in it
+        """Return where this report goes: everywhere."""
+        return places
 
     def _decide(self, report: Report) -> Report:
         """The report with what the configuration says of its findings."""

@@ -41,6 +41,12 @@ def claim() -> None:
             return
 
 
+def release() -> None:
+    """Leave Ctrl-C to the code that runs from now on, as Python does."""
+    if signal.getsignal(signal.SIGINT) is _on_ctrl_c:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def answer() -> None:
     """From now on a Ctrl-C is raised as a KeyboardInterrupt, which `main()` answers."""
     _Claim.answering = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from ampdoctor.errors import OutputError
@@ -56,6 +58,17 @@ def claim_stdout() -> None:
         return
     _Claim.made = True
     sys.stdout = sys.stderr
+
+
+@contextmanager
+def report_on_stderr() -> Iterator[None]:
+    """While the block runs, what goes to the report's stream goes to stderr: stdout belongs to somebody's script."""
+    before = _Claim.made, _Claim.stream
+    _Claim.made, _Claim.stream = True, sys.stderr
+    try:
+        yield
+    finally:
+        _Claim.made, _Claim.stream = before
 
 
 def report_stream() -> TextIO | None:

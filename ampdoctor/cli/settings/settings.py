@@ -23,7 +23,7 @@ EXPECTED: Mapping[Kind, str] = {
 }
 _KINDS: Mapping[Any, Kind] = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
-NO_SETTINGS = frozenset({"config", "isolated", "show-config", "write-baseline"})
+NO_SETTINGS = frozenset({"config", "isolated", "show-config", "write-baseline", "module"})
 """Options of one run alone. As a standing setting --write-baseline would make every run its own baseline."""
 
 

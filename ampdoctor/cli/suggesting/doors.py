@@ -96,6 +96,8 @@ def doors(arguments: Sequence[str], error: BaseException) -> list[str]:
         arguments: What was typed, without the program's name.
         error: What refused it.
     """
+    if arguments[:1] == ["run"] and _is_missing(error):
+        return ["Name what trains: ampdoctor run train.py --its arguments, or ampdoctor run -m package.train"]
     if not arguments or arguments[0] not in REPLAYING:
         return []
     if _is_missing(error):

@@ -22,7 +22,7 @@ from ampdoctor.evidence.where import Place, Where
 
 SCHEMA_VERSION = "1"
 
-Command = Literal["scan", "bisect-nan", "profile", "recommend", "watch", "run"]
+Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "watch"]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
@@ -277,7 +277,8 @@ class Report:
     """The result of one command.
 
     Attributes:
-        command: "scan", "bisect-nan", "profile", "recommend", or "watch" for a loop that was watched while it ran.
+        command: "scan", "bisect-nan", "profile", "recommend", "run" for a script that was watched while it ran, or
+            "watch" for any other loop.
         target: What was examined (path and format of a checkpoint, or the factory).
         run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
         verdict: sick, healthy, not_reproduced, inconclusive or not_judged.

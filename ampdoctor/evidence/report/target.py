@@ -86,10 +86,10 @@ class Target(TypedDict, total=False):
         path: The checkpoint, or how many paths there are.
         location: The checkpoint's path from the working directory.
         profile: The saved profile.
-        factory: The factory.
+        factory: The factory, or the script.
         checkpoint: The checkpoint that a replay began with.
         options: What was said of the run beside its factory and checkpoint.
-        arguments: What followed `--`: the arguments of the user's script.
+        arguments: The arguments of the user's script: what followed `--`, or of `run` the script.
         advice_options: What was said of whom the advice is for.
         paths: Of several, each.
         files: Of the checkpoint.

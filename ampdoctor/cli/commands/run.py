@@ -1,0 +1,138 @@
+"""`ampdoctor run`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.options.flatten import flatten
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import OutputOptions, refuse_empty
+from ampdoctor.cli.options.size import bytes_of
+from ampdoctor.cli.options.thresholds import ThresholdOptions
+from ampdoctor.cli.process.action import Action
+from ampdoctor.cli.process.watched_run import watched_run
+from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.suggesting.launchers import no_script
+from ampdoctor.cli.suggesting.near import near_file
+from ampdoctor.errors import UsageError
+from ampdoctor.live.script.target import Script, script_at
+from ampdoctor.workflows.opening.health_folder import usual_folder
+from ampdoctor.workflows.opening.watch_request import USUAL_EVERY, Look, OnSick, WatchRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions:
+    """How a training is watched, and what is kept of it."""
+
+    health: Annotated[
+        str | None,
+        typer.Option(
+            "--health",
+            metavar="DIR",
+            help="Folder of the log and the bundles [default: ampdoctor-health/TIME-NAME].",
+        ),
+    ] = None
+    every: Annotated[
+        int, typer.Option("--every", metavar="N", min=1, help="Steps from one close measurement to the next.")
+    ] = USUAL_EVERY
+    on_sick: Annotated[
+        OnSick,
+        typer.Option(
+            "--on-sick",
+            help="record: look, log, keep a bundle, and let the training go on. stop: the same, then end it with code "
+            "1.",
+        ),
+    ] = "record"
+    look: Annotated[
+        Look,
+        typer.Option(
+            "--look",
+            help="When a sick step is run again: auto: before its update wherever no device has to be waited for. "
+            "sync: everywhere, waiting for the device once a step. off: never.",
+        ),
+    ] = "auto"
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Let a fused optimizer hold a sick update back on the device.")
+    ] = False
+    record_batches: Annotated[
+        int,
+        typer.Option("--record-batches", metavar="K", min=0, help="Steps whose batches are kept for a bundle."),
+    ] = 0
+    bundle_max: Annotated[
+        str, typer.Option("--bundle-max", metavar="SIZE", help="The most that a bundle takes, as in 512MB.")
+    ] = "4GB"
+    no_bundle: Annotated[bool, typer.Option("--no-bundle", help="Keep no bundle.")] = False
+
+    def __post_init__(self) -> None:
+        refuse_empty("--health", self.health)
+
+
+@flatten
+def run(
+    context: typer.Context,
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT", help="The script that trains; with -m a module. As it is: nothing is added."),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments: all that follows it.")
+    ] = None,
+    *,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as for python -m.")
+    ] = False,
+    watch: WatchOptions,
+    limits: ThresholdOptions,
+    gates: GateOptions,
+    output: OutputOptions,
+) -> Action:
+    """Run a training script as it is, and watch it.
+
+    The script has its own arguments, output, signals and exit code; what was seen is said on stderr where something is
+    sick. The exit code is the script's where that is not 0, else that of the findings. Options stand before SCRIPT.
+    With torchrun: torchrun -m ampdoctor run SCRIPT.
+    """
+    refuse_empty("SCRIPT", script)
+    given = tuple(arguments or ())
+    named = _named(script, given, is_module=module)
+    request = WatchRequest(
+        health=str(Path(watch.health or usual_folder(script, is_module=module)).absolute()),
+        script=script,
+        is_module=module,
+        arguments=given,
+        command=tuple(sys.orig_argv),
+        every=watch.every,
+        on_sick=watch.on_sick,
+        look=watch.look,
+        guard=watch.guard,
+        record_batches=watch.record_batches,
+        bundle=not watch.no_bundle,
+        bundle_max=bytes_of("--bundle-max", watch.bundle_max),
+        thresholds=limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context)),
+    )
+    return watched_run(named, request, output, gates)
+
+
+def _named(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Script:
+    """Returns what is to be run.
+
+    Raises:
+        UsageError: There is no such thing, or it is something else.
+    """
+    if is_module:
+        if script.endswith(".py"):
+            raise UsageError(f"-m {script}: a module is named without .py; a file without -m")
+        return Script(named=script, arguments=arguments, kind="module")
+    other = no_script(script, arguments)
+    if other is not None:
+        raise UsageError(other)
+    try:
+        return script_at(script, arguments)
+    except UsageError as error:
+        near = near_file(script)
+        raise UsageError(f"{error}; is {near} meant?" if near is not None else str(error)) from None

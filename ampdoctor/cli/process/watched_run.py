@@ -1,0 +1,121 @@
+"""The action of `ampdoctor run`: somebody's script, from its first line to its last, and what was seen meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import OutputOptions
+from ampdoctor.cli.process import ctrl_c, ending
+from ampdoctor.cli.process.action import Examination
+from ampdoctor.cli.process.exit_code import Outcome
+from ampdoctor.cli.process.output import Destination
+from ampdoctor.cli.process.streams import STDOUT, note, report_on_stderr
+from ampdoctor.errors import AmpdoctorError, ForkedChildError
+from ampdoctor.evidence.report import Report
+from ampdoctor.live.script.running import run_script
+from ampdoctor.live.script.target import Script
+from ampdoctor.reports.words.sanitise import sentence
+from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.opening.watch_request import WatchRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """The script's one run.
+
+    Attributes:
+        script: What runs.
+        request: How it is watched.
+        code: Its exit code; None before it has ended.
+        still_open: In a process that the script has forked: the watch, which the parent ends.
+    """
+
+    script: Script
+    request: WatchRequest
+    code: int | None = None
+    still_open: ExitStack | None = None
+    home: ExitStack = field(default_factory=ExitStack)
+
+    def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
+        """Run it, watched.
+
+        Raises:
+            ForkedChildError: The script has forked, and this is the child at the script's end.
+            UsageError: There is nothing to run.
+        """
+        from ampdoctor.workflows.watching import watching
+
+        process, folder = os.getpid(), Path.cwd()
+        stack, watch = ExitStack(), None
+        try:
+            watch = stack.enter_context(watching(self.request))
+        except Exception as error:
+            if isinstance(error, AmpdoctorError):
+                raise
+            _unwatched("cannot begin", error)
+        ctrl_c.release()
+        try:
+            ended = run_script(self.script)
+            if self.script.kind == "file":
+                ending.flush()
+            self.code = ending.answer(ended)
+        finally:
+            if os.getpid() != process:
+                self.still_open, stack = stack.pop_all(), ExitStack()
+            try:
+                stack.close()
+            except Exception as error:  # noqa: BLE001 - nothing of ours ends somebody's script
+                _unwatched("has failed", error)
+        if os.getpid() != process:
+            raise ForkedChildError
+        with contextlib.suppress(OSError):  # files are named from where the command was typed
+            self.home.enter_context(contextlib.chdir(folder))
+        report = None if watch is None else watch.report
+        return self._nothing_judged() if report is None else replace(report, command="run")
+
+    def _nothing_judged(self) -> Report:
+        target = {"factory": self.script.named, "arguments": list(self.script.arguments)}
+        return Report(command="run", target=target, verdict="not_judged")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRun(Examination):
+    """Runs a script, and then does with the report what every command does; the script's own exit code goes first."""
+
+    def __call__(self) -> Outcome:
+        """Do it."""
+        job = self.work
+        assert isinstance(job, _Job)  # noqa: S101 for the type checker
+        with job.home, report_on_stderr():
+            try:
+                outcome = Examination.__call__(self)
+            except ForkedChildError:
+                return Outcome(job.code or 0)
+            except Exception as error:
+                if not job.code:
+                    raise
+                note(f"ampdoctor: error: {sentence(str(error) or type(error).__name__)}")
+                return Outcome(job.code)
+        return Outcome(job.code or outcome.code, outcome.reason)
+
+    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
+        """Return where this report goes: among what a script prints, only what has something to say."""
+        if report.findings or report.errors:
+            return places
+        files = () if rank else places
+        return tuple(place for place in files if (place.format, place.file) != ("human", STDOUT))
+
+
+def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
+    """Return the action that runs the script, watched, and judges and delivers what was seen."""
+    files = () if script.kind == "module" else (script.named,)
+    return WatchedRun(work=_Job(script=script, request=request), output=output, gates=gates, inputs=files)
+
+
+def _unwatched(what: str, error: Exception) -> None:
+    note(f"ampdoctor: internal error: the watch {what}: {type(error).__name__}: {sentence(str(error))}")

@@ -1,0 +1,42 @@
+"""The folder in which a watch keeps its log, where nobody has named one."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+FOLDERS = "ampdoctor-health"
+"""Where they lie, from the working directory."""
+
+
+def usual_folder(script: str, *, is_module: bool) -> str:
+    """Returns `ampdoctor-health/<time>-<name>`, of which there is none yet.
+
+    The processes that one launcher has started share theirs: its time is that at which the launcher began.
+
+    Args:
+        script: A path, or a module's name.
+        is_module: It is a module's name.
+    """
+    last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
+    name = re.sub(r"[^\w.-]+", "_", last) or "script"
+    launched = _launched() if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    when = time.time() if launched is None else launched
+    folder = Path(FOLDERS) / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(when))}-{name}"
+    count = 2
+    free = folder
+    while launched is None and free.exists():
+        free, count = folder.with_name(f"{folder.name}-{count}"), count + 1
+    return str(free)
+
+
+def _launched() -> float | None:
+    """When the parent process began, in seconds since 1970, as Linux tells; None elsewhere."""
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        after_name = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        return int(booted.split()[1]) + int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5)
+    return None

@@ -1,0 +1,201 @@
+"""`ampdoctor run`: what it hands to the watch and to the script, what it says, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ampdoctor.cli.main import main
+from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.where import Where
+from ampdoctor.workflows import watching as seam
+
+FOUND = Finding(
+    code="AMP201",
+    name="forward-overflow",
+    severity="error",
+    message="step 7: an infinity from finite inputs",
+    cause="forward_overflow",
+    where=Where(step=7, phase="forward", module="ff.wo"),
+)
+SICK = Report(command="watch", target={"factory": "train.py"}, verdict="sick", findings=(FOUND,))
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """The watch that is asked for: its `requests`; `found` is its report, and `fails` says where it raises."""
+
+    one = SimpleNamespace(requests=[], found=None, fails=None, open=0)
+
+    @contextmanager
+    def watching(request):
+        one.requests.append(request)
+        if one.fails == "before":
+            raise RuntimeError("no hooks")
+        one.open += 1
+        yield (made := seam.Watching())
+        one.open -= 1
+        made.report = one.found
+        if one.fails == "after":
+            raise RuntimeError("no hooks")
+
+    monkeypatch.setattr(seam, "watching", watching)
+    return one
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capfd):
+    """Return a function that runs the command in this process, in a folder of its own: (code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["ampdoctor"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\nexec(sys.argv[1] if sys.argv[1:] else '')\n")
+    before = signal.getsignal(signal.SIGINT)
+
+    def call(*arguments):
+        code = main(["run", *arguments])
+        return (code, *capfd.readouterr())
+
+    yield call
+    signal.signal(signal.SIGINT, before)
+
+
+def test_what_is_typed_before_the_script_is_ours_and_the_rest_is_its_own(run, watch, tmp_path):
+    typed = ["--every", "7", "--on-sick", "stop", "--look", "sync", "--guard", "--record-batches", "3"]
+    typed += ["--bundle-max", "512MiB", "--no-bundle", "--health", "kept", "--threshold", "AMP107.saturated=0.1"]
+    code, out, err = run(*typed, "train.py", "", "--every", "9", "--", "-m", "--health=x", "--help")
+    assert (code, out, err) == (0, "['', '--every', '9', '--', '-m', '--health=x', '--help']\n", "")
+    (request,) = watch.requests
+    assert (request.script, request.is_module, request.health) == ("train.py", False, str(tmp_path / "kept"))
+    assert request.arguments == ("", "--every", "9", "--", "-m", "--health=x", "--help")
+    assert (request.every, request.on_sick, request.look, request.guard) == (7, "stop", "sync", True)
+    assert (request.record_batches, request.bundle, request.bundle_max) == (3, False, 512 * 1024**2)
+    assert [moved.key for moved, _ in request.thresholds.moved] == ["AMP107.saturated"]
+    assert watch.open == 0
+
+
+def test_without_options_it_has_its_own_folder_and_the_usual_numbers(run, watch):
+    assert run("--", "train.py") == (0, "[]\n", "")
+    (request,) = watch.requests
+    assert Path(request.health).parent.name == "ampdoctor-health"
+    assert request.health.endswith("-train")
+    assert (request.every, request.on_sick, request.look, request.bundle_max) == (100, "record", "auto", 4 * 10**9)
+
+
+def test_settings_may_stand_in_the_configuration(run, watch, tmp_path):
+    (tmp_path / "ampdoctor.toml").write_text("[run]\nevery = 20\nbundle-max = '1GB'\n")
+    assert run("train.py")[0] == 0
+    assert (watch.requests[0].every, watch.requests[0].bundle_max) == (20, 10**9)
+    (tmp_path / "ampdoctor.toml").write_text("[run]\nbundle-max = 'much'\n")
+    code, _, err = run("train.py")
+    assert code == 2
+    assert "bundle-max" in err
+    assert "a size is a number with its unit" in err
+
+
+def test_what_is_sick_is_said_on_stderr_and_is_the_exit_code(run, watch):
+    watch.found = SICK
+    code, out, err = run("train.py")
+    assert (code, out) == (1, "[]\n")
+    assert "AMP201 forward-overflow" in err
+    assert run("--fail-on", "never", "train.py")[0] == 0
+    assert run("train.py", "sys.exit(5)")[0] == 5
+    assert run("train.py", "sys.exit(0)")[0] == 1
+
+
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(5)", 5), ("1 / 0", 1), ("sys.exit('text')", 1)])
+def test_the_scripts_own_end_goes_first(run, watch, statement, code):
+    answered, out, err = run("train.py", statement)
+    assert (answered, out) == (code, f"{[statement]}\n")
+    assert "ampdoctor" not in err
+    assert watch.open == 0
+
+
+def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tmp_path, check_report):
+    moves = "import os; os.mkdir('deeper'); os.chdir('deeper')"
+    assert run("--output", "health.json", "--format", "json", "train.py", moves) == (0, f"{[moves]}\n", "")
+    report = check_report((tmp_path / "health.json").read_text())
+    assert (report["command"], report["verdict"]) == ("run", "not_judged")
+    assert report["target"] == {"factory": "train.py", "arguments": [moves]}
+    assert Path.cwd() == tmp_path / "deeper"
+    os.chdir(tmp_path)
+    watch.found = SICK
+    assert run("--report", "json=sick.json", "-q", "train.py")[0] == 1
+    report = check_report((tmp_path / "sick.json").read_text())
+    assert (report["command"], report["verdict"]) == ("run", "sick")
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_script_runs(run, watch):
+    code, out, err = run("--output", "nowhere/health.json", "train.py")
+    assert (code, out, watch.requests) == (2, "", [])
+    assert "nowhere/health.json" in err
+
+
+@pytest.mark.parametrize(("fails", "said"), [("before", "the watch cannot begin"), ("after", "the watch has failed")])
+def test_a_watch_that_fails_costs_the_script_nothing(run, watch, fails, said):
+    watch.fails = fails
+    code, out, err = run("train.py", "sys.exit(3)")
+    assert (code, out) == (3, "['sys.exit(3)']\n")
+    assert f"{said}: RuntimeError: no hooks" in err
+
+
+def test_stopping_ends_the_job_with_code_1_and_without_a_traceback(run, watch):
+    watch.found = SICK
+    stop = "from ampdoctor.errors import StoppedError\ntry:\n  raise StoppedError\nexcept Exception:\n  pass"
+    code, _, err = run("train.py", stop)
+    assert code == 1
+    assert "Traceback" not in err
+    assert "AMP201" in err
+
+
+REFUSED = [
+    ([], "Missing argument 'SCRIPT'"),
+    ([""], "SCRIPT is empty"),
+    (["trian.py"], "there is no file trian.py; is train.py meant?"),
+    (["nothing.py"], "there is no file nothing.py"),
+    (["folder"], "folder is a folder without a __main__.py: name a script in it"),
+    (["-m", "train.py"], "-m train.py: a module is named without .py; a file without -m"),
+    (["-m", "no_such_module"], "cannot run no_such_module: No module named no_such_module"),
+    (["book.ipynb"], "book.ipynb is a notebook: `jupyter nbconvert --to script book.ipynb` makes a script of it"),
+    (["job.sh"], "job.sh is a script of the shell"),
+    (["job"], "job is a script of the shell"),
+    (["python", "train.py", "--lr", "1"], "python is left out: write `ampdoctor run train.py --lr 1`"),
+    (
+        ["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"],
+        "write `torchrun --nproc-per-node 2 -m ampdoctor run train.py --lr 1`",
+    ),
+    (["accelerate", "launch", "train.py"], "write `accelerate launch --module ampdoctor run train.py`"),
+    (["srun", "-n", "2", "train.py"], "write `srun -n 2 python -m ampdoctor run train.py`"),
+    (["--bundle-max", "4 elephants", "train.py"], "--bundle-max 4 elephants: a size is a number with its unit"),
+    (["--every", "0", "train.py"], "--every"),
+    (["--evry", "5", "train.py"], "Type: ampdoctor run --every 5 train.py"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), REFUSED, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+def test_what_cannot_be_run_is_one_sentence(run, watch, tmp_path, typed, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "book.ipynb").write_text("{}")
+    (tmp_path / "job.sh").write_text("python train.py")
+    (tmp_path / "job").write_text("#!/bin/bash\npython train.py")
+    code, out, err = run(*typed)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_the_script_has_its_handlers_and_no_torch_of_ours(run_cli, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys\nprint('torch' in sys.modules, sys.stdout.errors != 'backslashreplace')\nraise KeyError(1)\n"
+    )
+    done = run_cli("run", "train.py", command=(sys.executable, "-m", "ampdoctor"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "False True\n")
+    assert "ampdoctor" not in done.stderr

@@ -1,0 +1,76 @@
+"""An import of the script's own is waited for, and looks as it would without."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+
+from ampdoctor.live.script.imported import when_imported
+
+
+@pytest.fixture
+def heavy(tmp_path, monkeypatch):
+    """A module that nobody has imported yet."""
+    (tmp_path / "heavy_module.py").write_text("import sys\nLOADER = __loader__, __spec__.loader\nDONE = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "heavy_module"
+    sys.modules.pop("heavy_module", None)
+
+
+def test_it_is_told_once_right_after_the_import(heavy):
+    told = []
+    before = list(sys.meta_path)
+    with when_imported(heavy, lambda: told.append(sys.modules[heavy].DONE)):
+        assert importlib.util.find_spec(heavy).origin.endswith("heavy_module.py")  # which many ask, and import nothing
+        assert told == []
+        module = importlib.import_module(heavy)
+        assert told == [True]
+        assert sys.meta_path == before
+        importlib.reload(module)
+    assert told == [True]
+    assert {type(loader).__name__ for loader in (*module.LOADER, module.__loader__, module.__spec__.loader)} == {
+        "SourceFileLoader"
+    }
+
+
+def test_what_is_there_already_is_told_at_once(heavy):
+    importlib.import_module(heavy)
+    told = []
+    with when_imported(heavy, lambda: told.append(1)):
+        assert told == [1]
+
+
+def test_it_waits_no_longer_than_the_block(heavy):
+    told = []
+    before = list(sys.meta_path)
+    with when_imported(heavy, lambda: told.append(1)):
+        pass
+    importlib.import_module(heavy)
+    assert (told, sys.meta_path) == ([], before)
+
+
+def test_a_watch_that_cannot_begin_is_no_error_of_the_import(heavy):
+    with when_imported(heavy, lambda: 1 / 0):
+        assert importlib.import_module(heavy).DONE
+
+
+def test_an_import_that_fails_is_told_when_it_comes_off(heavy, tmp_path):
+    file = tmp_path / "heavy_module.py"
+    whole = file.read_text()
+    file.write_text("raise OSError('no library')\n")
+    told = []
+    with when_imported(heavy, lambda: told.append(1)):
+        with pytest.raises(OSError, match="no library"):
+            importlib.import_module(heavy)
+        assert told == []
+        file.write_text(whole + "# longer")
+        importlib.import_module(heavy)
+        assert told == [1]
+
+
+def test_a_module_that_is_not_there_is_not_found(heavy):
+    with when_imported("no_such_module", lambda: None), pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        importlib.import_module("no_such_module")
