@@ -108,9 +108,7 @@ class LoopWatch:
 
     def program(self, attempt: Attempt) -> Program:
         """The step that an update is for, as it was recorded."""
-        return self.recorder.program(
-            attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step
-        )
+        return self.recorder.program(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
     # -- scalers -----------------------------------------------------------------------------------------------------
 

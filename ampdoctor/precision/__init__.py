@@ -7,7 +7,7 @@ from ampdoctor.precision.emulation.cuda_emulation import CudaEmulation, emulate_
 from ampdoctor.precision.emulation.gpu.asking import heard_by
 from ampdoctor.precision.emulation.gpu.lasting import lasting_emulation
 from ampdoctor.precision.emulation.half_products import HalfProducts, half_products
-from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy
+from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy, policy_in_force
 from ampdoctor.precision.emulation.tf32 import round_to_tf32, tf32
 from ampdoctor.precision.emulation.torch_internals import lends_kernels, let_compile_see_hooks
 from ampdoctor.precision.island import Island, island_of, island_on
@@ -62,6 +62,7 @@ __all__ = [
     "moments",
     "override_autocast",
     "parameters_and_buffers",
+    "policy_in_force",
     "resolve_islands",
     "round_to_tf32",
     "tf32",

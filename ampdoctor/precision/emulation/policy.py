@@ -108,6 +108,11 @@ class _Installed:
 _INSTALLED = _Installed()
 
 
+def policy_in_force() -> PolicyName:
+    """Returns the policy that autocast on the CPU follows now."""
+    return _INSTALLED.active[-1].name if _INSTALLED.active else "native"
+
+
 @contextmanager
 def autocast_policy(name: PolicyName = "cuda") -> Iterator[AutocastPolicy]:
     """Make autocast on the CPU follow a policy.
