@@ -43,6 +43,9 @@ class Attempt:
 class LoopListener(Protocol):
     """Told of a loop's updates; what it raises ends the loop, and nothing else of it does."""
 
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler is about to divide an optimizer's gradients by its scale."""
+
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """An update is about to be made, and its weights are as they were."""
 
@@ -119,6 +122,7 @@ class LoopWatch:
         if method == "scale":
             return self.recorder.scaled(argument, run)
         if method == "unscale_":
+            self._listener.unscaling(argument)
             with self.recorder.pausing():
                 result = run()
             self.recorder.unscaled(argument)
@@ -161,19 +165,17 @@ class LoopWatch:
 
     def _judge(self, optimizer: Any, scaler: Any) -> None:
         with self.recorder.pausing():
-            self._attempt = self._attempt_of(optimizer, scaler)
-            self._listener.about_to_step(self._attempt, self.recorder.losses)
+            self._attempt = attempt = self._attempt_of(optimizer, scaler)
+            if _holds_back(optimizer):
+                self._listener.held_back(attempt, self.recorder.losses)
+            else:
+                self._listener.about_to_step(attempt, self.recorder.losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is None or attempt.optimizer is not optimizer or self._is_not_ours():
             return
-        found = getattr(optimizer, "found_inf", None)  # a fused optimizer is called either way, and skips by itself
-        skipped = False
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
-            with unseen():
-                skipped = bool(found)
-        self._ended(attempt, skipped=skipped)
+        self._ended(attempt, skipped=_holds_back(optimizer))
 
     def _ended(self, attempt: Attempt, *, skipped: bool) -> None:
         known = self._optimizers[id(attempt.optimizer)]
@@ -206,6 +208,15 @@ class LoopWatch:
     def _is_not_ours(self) -> bool:
         """What runs is our own look, a forked child of the loop's, or on tensors without values."""
         return self._busy or os.getpid() != self._process or under_fake_tensors()
+
+
+def _holds_back(optimizer: Any) -> bool:
+    """Whether a fused optimizer, which a scaler calls either way, will skip by itself; False where a device knows."""
+    found = getattr(optimizer, "found_inf", None)
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+        return False
+    with unseen():
+        return bool(found)
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

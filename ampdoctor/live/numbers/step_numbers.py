@@ -176,6 +176,7 @@ class StepNumbers:
         optimizer: str,
         parameters: Sequence[tuple[str, Tensor]],
         *,
+        number: int | None = None,
         scale: Tensor | float | None = None,
         found_inf: Tensor | None = None,
         growth_tracker: Tensor | None = None,
@@ -189,6 +190,7 @@ class StepNumbers:
         Args:
             optimizer: Its name.
             parameters: Name and parameter, all of the optimizer's.
+            number: Of its attempted step; None: that of `begin_step`.
             scale: The loss scale of its gradients: `scaler._scale` itself, on its device; None without a scaler.
             found_inf: The scaler's flag, on its device, if it is there already.
             growth_tracker: `scaler._growth_tracker` itself.
@@ -204,7 +206,7 @@ class StepNumbers:
         if not unscaled and scale is not None:
             self._clips.carry_scale(gradients)
         step = Sent(
-            number=self._step,
+            number=self._step if number is None else number,
             optimizer=optimizer,
             reason=self._reason,
             half=self._half,

@@ -6,12 +6,13 @@ the optimizer has stepped.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -36,13 +37,31 @@ from ampdoctor.loop.program import (
 )
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards
+from ampdoctor.loop.torch_internals import in_backward, seen_backwards, unseen
 from ampdoctor.probes.ops.source import user_line
 
 _MOST = 4096
 """Instructions without a backward that are kept: a loop that trains has far fewer between two updates."""
 _RING = 4
 """Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
+
+
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[StepRecorder, P], None]) -> Callable[Concatenate[StepRecorder, P], None]:
+    """The method raises nothing into the loop: at the first error the recording ends."""
+
+    @functools.wraps(method)
+    def guarded(self: StepRecorder, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.away:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self.fail(error)
+
+    return guarded
 
 
 class StepRecorder:
@@ -53,6 +72,8 @@ class StepRecorder:
         losses: What the backwards since the last update began from, detached, unscaled where a scaler was told.
         backwards: How many backwards there were since.
         away: What runs is not the loop's.
+        returned: Told of what a model's call has returned, with the model's name and the call's number.
+        failed: What ended the recording; None while all is well.
     """
 
     def __init__(self) -> None:
@@ -60,7 +81,10 @@ class StepRecorder:
         self.losses: list[torch.Tensor] = []
         self.backwards = 0
         self.away = False
-        self._tape = Tape(self._add)
+        self.returned: Callable[[str, int, Any], None] | None = None
+        self.failed: str | None = None
+        self._calls = 0
+        self._tape = Tape(self._add, self.fail)
         self._thread: int | None = None
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._buffers: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
@@ -97,6 +121,7 @@ class StepRecorder:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
+    @_harmless
     def entered(self, module: nn.Module) -> None:
         """As in `ModelListener`."""
         if self._is_elsewhere():
@@ -105,6 +130,7 @@ class StepRecorder:
         self._name()
         self._entering = RandomState.capture(), mode_now(), module.training, self._buffers_now(), user_line()
 
+    @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As in `ModelListener`."""
         if self._is_elsewhere() or self._entering is None:
@@ -126,9 +152,30 @@ class StepRecorder:
         )
         self._before[id(call)] = buffers, self._version_of_weights()
         self._add(call)
+        if self.returned is not None:
+            self.returned(name, self._calls, output)
+        self._calls += 1
         self._tape.open()
         if len(self._tape.instructions) > _MOST:
             self._forget_unused()
+
+    def fail(self, error: Exception) -> None:
+        """Record no more, because of this."""
+        self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]
+        self.away = True
+        self._tape.close()
+
+    def last_value(self) -> torch.Tensor | None:
+        """The last number on the tape that the loop still holds and that is not finite; None without one."""
+        for one in reversed(self._tape.instructions):
+            for made in results(one):
+                value = self._tape.lives(made)
+                if value is not None and value.numel() == 1 and value.is_floating_point():
+                    with unseen():
+                        finite = bool(value.isfinite())
+                    if not finite:
+                        return value
+        return None
 
     def _is_elsewhere(self) -> bool:
         """Whether what runs is not the loop's, or this thread another than the one that trains."""
@@ -177,18 +224,28 @@ class StepRecorder:
         """A scaler scales a loss, or several."""
         with self.pausing():
             scaled = run()
-        if self._is_elsewhere():
-            return scaled
-        pairs = zip((losses,), (scaled,), strict=True) if isinstance(losses, torch.Tensor) else zip(losses, scaled)  # noqa: B905 - an iterator may be used up
-        for loss, result in pairs:
-            self.losses.append(loss.detach())
-            made = self._tape.make(result)[""]
-            self._add(Scaled(loss=self._tape.reference(loss), result=made, scale=None, line=user_line()))
+        if not self._is_elsewhere():
+            self._scaled(losses, scaled)
         return scaled
 
+    @_harmless
+    def _scaled(self, losses: Any, scaled: Any) -> None:
+        if isinstance(losses, torch.Tensor):
+            losses, scaled = (losses,), (scaled,)
+        elif not isinstance(losses, list | tuple):
+            return  # an iterator that is used up
+        for loss, result in zip(losses, scaled, strict=True):
+            self.losses.append(loss.detach())
+            taken = self._tape.reference(loss)
+            self._add(Scaled(loss=taken, result=self._tape.make(result)[""], scale=None, line=user_line()))
+
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        if in_backward() or not seen.accumulated or self._is_elsewhere():
-            return run()
+        if not in_backward() and seen.accumulated and not self._is_elsewhere():
+            self._begins(seen)
+        return run()
+
+    @_harmless
+    def _begins(self, seen: SeenBackward) -> None:
         self._tape.close()
         self.backwards += 1
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
@@ -205,7 +262,6 @@ class StepRecorder:
                 line=user_line(),
             )
         )
-        return run()
 
     def _is_scaled(self, root: torch.Tensor) -> bool:
         reference = self._tape.reference(root)
@@ -213,10 +269,12 @@ class StepRecorder:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
+    @_harmless
     def unscaled(self, optimizer: Any) -> None:
         """A scaler has unscaled an optimizer's gradients."""
         self._add(Unscaled(line=user_line()), id(optimizer))
 
+    @_harmless
     def clipped(self, max_norm: float, norm_type: float) -> None:
         """Gradients were clipped, of whichever optimizer."""
         if not self._is_elsewhere():
@@ -307,20 +365,20 @@ class StepRecorder:
                 wanted.append(place)
         return wanted
 
+    @_harmless
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
         self._tape.close()
         self._updates += 1
         self._stepped[id(optimizer)] = self._count
         self.losses.clear()
-        self.backwards = 0
+        self.backwards = self._calls = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
+    @_harmless
     def _zeroed(self, owner: Any) -> None:
         """A model's, or an optimizer's, gradients were cleared."""
-        if self.away:
-            return
         self._cleared[id(owner)] = weakref.ref(owner), self._count
 
     def _begun(self, held: set[int], optimizer: Any) -> int:

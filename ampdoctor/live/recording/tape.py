@@ -27,6 +27,7 @@ class Tape:
 
     Args:
         recorded: Told of each function that is about what is on the tape; adds it to the instructions.
+        failed: Told of an error of ours, which must not reach the loop.
 
     Attributes:
         instructions: What was recorded, oldest first.
@@ -34,8 +35,8 @@ class Tape:
         grad: The numbers of the made tensors that require a gradient.
     """
 
-    def __init__(self, recorded: Callable[[Op], None]) -> None:
-        self._recorded = recorded
+    def __init__(self, recorded: Callable[[Op], None], failed: Callable[[Exception], None]) -> None:
+        self._recorded, self._failed = recorded, failed
         self.instructions: list[Instruction] = []
         self.given: dict[int, torch.Tensor] = {}
         self.grad: set[int] = set()
@@ -150,23 +151,30 @@ class Tape:
         random = RandomState.capture() if _draws(function) else None
         result = function(*args, **kwargs)
         if writes or isinstance(result, torch.Tensor | tuple | list | dict):
-            # a function may return its argument, which is then known by a newer name: what it took is named first
-            taken = self.references(args), self.references(kwargs)
-            made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
-            if made or writes:
-                mode, line = mode_now(), user_line()
-                self._recorded(
-                    Op(
-                        function=function,
-                        args=taken[0],
-                        kwargs=taken[1],
-                        results=made,
-                        mode=mode,
-                        random=random,
-                        line=line,
-                    )
-                )
+            try:
+                self._called(function, args, kwargs, result, random)
+            except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+                self._failed(error)
         return result
+
+    def _called(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, random: RandomState | None
+    ) -> None:
+        # a function may return its argument, which is then known by a newer name: what it took is named first
+        taken = self.references(args), self.references(kwargs)
+        made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
+        if made or _writes(function):
+            self._recorded(
+                Op(
+                    function=function,
+                    args=taken[0],
+                    kwargs=taken[1],
+                    results=made,
+                    mode=mode_now(),
+                    random=random,
+                    line=user_line(),
+                )
+            )
 
     def _is_about_us(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         for value in (*args, *kwargs.values()) if kwargs else args:
