@@ -103,19 +103,19 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     return (line.decode("utf-8", "replace") for line in lines)
 
 
-def lines_in(file: RegularFile) -> Iterator[bytes]:
-    """Yields the non-empty lines of a file that are no longer than `MAX_LINE`."""
+def lines_in(file: RegularFile, longest: int = MAX_LINE) -> Iterator[bytes]:
+    """Yields the non-empty lines of a file that are no longer than `longest`."""
     rest, count = b"", 0
     for start in range(0, file.size, _BLOCK):
         block = file.read(start, min(_BLOCK, file.size - start)).replace(b"\r", b"\n")
         *whole, rest = (rest + block).split(b"\n")
-        lines = [line for line in whole if line and len(line) <= MAX_LINE]
+        lines = [line for line in whole if line and len(line) <= longest]
         count += len(lines)
         if count > MAX_LINES:
             raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
         yield from lines
-        rest = rest[: MAX_LINE + 1]  # enough to see that the line is too long
-    if rest and len(rest) <= MAX_LINE:
+        rest = rest[: longest + 1]  # enough to see that the line is too long
+    if rest and len(rest) <= longest:
         yield rest
 
 

@@ -16,6 +16,8 @@ from ampdoctor.evidence.run_log.text import kind_of, line_of
 
 MAX_DETAILS = 20_000
 """Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""
+MAX_BYTES = 8 * 1024 * 1024
+"""Of a line: a table of 100,000 names."""
 _TAIL = 256 * 1024
 _HEAD = 64
 
@@ -83,7 +85,7 @@ def last_state(files: Sequence[RegularFile]) -> tuple[RunLine, StepLine | None] 
         CheckpointError: Bytes cannot be read.
     """
     last = files[-1]
-    header = _whole(next(lines_in(last), b""))
+    header = _whole(next(lines_in(last, MAX_BYTES), b""))
     if header is None or not isinstance(header.line, RunLine):
         return None
     start = max(last.size - _TAIL, 0)
@@ -128,7 +130,7 @@ def _texts(files: Sequence[RegularFile], kind: str, damaged: Counter[str]) -> It
     count = 0
     for file in files:
         run = RunLine(name="")
-        for text in lines_in(file):
+        for text in lines_in(file, MAX_BYTES):
             count += 1
             if count > MAX_LINES:
                 raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)

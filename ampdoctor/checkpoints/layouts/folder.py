@@ -20,7 +20,7 @@ from ampdoctor.checkpoints.layouts.layout import Layout, Level
 from ampdoctor.checkpoints.layouts.loose_files import LOOSE_FILES, RANDOM_STATES, TRAINER_STATE, may_hold_tensors
 from ampdoctor.checkpoints.layouts.pointers import folder_inside, is_pointer, pointer_in, target_of
 from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
-from ampdoctor.checkpoints.layouts.run_log_folder import add_run_log, run_logs, steps_of
+from ampdoctor.checkpoints.layouts.run_log_folder import add_run_log, has_run_log, run_logs, steps_of
 from ampdoctor.checkpoints.layouts.shards import INDEXED, add_shards, remark_duplicates
 from ampdoctor.checkpoints.storage.files import RegularFile, identity_of
 from ampdoctor.checkpoints.storage.listing import Listing, list_folder
@@ -35,6 +35,8 @@ LAYOUTS: tuple[Layout, ...] = (
 """How a checkpoint may lie in a folder. Each reads what it claims and those before it have left, so that the one that
 takes any file of weights is the last."""
 
+_LOGS_SEARCHED = 20
+"""Folders in a folder that holds nothing else, the last by name, in which a run's log is looked for."""
 _MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
 _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".metadata", "meta.pt"), "lightning-fsdp"),
@@ -262,6 +264,9 @@ def _nothing(name: str, listing: Listing | None) -> str:
             f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
             f"name one of them, for example {likely[-1]}."
         )
+    logs = [n for n in inner[-_LOGS_SEARCHED:] if listing is not None and has_run_log(listing.path / n)]
+    if logs:
+        return f"{name} holds no checkpoint, but the logs of runs; name one of them, for example {logs[-1]}."
     return (
         f"{name} holds no checkpoint: no file in it is in a format that is read "
         "(safetensors, torch.save, torch.distributed.checkpoint)."

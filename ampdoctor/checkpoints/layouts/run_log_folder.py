@@ -7,10 +7,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.contents.scalers import scaler_fields
 from ampdoctor.checkpoints.contents.structure import Sections
 from ampdoctor.checkpoints.formats.run_log_files import is_run_log, last_state, log_entry_of, read_steps
 from ampdoctor.checkpoints.layouts.gathering import Gathering
 from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.storage.listing import list_folder
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, LogEntry
 from ampdoctor.evidence.report import Skipped
@@ -22,6 +24,14 @@ def run_logs(folder: Path, names: Iterable[str]) -> list[list[str]]:
     """Returns the logs of a run among a folder's files: the files of each rank, the oldest first."""
     found = [[name for name in files if _is_ours(folder / name)] for files in logs_in(names).values()]
     return [files for files in found if files]
+
+
+def has_run_log(folder: Path) -> bool:
+    """Is there a run's log in a folder that nobody named?"""
+    try:
+        return bool(run_logs(folder, list_folder(folder).names))
+    except CheckpointError:
+        return False
 
 
 def steps_of(folder: Path, names: Sequence[str], prefix: str, skipped: list[Skipped]) -> tuple[LogEntry, ...]:
@@ -74,8 +84,9 @@ def add_run_log(into: Gathering, folder: Path, names: Sequence[str]) -> None:
     run, step = state
     if step is not None:
         into.global_step = step.step
-    if run.scaler:
-        into.parts[-1].sections.scalers["scaler"] = {**run.scaler, **_now(step)}
+    scaler = scaler_fields({**run.scaler, **_now(step)}) if run.scaler else None
+    if scaler:
+        into.parts[-1].sections.scalers["scaler"] = scaler
 
 
 @contextmanager

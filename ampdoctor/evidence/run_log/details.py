@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from ampdoctor.evidence.codec import Count, Fraction, Positive, Shape
 from ampdoctor.evidence.report.profile import HistogramValues
+
+PLAIN: Mapping[str, bool] = MappingProxyType({"plain": True})
+"""Metadata of a field whose value consists of what JSON has, and is written as it is."""
 
 Role = Literal["parameter", "gradient", "update", "activation", "activation_gradient", "optimizer_state", "buffer"]
 
@@ -36,7 +40,7 @@ class TensorDetail:
         flushed_share: Share of what is not zero that becomes zero in the half format of the run, at its loss scale.
         headroom_binades: Binades from its largest magnitude to its format's maximum, at the loss scale.
         update_ratio: L2 norm of the update over that of the parameter.
-        histogram: The counted magnitudes.
+        histogram: The counted magnitudes, as `Histogram.to_dict()` gives them.
     """
 
     tensor: Count
@@ -55,7 +59,7 @@ class TensorDetail:
     flushed_share: Fraction | None = None
     headroom_binades: float | None = None
     update_ratio: float | None = None
-    histogram: Annotated[Mapping[str, Any], Shape(HistogramValues)] | None = None
+    histogram: Annotated[Mapping[str, Any], Shape(HistogramValues)] | None = field(default=None, metadata=PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,17 +60,22 @@ def kind_of(text: bytes) -> str | None:
 
 def _record(record: Any) -> dict[str, Any]:
     return {
-        key: _plain(value)
-        for key, get, default in _parts(cast("Any", type(record)))
+        key: write(value)
+        for key, get, default, write in _parts(cast("Any", type(record)))
         if (value := get(record)) is not default and value != default
     }
 
 
 @cache
-def _parts(record: type) -> tuple[tuple[str, Callable[[Any], Any], Any], ...]:
-    """Of each field that is written its key, what gets it, and its default."""
+def _parts(record: type) -> tuple[tuple[str, Callable[[Any], Any], Any, Callable[[Any], Any]], ...]:
+    """Of each field that is written its key, what gets it, its default, and what makes JSON values of it."""
     return tuple(
-        (f.name.rstrip("_"), attrgetter(f.name), f.default if f.default_factory is MISSING else f.default_factory())
+        (
+            f.name.rstrip("_"),
+            attrgetter(f.name),
+            f.default if f.default_factory is MISSING else f.default_factory(),
+            dict if f.metadata.get("plain") else _plain,
+        )
         for f in fields(record)
         if f.metadata.get("written", True)
     )
@@ -83,7 +88,7 @@ def _plain(value: Any) -> Any:
     if value is None or kind is int or kind is str or kind is bool:
         return value
     if kind is tuple or kind is list:
-        return value if set(map(type, value)) == {int} else [_plain(item) for item in value]
+        return [_plain(item) for item in value]
     if is_dataclass(value):
         return _record(value)
     if isinstance(value, Mapping):

@@ -135,8 +135,11 @@ class Writer(Thread):
             self._write(segments, self._text_now(replace(header, segment=segments.number)))
 
     def _write(self, segments: Segments, text: str) -> None:
-        with self._at_the_sink():
+        self._busy_since = time.monotonic()  # as below, in less time: this is done for each line
+        try:
             segments.write(text.encode("ascii"))
+        finally:
+            self._busy_since = None
 
     def _text_now(self, line: Line) -> str:
         return text_of(Handed(self._tray.origin, time.time_ns(), line).stamped(line))

@@ -151,6 +151,24 @@ def test_a_folder_with_nothing_but_a_log_is_examined(tmp_path, check_report):
     assert (one.verdict, one.target["global_step"]) == ("healthy", 49)
 
 
+@pytest.mark.parametrize(
+    ("scaler", "known"),
+    [(SCALER, 1), ({"cur_scale": 4.0, "cur_iter": 3}, 1), ({"scale": 4.0}, 0), ({"odd": [1]}, 0), ({}, 0)],
+)
+def test_a_scaler_of_an_unknown_form_is_none(tmp_path, scaler, known):
+    written(tmp_path, log=header(scaler=scaler) + steps(0, 1))
+    with open_checkpoint(tmp_path) as found:
+        assert len(found.scalers) == known
+    assert scan(tmp_path).verdict == "healthy"
+
+
+def test_a_table_of_many_names_is_read(tmp_path):
+    names = tuple(f"model.layers.{index}.experts.{index}.weight" for index in range(50_000))
+    detail = line(DetailLine(step=0, tensors=(TensorDetail(tensor=49_999, role="gradient"),)))
+    found = read(tmp_path, written(tmp_path, log=header(tensors=names) + detail), read_details)
+    assert (found.standing[0].run.tensors[-1], found.damaged) == (names[-1], {})
+
+
 def test_a_log_may_grow_while_it_is_examined(tmp_path):
     written(tmp_path, log=header() + steps(0, 1))
     with open_checkpoint(tmp_path) as found:
@@ -192,6 +210,14 @@ def test_skips_that_the_log_tells_count_where_the_scale_stays(tmp_path):
 def test_a_folder_with_neither_is_refused_as_before(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        scan(tmp_path)
+
+
+def test_a_folder_of_logs_names_the_last(tmp_path):
+    for name in ("1-run", "2-run"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, log=header() + steps(0))
+    with pytest.raises(CheckpointError, match=r"but the logs of runs; name one of them, for example 2-run\."):
         scan(tmp_path)
 
 
