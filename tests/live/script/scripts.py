@@ -168,7 +168,7 @@ ARCHIVED = (
 )
 WORKERS = """
 import os, sys
-os.environ["OMP_NUM_THREADS"] = "3"
+os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
