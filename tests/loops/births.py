@@ -30,7 +30,6 @@ from tests.loops.recorder import machine  # noqa: E402
 
 UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.set_", "aten.resize_")
 """Ops whose result is whatever memory held."""
-LIBRARIES = ("site-packages", "/lib/python3", "tests/loops/", "/ampdoctor/", "<frozen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +105,9 @@ class Midwife(TorchDispatchMode):
         given = tree_leaves((args, kwargs))
         before = finite(given) if late and func._schema.is_mutable else None
         result = func(*args, **kwargs)
-        if late and not str(func).startswith(UNWRITTEN) and not finite(tree_leaves(result)):
-            if finite(given) if before is None else before:
-                self.births.append(self.birth(func, result))
+        made = late and not str(func).startswith(UNWRITTEN) and not finite(tree_leaves(result))
+        if made and (finite(given) if before is None else before):
+            self.births.append(self.birth(func, result))
         return result
 
     def birth(self, func, result) -> Birth:
@@ -120,7 +119,9 @@ class Midwife(TorchDispatchMode):
             files.add(frame.f_code.co_filename)
             frame = frame.f_back
         said = [f"{Path(file).name}:{line}" for file, line in frames if file == self.script]
-        inner = [f"{file}:{line}" for file, line in frames if not any(part in file for part in ("/torch/", "births.py"))]
+        inner = [
+            f"{file}:{line}" for file, line in frames if not any(part in file for part in ("/torch/", "births.py"))
+        ]
         phase, module = ("forward" if self.modules.running else "loss"), self.modules.now
         if any("torch/utils/data" in file for file in files):
             phase = "data"
@@ -136,6 +137,7 @@ class Midwife(TorchDispatchMode):
             inner = [line for line in traced if "/torch/" not in line]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         worst = next(leaf for leaf in made if not leaf.isfinite().all())
+        kinds = f"{int(worst.isnan().sum())} NaN, {int(worst.isinf().sum())} inf"
         return Birth(
             attempted=tuple(self.watched.attempted),
             phase=phase,
@@ -144,7 +146,7 @@ class Midwife(TorchDispatchMode):
             node="" if node is None else node.name(),
             line=said[0] if said else "",
             inner=inner[0] if inner else "",
-            result=f"{tuple(worst.shape)} {worst.dtype}: {int(worst.isnan().sum())} NaN, {int(worst.isinf().sum())} inf",
+            result=f"{tuple(worst.shape)} {worst.dtype}: {kinds}",
         )
 
 
