@@ -2,26 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.live.script.imported import when_imported
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Report
+    from ampdoctor.workflows.doctor import Doctor
+    from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 
-@dataclass(slots=True, kw_only=True)
+def _nobody(_: object) -> None:
+    pass
+
+
 class Watching:
-    """A watch, and what it has come to.
+    """A watch, and what it has come to; it begins when the script itself has imported torch.
 
     Attributes:
-        report: What was found; None as long as there is nothing to say.
+        doctor: Stands by the training; None before torch is there.
     """
 
-    report: Report | None = None
+    def __init__(self) -> None:
+        self.doctor: Doctor | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis of the first sick step; None as long as there is nothing to say."""
+        return None if self.doctor is None else self.doctor.report
+
+    def ended(self, error: BaseException | None) -> None:
+        """The script has come to its end, or to this error."""
+        if self.doctor is not None:
+            self.doctor.ended(error)
 
 
 @contextmanager
-def watching(request: WatchRequest) -> Iterator[Watching]:  # noqa: ARG001 - what is asked is not yet looked at
-    """Watches whatever trains in this process until the block ends; everything is unhooked then."""
-    yield Watching()
+def watching(
+    request: WatchRequest,
+    *,
+    tell: Callable[[Report], None] = _nobody,
+    say: Callable[[str], None] = _nobody,
+) -> Iterator[Watching]:
+    """Watches whatever trains in this process until the block ends; everything is unhooked then.
+
+    Args:
+        request: What to watch, and what to do where it falls sick.
+        tell: Told the diagnosis, at the sick step.
+        say: Told sentences for the user.
+    """
+    watch = Watching()
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            try:
+                from ampdoctor.workflows.doctor import Doctor
+
+                watch.doctor = Doctor(request, tell, say)
+                stack.enter_context(watch.doctor.attending())
+            except Exception as error:  # noqa: BLE001 - a training is never harmed
+                watch.doctor = None
+                say(f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0])
+
+        with when_imported("torch", begin):
+            yield watch

@@ -32,6 +32,7 @@ class _Job:
         script: What runs.
         request: How it is watched.
         code: Its exit code; None before it has ended.
+        tell: Shows the diagnosis when it is made.
         still_open: In a process that the script has forked: the watch, which the parent ends.
     """
 
@@ -40,6 +41,11 @@ class _Job:
     code: int | None = None
     still_open: ExitStack | None = None
     home: ExitStack = field(default_factory=ExitStack)
+    tell: Callable[[Report], None] | None = None
+
+    def _told(self, report: Report) -> None:
+        if self.tell is not None:
+            self.tell(report)
 
     def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
         """Run it, watched.
@@ -53,7 +59,7 @@ class _Job:
         process, folder = os.getpid(), Path.cwd()
         stack, watch = ExitStack(), None
         try:
-            watch = stack.enter_context(watching(self.request))
+            watch = stack.enter_context(watching(self.request, tell=self._told, say=_say))
         except Exception as error:
             if isinstance(error, AmpdoctorError):
                 raise
@@ -64,6 +70,8 @@ class _Job:
             if self.script.kind == "file":
                 ending.flush()
             self.code = ending.answer(ended)
+            if watch is not None and os.getpid() == process:
+                watch.ended(ended)
         finally:
             if os.getpid() != process:
                 self.still_open, stack = stack.pop_all(), ExitStack()
@@ -91,6 +99,16 @@ class WatchedRun(Examination):
         """Do it."""
         job = self.work
         assert isinstance(job, _Job)  # noqa: S101 for the type checker
+        shown: list[Report] = []
+
+        def tell(report: Report) -> None:
+            """Show it now: the training may go on for days."""
+            decided = replace(self._decide(report), gate=self._gate())
+            here = [place for place in destinations(self.output, self.inputs) if _is_for_people(place)]
+            deliver(decided, here, self.output)
+            shown.append(report)
+
+        job.tell, job.shown = tell, shown
         with job.home, report_on_stderr():
             try:
                 outcome = Examination.__call__(self)

@@ -186,6 +186,11 @@ class StepRecorder:
             self._thread = here
         return here != self._thread
 
+    def names(self) -> Mapping[int, str]:
+        """The names of parameters and buffers, by their id."""
+        self._name()
+        return self._tape.names
+
     def _name(self) -> None:
         """Give parameters and buffers their names, where a model was met since."""
         roots = self.models.roots

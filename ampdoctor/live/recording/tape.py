@@ -32,6 +32,7 @@ class Tape:
     Attributes:
         instructions: What was recorded, oldest first.
         given: The tensors from outside, by the index of their `Given`.
+        names: Of parameters and buffers, by their id.
         grad: The numbers of the made tensors that require a gradient.
     """
 
@@ -45,6 +46,7 @@ class Tape:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self.names: dict[int, str] = {}
         self._next = 0
         self._mode = _Listening(self)
         self._open = False
@@ -54,6 +56,7 @@ class Tape:
     def hold(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Parameters and buffers go by these names from now on."""
         self._held = {id(tensor): (weakref.ref(tensor), name) for name, tensor in named}
+        self.names = {key: name for key, (_, name) in self._held.items()}
 
     def reference(self, tensor: torch.Tensor) -> Reference:
         """The name of a tensor; one that is met for the first time is given."""

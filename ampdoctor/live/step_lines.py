@@ -1,0 +1,129 @@
+"""Turns what a loop's steps read into lines of the run's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.loop_watch import Attempt
+from ampdoctor.live.numbers.readings import DetailReading, StepReading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What the host knows of a step at once."""
+
+    accepted: int
+    micro_steps: int
+    learning_rates: tuple[float, ...]
+    seconds: float | None
+
+
+class StepLines:
+    """Writes a line for each step, and one for the tensors of some; readings may arrive some steps late.
+
+    Args:
+        log: Gets the lines.
+
+    Attributes:
+        attempted: Steps of all optimizers so far.
+        taken: Those that were not skipped.
+    """
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._optimizers: dict[str, int] = {}
+        self._steps: dict[str, int] = {}
+        self._accepted: dict[str, int] = {}
+        self._facts: dict[tuple[str, int], _Facts] = {}
+        self.attempted = self.taken = 0
+
+    @property
+    def turn(self) -> int:
+        """The step that is about to begin: as many as the optimizer that was asked least has behind it."""
+        return min(self._steps.values(), default=0)
+
+    def begins(self, attempt: Attempt) -> None:
+        """An optimizer is about to step, or its scaler to skip."""
+        if attempt.name not in self._optimizers:
+            self._optimizers[attempt.name] = len(self._optimizers)
+            self._log.head(optimizers=tuple(self._optimizers))
+        rates = tuple(float(group["lr"]) for group in attempt.optimizer.param_groups if _is_plain(group.get("lr")))
+        self._facts[attempt.name, attempt.step] = _Facts(
+            accepted=self._accepted.get(attempt.name, 0),
+            micro_steps=attempt.micro_steps,
+            learning_rates=rates,
+            seconds=attempt.seconds,
+        )
+
+    def ended(self, attempt: Attempt, *, skipped: bool) -> None:
+        """The step was taken, or skipped."""
+        self.attempted += 1
+        self.taken += not skipped
+        self._steps[attempt.name] = attempt.step + 1
+        self._accepted[attempt.name] = self._accepted.get(attempt.name, 0) + (not skipped)
+
+    def step(self, reading: StepReading) -> None:
+        """A step's numbers have arrived."""
+        facts = self._facts.pop((reading.optimizer, reading.step), None)
+        self._log.write(
+            StepLine(
+                step=reading.step,
+                accepted=None if facts is None else facts.accepted,
+                micro_steps=reading.micro_steps if facts is None else facts.micro_steps,
+                optimizer=self._optimizers.get(reading.optimizer, 0),
+                loss=reading.loss,
+                gradient_norm=reading.gradient_norm,
+                norm_local=reading.norm_local,
+                norm_clipped=reading.norm_clipped,
+                max_norm=reading.max_norm,
+                loss_scale=reading.loss_scale,
+                skipped=reading.skipped,
+                growth_tracker=reading.growth_tracker,
+                learning_rates=() if facts is None else facts.learning_rates,
+                seconds=None if facts is None else facts.seconds,
+            )
+        )
+
+    def detail(self, make: Callable[[], DetailReading]) -> None:
+        """Tensors' numbers have arrived; they are counted on the log's own thread."""
+        self._log.defer(lambda: self._detail(make()))
+
+    def _detail(self, reading: DetailReading) -> DetailLine:
+        tensors = tuple(
+            TensorDetail(
+                tensor=self._log.index_of(one.name),
+                role=one.role,
+                part=one.part,
+                call=one.call,
+                format=one.format,
+                elements=one.elements,
+                sampled=one.sampled,
+                norm=one.norm,
+                amax=one.amax,
+                nonfinite=one.nonfinite,
+                scale=one.scale,
+                zero_share=one.zero_share,
+                flushed_share=one.flushed_share,
+                headroom_binades=one.headroom_binades,
+                update_ratio=one.update_ratio,
+                histogram=one.histogram.to_dict(),
+            )
+            for one in reading.tensors
+        )
+        return DetailLine(
+            step=reading.step,
+            reason=reading.reason,
+            optimizer=self._optimizers.get(reading.optimizer, 0),
+            loss_scale=reading.loss_scale,
+            tensors=tensors,
+        )
+
+
+def _is_plain(rate: Any) -> bool:
+    """A learning rate that is a number; one that is a tensor on a device is not asked for."""
+    return isinstance(rate, int | float)

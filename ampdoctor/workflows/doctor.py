@@ -1,0 +1,309 @@
+"""`Doctor`: stands by somebody's training: takes its numbers, keeps its log, and looks at the first sick step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampdoctor.errors import AmpdoctorError, StoppedError
+from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
+from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.live.log.facts import hardware, software
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.loop_watch import Attempt, LoopWatch
+from ampdoctor.live.numbers.clipping import Clip, hearing
+from ampdoctor.live.numbers.step_numbers import StepNumbers
+from ampdoctor.live.recording.construction import Constructions
+from ampdoctor.live.step_lines import StepLines
+from ampdoctor.loop.nested import iter_tensors
+from ampdoctor.loop.program import Program
+from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.precision import policy_in_force
+from ampdoctor.replay.bundles.inner_autocast import with_inner_autocast
+from ampdoctor.replay.bundles.writing import write_bundle
+from ampdoctor.workflows.looking import Look, look
+from ampdoctor.workflows.opening.watch_request import WatchRequest
+
+_AFTER_SICK = 3
+"""Steps whose tensors are looked at after a firing."""
+_LAST_LINES = 256
+"""Step lines that a bundle holds."""
+
+
+class Doctor:
+    """Stands by the loops of this process for as long as `attending` lasts.
+
+    Args:
+        request: What to watch, and what to do where it falls sick.
+        tell: Told the diagnosis, at the step that is sick.
+        say: Told sentences for the user, a line each.
+
+    Attributes:
+        report: The diagnosis of the first sick step; None as long as none is.
+    """
+
+    def __init__(
+        self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]
+    ) -> None:
+        self.report: Report | None = None
+        self._request, self._tell, self._say = request, tell, say
+        self._watch = LoopWatch(self)
+        self._constructions = Constructions()
+        name = Path(request.health).name
+        self._log = RunLog(
+            request.health,
+            RunLine(name=name, detail_every=request.every),
+            rank=_number("RANK", 0),
+            world_size=max(_number("WORLD_SIZE", 1), 1),
+            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+            say=say,
+        )
+        self._lines = StepLines(self._log)
+        self._numbers = StepNumbers(self._lines.step, self._lines.detail, every=request.every)
+        self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
+        self._late: str | None = None
+        self._failed = False
+        self._described = False
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens."""
+        with ExitStack() as stack:
+            stack.callback(self._log.close)
+            self._log.describe(**software(), script={"command": list(self._request.command)})
+            stack.enter_context(self._constructions.recording())
+            stack.enter_context(self._watch.watching())
+            stack.enter_context(self._numbers.watching())
+            stack.enter_context(hearing(self._clipped))
+            self._watch.recorder.returned = self._returned
+            self._numbers.begin_step(0)
+            yield
+
+    def ended(self, error: BaseException | None) -> None:
+        """The training has ended, with this error or in order; one that its own code ended may be sick.
+
+        Args:
+            error: What ended it; `SystemExit` too.
+        """
+        with self._harmless():
+            asked = isinstance(error, SystemExit) and error.code in (None, 0)
+            if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
+                self._look_at_the_end()
+        reason = "" if error is None else type(error).__name__
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(error is not None)
+        self._log.write(EndLine(exit_code=code, steps=self._lines.attempted, accepted=self._lines.taken, reason=reason))
+
+    # -- what the loop does ------------------------------------------------------------------------------------------
+
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """As in `LoopListener`."""
+        with self._harmless():
+            self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
+
+    def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        """As in `LoopListener`."""
+        with self._harmless():
+            norm = self._measured(attempt, losses)
+            if self._is_readable(attempt):
+                sick = self._sick_of(losses, norm)
+                if sick is not None:
+                    self._fall_sick(attempt, sick)
+
+    def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        """As in `LoopListener`."""
+        with self._harmless():
+            self._measured(attempt, losses)
+            left = self._settling.get(attempt.name, 0)
+            if left > 0:
+                self._settling[attempt.name] = left - 1
+            elif self.report is None and self._request.look != "off":
+                self._fall_sick(attempt, "its scaler skips it", settles=True)
+
+    def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
+        """As in `LoopListener`."""
+        with self._harmless():
+            if not skipped:
+                self._settling.pop(attempt.name, None)
+            self._lines.ended(attempt, skipped=skipped)
+            self._numbers.stepped(attempt.name, skipped=skipped)
+            self._numbers.begin_step(self._lines.turn)
+            if not self._described:
+                self._describe(attempt)
+
+    def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
+        for loss in losses:
+            self._numbers.loss(loss)
+        self._lines.begins(attempt)
+        scaler, optimizer = attempt.scaler, attempt.optimizer
+        fused = getattr(optimizer, "grad_scale", None) is not None
+        names = self._watch.recorder.names()
+        held = [
+            (names.get(id(p), f"{attempt.name}.group{g}.param{i}"), p)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+        ]
+        return self._numbers.about_to_step(
+            attempt.name,
+            held,
+            number=attempt.step,
+            scale=getattr(scaler, "_scale", None),
+            found_inf=getattr(optimizer, "found_inf", None),
+            growth_tracker=getattr(scaler, "_growth_tracker", None),
+            unscaled=not fused,
+        )
+
+    def _is_readable(self, attempt: Attempt) -> bool:
+        """Whether a number can be read without waiting for a device, or that was asked for."""
+        first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
+        if first is None or self.report is not None:
+            return False
+        waited = attempt.scaler is not None and getattr(attempt.optimizer, "grad_scale", None) is None
+        return first.device.type == "cpu" or waited or self._request.look == "sync"
+
+    def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
+        with unseen():
+            if any(not bool(loss.isfinite().all()) for loss in losses):
+                return "its loss is not finite"
+            return None if norm is None or bool(norm.isfinite()) else "its gradients are not finite"
+
+    def _clipped(self, clip: Clip) -> None:
+        if clip.max_norm is not None:
+            self._watch.recorder.clipped(clip.max_norm, clip.norm_type)
+
+    def _returned(self, model: str, call: int, output: Any) -> None:
+        if self._numbers.looking:
+            for path, tensor in iter_tensors(output):
+                if tensor.requires_grad and tensor.is_floating_point():
+                    tensor.register_hook(self._gradient_of(model, call, f"output.{path}" if path else "output"))
+
+    def _gradient_of(self, model: str, call: int, part: str) -> Callable[[torch.Tensor], None]:
+        def arrived(gradient: torch.Tensor) -> None:
+            self._numbers.incoming(model, gradient, part=part, call=call)
+
+        return arrived
+
+    # -- the first sick step -----------------------------------------------------------------------------------------
+
+    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool = False) -> None:
+        self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
+
+    def _look_at_the_end(self) -> None:
+        """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
+        recorder = self._watch.recorder
+        with unseen():
+            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses)
+        root = None if sick else recorder.last_value()
+        if sick or root is not None:
+            step = self._lines.turn
+            program = recorder.program(None, name="", scaler=None, step=step, root=root)
+            self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
+
+    def _examine(self, program: Program, what: str, *, name: str, settles: bool) -> None:
+        request = self._request
+        if request.look == "off":
+            self.report = None
+            return
+        with self._watch.looking_away():
+            seen = look(
+                program,
+                policy=policy_in_force(),
+                device=_device_of(program),
+                thresholds=request.thresholds,
+                settles=settles,
+            )
+        if seen.report is None:
+            self._settling[name] = max(seen.backoffs - 1, 0)
+            return
+        self._numbers.look(what, _AFTER_SICK)
+        with self._watch.looking_away():
+            bundle = self._bundled(program, seen) if request.bundle else None
+        self._told(program, seen, what, bundle)
+
+    def _bundled(self, program: Program, seen: Look) -> str | None:
+        folder = Path(self._request.health) / f"bundle-{program.step}"
+        try:
+            written = write_bundle(
+                folder,
+                program,
+                made=self._constructions.of,
+                rank=_number("RANK", 0),
+                world=max(_number("WORLD_SIZE", 1), 1),
+                policy="cuda" if policy_in_force() == "cuda" else None,
+                diagnosis=None if seen.report is None else seen.report.to_dict(),
+                log=[text_of(line) for line in self._log.last(_LAST_LINES)],
+                max_bytes=self._request.bundle_max,
+            )
+        except (AmpdoctorError, OSError) as error:
+            self._say(f"no bundle of step {program.step} was kept: {error}")
+            return None
+        for sentence in written.left_out:
+            self._say(f"the bundle of step {program.step}: {sentence}")
+        return str(folder)
+
+    def _told(self, program: Program, seen: Look, what: str, bundle: str | None) -> None:
+        report = seen.report
+        if report is None:
+            return
+        run = {**report.run, "step": program.step, "health": self._request.health, "bundle": bundle}
+        target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
+        self.report = replace(report, run=run, target=target)
+        line = LookLine(
+            step=program.step,
+            verdict=report.verdict,
+            findings=report.findings,
+            bundle=None if bundle is None else Path(bundle).name,
+            reason=what,
+            seconds=seen.seconds,
+        )
+        self._log.write(line)
+        self._tell(self.report)
+        if self._request.on_sick == "stop":
+            self._log.flush()
+            raise StoppedError
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _describe(self, attempt: Attempt) -> None:
+        self._described = True
+        roots = self._watch.recorder.models.roots
+        models = [
+            {
+                "name": name,
+                "class": f"{type(root).__module__}.{type(root).__qualname__}",
+                "parameters": sum(p.numel() for p in root.parameters()),
+                "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in root.parameters()}),
+            }
+            for name, root in roots
+        ]
+        self._log.describe(**hardware(), models=models, optimizer=type(attempt.optimizer).__name__)
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """What fails inside is ours, and is said once; the training goes on unwatched."""
+        if self._failed:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self._failed = True
+            self._watch.recorder.fail(error)
+            self._say(f"the training is watched no more: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def _number(variable: str, otherwise: int) -> int:
+    """A number that a launcher has put into the environment."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else otherwise
+
+
+def _device_of(program: Program) -> str:
+    first = next(program.model.parameters(), None)
+    return "cpu" if first is None else str(first.device)
