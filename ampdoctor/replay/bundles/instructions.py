@@ -43,7 +43,7 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
     Raises:
         NotInertError: What it was called with has no inert form; the sentence names it.
     """
-    line = None if one.line is None else [_relative(one.line[0], base), one.line[1]]
+    line = None if one.line is None else [relative(one.line[0], base), one.line[1]]
     match one:
         case Call():
             said = {"kind": "call", "model": one.model, "training": one.training}
@@ -102,7 +102,8 @@ def _reference(value: Any) -> Tree | None:
     return {"kind": "made", "index": value.index} if isinstance(value, Made) else None
 
 
-def _relative(file: str, base: Path) -> str:
+def relative(file: str, base: Path) -> str:
+    """Returns the path of a file, relative to a folder that it lies in."""
     try:
         return Path(file).resolve().relative_to(base).as_posix()
     except (ValueError, OSError):
