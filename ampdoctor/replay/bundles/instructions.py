@@ -143,7 +143,7 @@ class InstructionsIn:
             raise CheckpointError(f"{self._name}: an instruction is malformed ({type(error).__name__}).") from None
 
     def _one(self, tree: Mapping[str, Any]) -> Instruction:
-        kind, line = tree["kind"], _line(tree["line"])
+        kind, line = tree["kind"], line_in(tree["line"])
         if kind in ("call", "op"):
             return self._called(tree, line)
         if kind == "scaled":
@@ -215,7 +215,8 @@ def _mode(tree: Mapping[str, Any]) -> Mode:
     return Mode(autocast=cast, cached=tree["cached"] is True, gradients=tree["gradients"] is True)
 
 
-def _line(line: Any) -> Line:
+def line_in(line: Any) -> Line:
+    """Returns a line of the manifest's."""
     return None if line is None else (_string(line[0]), _index(line[1], 2**31))
 
 

@@ -6,6 +6,7 @@ A script that trains when it is imported is not imported: its imports, functions
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,17 +63,15 @@ class NamedCode:
 
     def find(self, module: str, qualname: str) -> Any:
         """Returns the class of this name in the code, or in a module that it has imported from its own folders."""
-        found = _walked(self._module, qualname)
-        if isinstance(found, type) and found.__qualname__ == qualname:
-            return found
-        loaded = sys.modules.get(module)
-        if loaded is not None and self._is_users(loaded):
-            found = _walked(loaded, qualname)
-            return found if isinstance(found, type) else None
+        for place in (self._module, sys.modules.get(module)):
+            found = None if place is None else _walked(place, qualname)
+            if isinstance(found, type) and found.__qualname__ == qualname and self._is_users(found):
+                return found
         return None
 
-    def _is_users(self, module: ModuleType) -> bool:
-        file = getattr(module, "__file__", None)
+    def _is_users(self, cls: type) -> bool:
+        """Is a class defined in the user's own files? What these import from elsewhere is not the bundle's to name."""
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if not isinstance(file, str) or "site-packages" in Path(file).parts:
             return False
         resolved = Path(file).resolve()
@@ -80,7 +79,7 @@ class NamedCode:
 
     def _trimmed(self, file: Path, tree: ast.Module) -> ModuleType:
         """The file without what trains in it."""
-        module = ModuleType(f"{file.stem}_definitions")
+        module = ModuleType(f"{file.stem}_definitions_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module  # dataclasses look their module up
         importing = f"importing the definitions of {file.name}"
