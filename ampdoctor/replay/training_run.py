@@ -55,6 +55,7 @@ class TrainingRun:
         notes: What a report says about how the run was made, a sentence each.
         counters: `counters(numbers) -> those that were put`, where a checkpoint's numbers have to reach the loop's own
             variables of the same names.
+        first_step: The step of the training that the run's step 0 is; None: as many as the checkpoint says, or 0.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.
@@ -78,6 +79,7 @@ class TrainingRun:
     load: Callable[[TrainingRun, Any], None] | None = None
     notes: tuple[str, ...] = ()
     counters: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
+    first_step: int | None = None
 
     @classmethod
     def from_trainer(cls, trainer: Any, **arguments: Any) -> TrainingRun:

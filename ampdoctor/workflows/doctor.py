@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import AmpdoctorError, StoppedError
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
@@ -236,7 +237,7 @@ class Doctor:
                 rank=_number("RANK", 0),
                 world=max(_number("WORLD_SIZE", 1), 1),
                 policy="cuda" if policy_in_force() == "cuda" else None,
-                diagnosis=None if seen.report is None else seen.report.to_dict(),
+                diagnosis=to_plain(seen.report),
                 log=[text_of(line) for line in self._log.last(_LAST_LINES)],
                 max_bytes=self._request.bundle_max,
             )

@@ -24,7 +24,7 @@ OWN = {"command", "target", "args", "install", "working-directory"}
 LEFT_TO_ARGS = {
     *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "jobs", "exact", "strategy"),
     *("half-products", "compare-steps", "no-compare", "spill", "fresh-scaler"),
-    *("until-sick", "max-steps", "skip-batches"),
+    *("until-sick", "max-steps", "skip-batches", "model"),
     *("tau", "rho", "error-note", "error-warning", "error-bad", "fp32-share", "horizon"),
     *("target", "precision-matters", "ranks", "reduce-fp16", "accumulation"),
 }

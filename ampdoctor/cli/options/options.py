@@ -116,8 +116,12 @@ class ReplayOptions:
     ] = None
     precision: Annotated[Precision | None, typer.Option("--precision", help="Overrides the run's own.")] = None
     policy: Annotated[
-        Policy, typer.Option("--policy", help="Autocast on a CPU: as CUDA does it, or the CPU's own.")
-    ] = "cuda"
+        Policy | None,
+        typer.Option(
+            "--policy",
+            help="Autocast on a CPU: as CUDA does it, or the CPU's own [default: cuda; a bundle's own].",
+        ),
+    ] = None
     half_products: Annotated[
         HalfProducts,
         typer.Option("--half-products", help="fp16 products on a CPU: by fp32 kernels, rounded once, or its own."),
@@ -142,6 +146,10 @@ class ReplayOptions:
         str | None,
         typer.Option("--loss", metavar="MODULE:NAME", help="loss(model, batch), where the factory returns a module."),
     ] = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="SPEC", help="What makes a bundle's model: FILE.py:function, :Class, FILE.py."),
+    ] = None
     expect_failure: Annotated[
         bool,
         typer.Option(
@@ -155,12 +163,13 @@ class ReplayOptions:
             ("--app-dir", self.app_dir),
             ("--batches", self.batches),
             ("--loss", self.loss),
+            ("--model", self.model),
         ):
             refuse_empty(option, value)
 
     def inputs(self, target: str) -> list[str]:
         """Return the files and folders that the command may read, as far as its arguments name them."""
-        named = [part for part in (target, self.batches, self.loss) if part is not None]
+        named = [part for part in (target, self.batches, self.loss, self.model) if part is not None]
         files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
         return files if self.checkpoint is None else [*files, self.checkpoint]
 
@@ -230,6 +239,7 @@ class ReplayOptions:
             allow_partial=allow_partial,
             batches=self.batches,
             loss=self.loss,
+            model=self.model,
             expect_failure=self.expect_failure,
             spill=self.spill,
         )

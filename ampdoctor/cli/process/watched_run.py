@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ampdoctor.cli.options.options import OutputOptions
 from ampdoctor.cli.process import ctrl_c, ending
 from ampdoctor.cli.process.action import Examination
 from ampdoctor.cli.process.exit_code import Outcome
-from ampdoctor.cli.process.output import Destination
+from ampdoctor.cli.process.output import Destination, deliver, destinations
 from ampdoctor.cli.process.streams import STDOUT, note, report_on_stderr
 from ampdoctor.errors import AmpdoctorError, ForkedChildError
 from ampdoctor.evidence.report import Report
@@ -34,12 +35,14 @@ class _Job:
         code: Its exit code; None before it has ended.
         tell: Shows the diagnosis when it is made.
         still_open: In a process that the script has forked: the watch, which the parent ends.
+        shown: The diagnoses that were shown when they were made.
     """
 
     script: Script
     request: WatchRequest
     code: int | None = None
     still_open: ExitStack | None = None
+    shown: list[Report] = field(default_factory=list)
     home: ExitStack = field(default_factory=ExitStack)
     tell: Callable[[Report], None] | None = None
 
@@ -99,16 +102,14 @@ class WatchedRun(Examination):
         """Do it."""
         job = self.work
         assert isinstance(job, _Job)  # noqa: S101 for the type checker
-        shown: list[Report] = []
-
         def tell(report: Report) -> None:
             """Show it now: the training may go on for days."""
             decided = replace(self._decide(report), gate=self._gate())
             here = [place for place in destinations(self.output, self.inputs) if _is_for_people(place)]
             deliver(decided, here, self.output)
-            shown.append(report)
+            job.shown.append(report)
 
-        job.tell, job.shown = tell, shown
+        job.tell = tell
         with job.home, report_on_stderr():
             try:
                 outcome = Examination.__call__(self)
@@ -123,16 +124,27 @@ class WatchedRun(Examination):
 
     def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
         """Return where this report goes: among what a script prints, only what has something to say."""
+        job = self.work
+        if isinstance(job, _Job) and job.shown:
+            return tuple(place for place in places if not _is_for_people(place))
         if report.findings or report.errors:
             return places
         files = () if rank else places
-        return tuple(place for place in files if (place.format, place.file) != ("human", STDOUT))
+        return tuple(place for place in files if not _is_for_people(place))
 
 
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
     """Return the action that runs the script, watched, and judges and delivers what was seen."""
     files = () if script.kind == "module" else (script.named,)
     return WatchedRun(work=_Job(script=script, request=request), output=output, gates=gates, inputs=files)
+
+
+def _is_for_people(place: Destination) -> bool:
+    return (place.format, place.file) == ("human", STDOUT)
+
+
+def _say(sentence_: str) -> None:
+    note(f"ampdoctor: {sentence(sentence_)}")
 
 
 def _unwatched(what: str, error: Exception) -> None:

@@ -18,7 +18,7 @@ from ampdoctor.cli.settings.config_file import ConfigFile
 from ampdoctor.errors import UsageError
 
 _WRITTEN = frozenset({"output", "report", "save"})
-_CODE = frozenset({"app-dir", "batches", "loss"})
+_CODE = frozenset({"app-dir", "batches", "loss", "model"})
 _READ = frozenset({"baseline", "checkpoint", "against"})
 
 
@@ -36,8 +36,10 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
     """
     if key == "report":
         return [_report(file, place, text) for text in value]
-    if key in ("batches", "loss"):
+    if key in ("batches", "loss", "model"):
         path, colon, name = value.rpartition(":")
+        if key == "model" and value.endswith(".py"):
+            return _one(file, place, value, key)
         if path.endswith(".py"):
             return f"{_one(file, place, path, key)}{colon}{name}"
         if file.found and value.strip():

@@ -18,6 +18,7 @@ from ampdoctor.cli.suggesting.doors import REPLAYING
 from ampdoctor.cli.suggesting.near import near_factory, near_file, near_name
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, FactoryError, UsageError
+from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.reports.forms.formats import FORMATS
 
 _HELP, _VERSION = frozenset({"help", "-help", "-h", "-?"}), frozenset({"version", "-version", "-V"})
@@ -146,7 +147,7 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
             if factory not in (None, word):
                 return _replaced(arguments, word, [str(factory)])
         elif Path(word).exists():
-            is_target = command in REPLAYING and not named and not before.startswith("-")
+            is_target = command in REPLAYING and not named and not before.startswith("-") and bundle_at(word) is None
             if is_target and isinstance(error, FactoryError | UsageError) and not _is_ours(Path(word)):
                 return ["scan", word]
         elif (near := near_file(word)) is not None and near not in rest:

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.slicing import leads_to, sliced
@@ -211,10 +212,10 @@ class StepRecorder:
         """The buffers as they are: each is copied once for each time that it was written to."""
         found: dict[str, torch.Tensor] = {}
         for prefix, root in _prefixed(self.models.roots):
-            for name, buffer in root.named_buffers():
+            for name, buffer, silent in _buffers_of(root):
                 known = self._buffers.get(id(buffer))
                 version = buffer._version
-                if known is None or known[0]() is not buffer or known[1] != version:
+                if silent or known is None or known[0]() is not buffer or known[1] != version:
                     known = weakref.ref(buffer), version, buffer.detach().clone()
                     self._buffers[id(buffer)] = known
                 found[f"{prefix}.{name}" if prefix else name] = known[2]
@@ -431,6 +432,17 @@ class StepRecorder:
         self._order[id(instruction)] = self._count
         self._of[id(instruction)] = optimizer
         self._count += 1
+
+
+def _buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yields name, buffer, and whether it is written to without a trace: batch norm's kernel raises no version."""
+    seen: set[int] = set()
+    for name, module in root.named_modules():
+        silent = module.training and isinstance(module, _NormBase)
+        for last, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{name}.{last}" if name else last, buffer, silent
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -51,6 +51,7 @@ def run_of(program: Program) -> TrainingRun:
         autocast=autocast,
         scaler=program.scaler,
         step=lambda model, batch, scaler: step.run(model, batch, scaler),
+        first_step=program.step,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a replay's target may be: a factory, or a script that trains."""
+"""What a replay's target may be: a factory, a script that trains, or a bundle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ampdoctor.errors import FactoryError
+from ampdoctor.errors import FactoryError, UsageError
+from ampdoctor.replay.bundles.manifest import bundle_at
+from ampdoctor.replay.bundles.target import BundleTarget
 from ampdoctor.replay.factory import Environment, load_factory
 from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.training_run import TrainingRun
@@ -17,7 +19,7 @@ from ampdoctor.replay.user_modules import sure_factories_in
 
 
 class Target(Protocol):
-    """Makes fresh runs; a Protocol, because a factory is imported and called, and a script run to its training loop."""
+    """Makes fresh runs; a Protocol, because a factory is called, a script run to its loop, and a bundle read."""
 
     @property
     def name(self) -> str:
@@ -45,20 +47,29 @@ def load_target(
     environment: Environment | None = None,
     script_arguments: Sequence[str] = (),
     notes: list[str] | None = None,
+    model: str | None = None,
 ) -> Target:
     """Returns what makes the runs; a factory is imported, a script not run yet.
 
     Args:
-        target: A factory, as for `load_factory`; or a script, by its path or as a module.
+        target: A factory, as for `load_factory`; a script, by its path or as a module; or a bundle, by its folder or
+            its manifest.
         app_dir: As for `load_factory`.
         environment: Makes the context manager around the user's code.
         script_arguments: What follows the file in `sys.argv` while its code runs.
         notes: Gets what there is to say of a script's replay, in sentences.
+        model: The code that makes a bundle's model.
 
     Raises:
+        UsageError: `model` is given for what is no bundle.
         FactoryError: There is no such factory, or a script has one, which is then to be named.
         UserCodeError: The import raised.
     """
+    if isinstance(target, str) and bundle_at(target) is not None:
+        around = environment or contextlib.nullcontext
+        return BundleTarget(target, model=model, app_dir=app_dir, environment=around)
+    if model is not None:
+        raise UsageError(f"--model {model} makes the model of a bundle, and {target} is none")
     script = _script_named(target, app_dir) if isinstance(target, str) else None
     if script is None or not isinstance(target, str) or sure_factories_in(script[0]):
         return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)

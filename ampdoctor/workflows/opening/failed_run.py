@@ -43,7 +43,7 @@ def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
         scaled=session.events.enabled,
         torch=run["torch"],
         checkpoint=resumed is not None,
-        global_step=resumed.global_step if resumed is not None else None,
+        global_step=replay.global_step,
         lacks=resumed.lacks if resumed is not None else (),
         file_scaler=resumed.file_scaler if resumed is not None else None,
         compared=wanted if wanted is not None and wanted < steps else None,

@@ -30,6 +30,8 @@ from ampdoctor.precision import (
 )
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
+from ampdoctor.replay.bundles.manifest import bundle_at
+from ampdoctor.replay.bundles.reading import Bundle
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.frameworks.accelerate.state import own_state
 from ampdoctor.replay.frameworks.lightning.devices import one_device
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
     from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun
-    from ampdoctor.workflows.opening.request import ReplayRequest
+    from ampdoctor.workflows.opening.request import Policy, ReplayRequest
 
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
@@ -82,6 +84,7 @@ class OpenReplay:
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
     _not_as_it_was: tuple[str, ...] = ()
+    _first_step: int | None = None
 
     def session(self) -> Session:
         """Returns a fresh run from the factory, with the checkpoint loaded.
@@ -154,6 +157,7 @@ class OpenReplay:
         else:
             begin_anew(session, request, self.notes.append)
         self.notes += run.notes
+        self._first_step = run.first_step
         self.other_names = other_names(session.model)
         self.notes += (
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
@@ -177,12 +181,19 @@ class OpenReplay:
         reasons += self._not_as_it_was
         return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
 
+    @property
+    def global_step(self) -> int | None:
+        """The training's step that the replay's step 0 is: the run's own word, else the checkpoint's; None: unknown."""
+        if self._first_step is not None:
+            return self._first_step
+        return None if self.resumed is None else self.resumed.global_step
+
     def located(self, finding: Finding) -> Finding:
-        """Returns the finding with the checkpoint's step counter beside the replay's, and with every other name."""
+        """Returns the finding with the training's step beside the replay's, and with every other name."""
         finding = self._with_other_names(finding)
-        if self.resumed is None or self.resumed.global_step is None or finding.where.step is None:
+        if self.global_step is None or finding.where.step is None:
             return finding
-        where = replace(finding.where, global_step=self.resumed.global_step + finding.where.step)
+        where = replace(finding.where, global_step=self.global_step + finding.where.step)
         return replace(finding, where=where)
 
     def _with_other_names(self, finding: Finding) -> Finding:
@@ -195,7 +206,7 @@ class OpenReplay:
         """Returns the report's `run` section."""
         return {
             "device": str(self.device),
-            "policy": self.request.policy if self.device.type == "cpu" else "native",
+            "policy": self.request.policy or "cuda" if self.device.type == "cpu" else "native",
             "precision": session.precision.compute,
             "autocast": session.precision.autocast,
             "steps": steps,
@@ -218,6 +229,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     Raises:
         AmpdoctorError: The device, the factory or the checkpoint cannot be used; the sentence says why.
     """
+    request = replace(request, policy=request.policy or _usual_policy(request))
     device = choose_device(request.device)
     before = RandomState.capture()
     plain = device.type == "cpu" and request.half_products == "plain"
@@ -232,7 +244,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(lasting_emulation())
         stack.enter_context(shown_from(Path.cwd()))
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
+        policy = stack.enter_context(autocast_policy(request.policy or "cuda")) if device.type == "cpu" else None
         detour = stack.enter_context(half_products()) if _detours(request, device) else None
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
@@ -245,6 +257,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             environment=environment,
             script_arguments=request.script_arguments,
             notes=notes,
+            model=request.model,
         )
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
@@ -255,6 +268,12 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             raise out_of_memory("the replay", error) from None
         if policy is not None:
             notes.extend(policy.notes)
+
+
+def _usual_policy(request: ReplayRequest) -> Policy:
+    """A bundle says on what it was recorded; everything else was made for a GPU."""
+    bundle = bundle_at(request.factory) if isinstance(request.factory, str) else None
+    return "cuda" if bundle is None else Bundle(str(bundle)).policy
 
 
 def _detours(request: ReplayRequest, device: torch.device) -> bool:

@@ -29,7 +29,7 @@ MOST_UNTIL_SICK = 2000
 """Steps that `until_sick` runs on at most, unless another number is given."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _OF_THE_RUN = (
-    *("app_dir", "batches", "loss", "allow_partial", "steps", "precision"),
+    *("app_dir", "batches", "loss", "model", "allow_partial", "steps", "precision"),
     *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
     *("until_sick", "max_steps", "skip_batches"),
 )
@@ -39,20 +39,24 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 def is_profile(target: str) -> bool:
     """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
 
-    A script that was named without its function is no profile either. The log of a run stands for the profile that its
-    details come to.
+    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest. The log
+    of a run stands for the profile that its details come to.
     """
     path = Path(target)
-    return is_run_log(target) or (
-        path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
-    )
+    if path.name == "manifest.json":
+        return False
+    if path.is_dir():
+        return is_run_log(target)
+    return is_run_log(target) or (path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != "")))
 
 
 def is_run_log(target: str) -> bool:
-    """Does a target name the folder of a run's log, or one of its files?"""
+    """Does a target name the folder of a run's log, or one of its files? A bundle holds the last lines of one."""
     path = Path(target)
     try:
-        return bool(logs_in(os.listdir(path))) if path.is_dir() else place_of(path.name) is not None and path.is_file()  # noqa: PTH208
+        if path.is_dir():
+            return bool(logs_in(os.listdir(path))) and not (path / "manifest.json").is_file()  # noqa: PTH208
+        return place_of(path.name) is not None and path.is_file()
     except OSError:
         return False
 
@@ -94,14 +98,15 @@ class ReplayRequest:
     """What to replay, and how.
 
     Attributes:
-        factory: `package.module:function`, `path/to/file.py:function` or the function itself; or a script that trains,
-            `path/to/train.py`; for `recommend` also the path of a profile.
+        factory: `package.module:function`, `path/to/file.py:function` or the function itself; a script that trains,
+            `path/to/train.py`; or a bundle, `path/to/bundle-31000`; for `recommend` also the path of a profile.
         arguments: Keyword arguments of the factory.
         script_arguments: What follows the file in `sys.argv` while a script, or a factory, runs.
         checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
         steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
         precision: Overrides the run's own precision.
-        policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own.
+        policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own; None: CUDA's, or for a
+            bundle that of the device on which it was recorded.
         half_products: How a CPU multiplies fp16 under CUDA's policy: through `fp32` kernels, rounded once as on tensor
             cores, or by its own, `plain` ones.
         device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
@@ -111,6 +116,7 @@ class ReplayRequest:
             it is so anyway.
         batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
         loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
+        model: What makes a bundle's model: `train.py:make_model`, `model.py:GPT`, or a file alone.
         strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
             the order of its layers with one probe per replay.
         compare_steps: How many steps of a run that stays finite `bisect-nan` holds beside fp32; None for all.
@@ -139,7 +145,7 @@ class ReplayRequest:
     checkpoint: str | None = None
     steps: int | None = None
     precision: Precision | None = None
-    policy: Policy = "cuda"
+    policy: Policy | None = None
     half_products: HalfProducts = "fp32"
     device: str = "auto"
     app_dir: str | None = None
@@ -147,6 +153,7 @@ class ReplayRequest:
     fresh_scaler: bool = False
     batches: str | None = None
     loss: str | None = None
+    model: str | None = None
     strategy: Strategy = "trace"
     compare_steps: int | None = None
     until_sick: bool = False
@@ -198,7 +205,7 @@ class ReplayRequest:
         self._check_until_sick()
         if self.precision is not None and self.precision not in get_args(Precision):
             raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
-        if self.policy not in get_args(Policy):
+        if self.policy is not None and self.policy not in get_args(Policy):
             raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
         if self.half_products not in get_args(HalfProducts):
             raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")

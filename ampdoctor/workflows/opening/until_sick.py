@@ -57,5 +57,5 @@ def interrupted(replay: OpenReplay, outcomes: Sequence[StepOutcome], fired: int 
 
 
 def _globally(replay: OpenReplay, steps: int) -> str:
-    step = None if replay.resumed is None else replay.resumed.global_step
+    step = replay.global_step
     return "" if step is None else f" (the training's {step} to {step + steps - 1})"

@@ -1,0 +1,43 @@
+"""torch's functions by their public names, and back by torch's own table alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import get_overridable_functions, resolve_name
+
+_ALSO = ("unflatten", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+"""Methods of tensors that make tensors, and are told of, but stand in no table of torch's."""
+
+
+@cache
+def _table() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for functions in get_overridable_functions().values():
+        for function in functions:
+            name = resolve_name(function)
+            if name is not None:
+                found.setdefault(name, function)
+    for name in _ALSO:
+        found[f"torch.Tensor.{name}"] = getattr(torch.Tensor, name)
+    return found
+
+
+def name_of(function: Callable[..., Any]) -> str | None:
+    """Returns the name by which `function_named` finds a function of torch's; None for any other."""
+    try:
+        name = resolve_name(function)
+    except (AttributeError, TypeError):
+        return None
+    return name if name is not None and _table().get(name) == function else None
+
+
+def function_named(name: str) -> Callable[..., Any] | None:
+    """Returns torch's function of this name ("torch.nn.functional.gelu", "torch.Tensor.T.__get__"); None without one.
+
+    Only names in torch's table of functions that may be overridden are found; nothing is imported.
+    """
+    return _table().get(name)

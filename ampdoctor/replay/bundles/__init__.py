@@ -1,0 +1,1 @@
+"""A recorded step as a folder that replays on another machine."""

@@ -1,0 +1,99 @@
+"""What a manifest says of a model: how it is made again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ampdoctor.loop.inert.writing import NotInertError, class_name, written
+from ampdoctor.loop.names import wrapped_as
+
+Made = Callable[[nn.Module], Mapping[str, Any] | None]
+"""Returns what is known of how a module was made: see `live.recording.construction`."""
+
+
+def described(model: nn.Module, made: Made) -> dict[str, Any]:
+    """Returns how a model is made again, as a tree with a `kind`.
+
+    "made": a class and its arguments; "transformers": a class of the library and a configuration; "peft": LoRA around
+    one; "lightning": a class and its saved hyperparameters; "wrapped": in DDP or compiled; "several": models under
+    names; "function": it takes a function of the user's, and `why` says so.
+    """
+    cls = type(model)
+    held = wrapped_as(model)
+    if held is not None:
+        return {"kind": "wrapped", "attribute": held, "module": described(getattr(model, held), made)}
+    if cls is nn.Module:
+        children = {name: described(child, made) for name, child in model.named_children()}
+        return {"kind": "several", "children": children}
+    try:
+        library = _of_transformers(model) or _of_peft(model, made)
+    except (NotInertError, AttributeError) as error:
+        return _function(model, f"its configuration holds {error}")
+    if library is not None:
+        return library
+    noted = made(model)
+    if noted is not None and "why" not in noted:
+        return {"kind": "made", "made": dict(noted)}
+    parameters = getattr(model, "hparams", None)
+    if isinstance(parameters, Mapping) and _is_lightning(cls):
+        try:
+            saved = {str(name): written(value) for name, value in parameters.items()}
+        except NotInertError as error:
+            return _function(model, f"its hyperparameters hold {error}")
+        return {"kind": "lightning", "class": class_name(cls), "file": _file_of(cls), "hparams": saved}
+    if noted is not None:
+        return _function(model, f"it was made with {noted['why']}")
+    if cls.__module__.startswith("torch."):
+        return _function(model, "it is made of torch's own layers, and its structure stands in the script alone")
+    return _function(model, "nobody saw it being made")
+
+
+def _function(model: nn.Module, why: str) -> dict[str, Any]:
+    cls = type(model)
+    return {"kind": "function", "class": class_name(cls), "file": _file_of(cls), "why": why}
+
+
+def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
+    library = sys.modules.get("transformers")
+    base = getattr(library, "PreTrainedModel", None)
+    if base is None or not isinstance(model, base):
+        return None
+    name = type(model).__name__
+    if not type(model).__module__.startswith("transformers.") or getattr(library, name, None) is not type(model):
+        return None
+    config: Any = model.config
+    attention = getattr(config, "_attn_implementation", None)
+    return {
+        "kind": "transformers",
+        "class": name,
+        "config": written(config.to_dict()),
+        "attention": attention if isinstance(attention, str) else None,
+    }
+
+
+def _of_peft(model: nn.Module, made: Made) -> dict[str, Any] | None:
+    library = sys.modules.get("peft")
+    base = getattr(library, "PeftModel", None)
+    if base is None or not isinstance(model, base):
+        return None
+    wrapped: Any = model
+    adapters = dict(wrapped.peft_config)
+    inner = wrapped.get_base_model()
+    if len(adapters) != 1 or str(next(iter(adapters.values())).peft_type).rpartition(".")[2] != "LORA":
+        return _function(model, "PEFT adapters other than one LoRA are not made again")
+    (name, config), *_ = adapters.items()
+    fields = {key: value for key, value in config.to_dict().items() if not callable(value)}
+    return {"kind": "peft", "adapter": str(name), "config": written(fields), "module": described(inner, made)}
+
+
+def _is_lightning(cls: type) -> bool:
+    return any(base.__name__ == "LightningModule" for base in cls.__mro__)
+
+
+def _file_of(cls: type) -> str | None:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file if isinstance(file, str) else None

@@ -1,0 +1,232 @@
+"""A program's instructions as trees of JSON, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampdoctor.errors import CheckpointError
+from ampdoctor.loop.inert.functions import function_named, name_of
+from ampdoctor.loop.inert.reading import NOTHING, FindClass, UnreadableTreeError, read
+from ampdoctor.loop.inert.writing import NotInertError, Tree, written
+from ampdoctor.loop.program import (
+    Backward,
+    Call,
+    Clipped,
+    Given,
+    Held,
+    Instruction,
+    Line,
+    Made,
+    Mode,
+    Op,
+    Reference,
+    Scaled,
+    Unscaled,
+)
+from ampdoctor.loop.random_state import RandomState
+
+_KINDS = ("cpu", "cuda")
+
+
+def instruction_out(one: Instruction, state: Callable[[RandomState], int], base: Path) -> Tree:
+    """Returns an instruction as a tree.
+
+    Args:
+        one: The instruction.
+        state: Takes a random state, gives the index of its entry.
+        base: Files below it are named relative to it.
+
+    Raises:
+        NotInertError: What it was called with has no inert form; the sentence names it.
+    """
+    line = None if one.line is None else [relative(one.line[0], base), one.line[1]]
+    match one:
+        case Call():
+            said = {"kind": "call", "model": one.model, "training": one.training}
+            what = f"the call of {one.model or 'the model'}"
+            return {**said, **_called_out(one, what, state), "line": line}
+        case Op():
+            name = name_of(one.function)
+            if name is None:
+                shown = getattr(one.function, "__name__", "a function")
+                raise NotInertError(f"{shown} of the loop is no function in torch's table")
+            return {"kind": "op", "function": name, **_called_out(one, name, state), "line": line}
+        case Scaled():
+            made = {"loss": _reference(one.loss), "result": one.result.index, "scale": one.scale}
+            return {"kind": "scaled", **made, "line": line}
+        case Backward():
+            return {
+                "kind": "backward",
+                "roots": [_reference(root) for root in one.roots],
+                "seeds": [None if seed is None else _reference(seed) for seed in one.seeds],
+                "inputs": [_reference(tensor) for tensor in one.inputs],
+                "kept": one.kept,
+                "line": line,
+            }
+        case Unscaled():
+            return {"kind": "unscaled", "line": line}
+        case Clipped():
+            norms = {"max_norm": written(float(one.max_norm)), "norm_type": written(float(one.norm_type))}
+            return {"kind": "clipped", **norms, "line": line}
+
+
+def _called_out(one: Call | Op, what: str, state: Callable[[RandomState], int]) -> dict[str, Tree]:
+    try:
+        args = [written(value, _reference) for value in one.args]
+        kwargs = {name: written(value, _reference) for name, value in one.kwargs.items()}
+    except NotInertError as error:
+        raise NotInertError(f"{what} takes {error}") from None
+    cast = one.mode.autocast
+    return {
+        "args": args,
+        "kwargs": kwargs,
+        "results": {path: made.index for path, made in one.results.items()},
+        "mode": {
+            "autocast": None if cast is None else [cast[0], str(cast[1])],
+            "cached": one.mode.cached,
+            "gradients": one.mode.gradients,
+        },
+        "random": None if one.random is None else state(one.random),
+    }
+
+
+def _reference(value: Any) -> Tree | None:
+    if isinstance(value, Given):
+        return {"kind": "given", "index": value.index}
+    if isinstance(value, Held):
+        return {"kind": "held", "name": value.name}
+    return {"kind": "made", "index": value.index} if isinstance(value, Made) else None
+
+
+def relative(file: str, base: Path) -> str:
+    """Returns the path of a file, relative to a folder that it lies in."""
+    try:
+        return Path(file).resolve().relative_to(base).as_posix()
+    except (ValueError, OSError):
+        return file
+
+
+class InstructionsIn:
+    """Reads instructions; each may only take what is given, held, or made by one before it.
+
+    Args:
+        find: The classes that values may be of.
+        states: The random states.
+        given: Number of tensors from outside.
+        name: The manifest's file, for errors.
+    """
+
+    def __init__(self, find: FindClass, states: Sequence[RandomState], given: int, name: str) -> None:
+        self._find = find
+        self._states = states
+        self._given = given
+        self._name = name
+        self._made: set[int] = set()
+        self.held: set[str] = set()
+        """Names of parameters and buffers that were spoken of."""
+
+    def all(self, trees: Any) -> tuple[Instruction, ...]:
+        """Returns the instructions.
+
+        Raises:
+            CheckpointError: One is malformed.
+        """
+        try:
+            return tuple(self._one(tree) for tree in trees)
+        except UnreadableTreeError as error:
+            raise CheckpointError(f"{self._name} cannot be replayed here: it holds {error}.") from None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{self._name}: an instruction is malformed ({type(error).__name__}).") from None
+
+    def _one(self, tree: Mapping[str, Any]) -> Instruction:
+        kind, line = tree["kind"], line_in(tree["line"])
+        if kind in ("call", "op"):
+            return self._called(tree, line)
+        if kind == "scaled":
+            loss, scale = self._reference(tree["loss"]), tree["scale"]
+            return Scaled(loss=loss, result=self._make(tree["result"]), scale=scale, line=line)
+        if kind == "backward":
+            seeds = tuple(None if seed is None else self._reference(seed) for seed in tree["seeds"])
+            roots = tuple(map(self._reference, tree["roots"]))
+            if len(seeds) != len(roots) or not roots:
+                raise ValueError("seeds")
+            inputs = tuple(map(self._reference, tree["inputs"]))
+            return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, line=line)
+        if kind == "unscaled":
+            return Unscaled(line=line)
+        if kind == "clipped":
+            norms = (float(self._value(tree[name])) for name in ("max_norm", "norm_type"))
+            return Clipped(max_norm=next(norms), norm_type=next(norms), line=line)
+        raise ValueError("kind")
+
+    def _called(self, tree: Mapping[str, Any], line: Line) -> Call | Op:
+        args = tuple(map(self._value, tree["args"]))
+        kwargs = {_string(name): self._value(one) for name, one in tree["kwargs"].items()}
+        mode = _mode(tree["mode"])
+        random = None if tree["random"] is None else self._states[_index(tree["random"], len(self._states))]
+        results = {path: self._make(index) for path, index in tree["results"].items()}
+        said: dict[str, Any] = {"args": args, "kwargs": kwargs, "results": results, "mode": mode, "line": line}
+        if tree["kind"] == "op":
+            function = function_named(_string(tree["function"]))
+            if function is None:
+                raise UnreadableTreeError(f"{tree['function'][:80]!r}, which is no function in torch's table")
+            return Op(function=function, random=random, **said)
+        if random is None:
+            raise ValueError("random")
+        return Call(model=_string(tree["model"]), training=tree["training"] is True, random=random, **said)
+
+    def _value(self, tree: Tree) -> Any:
+        return read(tree, self._find, self._special)
+
+    def _special(self, kind: str, tree: Mapping[str, Any]) -> Any:
+        if kind == "given":
+            return Given(_index(tree["index"], self._given))
+        if kind == "held":
+            self.held.add(_string(tree["name"]))
+            return Held(tree["name"])
+        if kind == "made":
+            if tree["index"] not in self._made:
+                raise UnreadableTreeError("a tensor that nothing before has made")
+            return Made(tree["index"])
+        return NOTHING
+
+    def _reference(self, tree: Mapping[str, Any]) -> Reference:
+        found = self._special(tree["kind"], tree)
+        if not isinstance(found, Given | Held | Made):
+            raise ValueError("reference")
+        return found
+
+    def _make(self, index: Any) -> Made:
+        self._made.add(_index(index, 2**62))
+        return Made(index)
+
+
+def _mode(tree: Mapping[str, Any]) -> Mode:
+    cast = tree["autocast"]
+    if cast is not None:
+        kind, dtype = cast[0], getattr(torch, str(cast[1]).removeprefix("torch."))
+        if kind not in _KINDS or not isinstance(dtype, torch.dtype) or len(cast) != 2:
+            raise ValueError("autocast")
+        cast = kind, dtype
+    return Mode(autocast=cast, cached=tree["cached"] is True, gradients=tree["gradients"] is True)
+
+
+def line_in(line: Any) -> Line:
+    """Returns a line of the manifest's."""
+    return None if line is None else (_string(line[0]), _index(line[1], 2**31))
+
+
+def _index(value: Any, end: int) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError("index")
+    return value
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("string")
+    return value

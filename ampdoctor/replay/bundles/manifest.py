@@ -1,0 +1,51 @@
+"""The manifest's frame: its schema's number, the names of the files, and reading it with every bound in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ampdoctor.checkpoints.formats.bounded_json import parse_json
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.unique_keys import DuplicateKeyError
+
+SCHEMA = 1
+"""Of the manifest; it rises where an older reader would misread a newer bundle."""
+MANIFEST, CALLS, STATE, LOG = "manifest.json", "calls.safetensors", "state.safetensors", "log.jsonl"
+_LARGEST = 32 * 1024 * 1024
+"""Bytes of a manifest: a step of a thousand micro-batches with their loss code has a few."""
+
+
+def bundle_at(target: str) -> Path | None:
+    """Returns the folder of the bundle that a path names, or whose manifest it names; None for any other path."""
+    path = Path(target).expanduser()
+    folder = path.parent if path.name == MANIFEST else path
+    try:
+        return folder if (folder / MANIFEST).is_file() and (folder / CALLS).exists() else None
+    except OSError:
+        return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns a bundle's manifest.
+
+    Raises:
+        CheckpointError: It is not strict JSON, not an object, or of another schema.
+        LimitExceededError: It is too large.
+    """
+    name = f"{folder.name}/{MANIFEST}"
+    with RegularFile(folder / MANIFEST, name) as file:
+        if file.size > _LARGEST:
+            raise LimitExceededError(f"{name}: bytes", _LARGEST, file.size)
+        try:
+            content = parse_json(file.read(0, file.size), name, strict=True)
+        except DuplicateKeyError as error:
+            raise CheckpointError(f"{name} has the key {error.key[:80]!r} twice; refused.") from None
+        except ValueError as error:
+            raise CheckpointError(f"{name} is not valid JSON ({type(error).__name__}).") from None
+    if not isinstance(content, dict) or "schema" not in content:
+        raise CheckpointError(f"{name} is no manifest of a bundle.")
+    if content["schema"] != SCHEMA:
+        raise CheckpointError(f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA}.")
+    return content

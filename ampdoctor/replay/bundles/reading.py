@@ -1,0 +1,211 @@
+"""`Bundle`: a bundle's files, read inertly and within bounds, and the runs that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
+from ampdoctor.loop.inert.reading import read
+from ampdoctor.loop.program import Program
+from ampdoctor.replay.bundles.inner_autocast import converts_outputs
+from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
+from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
+from ampdoctor.replay.bundles.named_code import NamedCode
+from ampdoctor.replay.bundles.optimizers import optimizer_in
+from ampdoctor.replay.bundles.random_states import states_in
+from ampdoctor.replay.bundles.rebuilding import Rebuilding
+from ampdoctor.replay.bundles.tensors import made_again
+from ampdoctor.replay.bundles.weights import put_weights
+from ampdoctor.replay.recorded.running import run_of
+from ampdoctor.replay.training_run import TrainingRun
+
+UserCode = Callable[[str], AbstractContextManager[None]]
+"""Surrounds the user's code; its argument says what runs."""
+
+
+class Bundle:
+    """A bundle on the disk.
+
+    Args:
+        path: Its folder, or its manifest.
+
+    Attributes:
+        folder: Its folder.
+        manifest: As it was written; nothing in it is trusted.
+        policy: The autocast policy under which it replays on a CPU.
+        step: The step in the training.
+
+    Raises:
+        CheckpointError: It is no bundle, or its manifest is malformed.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder = bundle_at(path)
+        if folder is None:
+            raise CheckpointError(f"{path} is no bundle: it has no manifest.json beside a calls.safetensors.")
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.policy: str = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
+        self.step: int = self.manifest.get("step")  # type: ignore[assignment]  # the same
+        if self.policy not in ("cuda", "native") or type(self.step) is not int or not 0 <= self.step < 2**62:
+            raise CheckpointError(f"{folder.name}/manifest.json: policy or step is malformed.")
+
+    @property
+    def name(self) -> str:
+        """Its name in sentences."""
+        return self.folder.name or str(self.folder)
+
+    def run(self, code: NamedCode | None, user_code: UserCode = lambda _what: nullcontext()) -> TrainingRun:
+        """Returns a fresh run of its step.
+
+        Args:
+            code: What `--model` names; None without one.
+            user_code: Surrounds the making of the model.
+
+        Raises:
+            CheckpointError: A file is malformed.
+            FactoryError: The model needs code that was not named, or is another one.
+            ReplayError: The step cannot be run again from what was written, or not here.
+        """
+        said = self.manifest
+        cannot = said.get("cannot")
+        if cannot:
+            raise ReplayError(f"{self.name} cannot be replayed: {'; '.join(str(one)[:200] for one in cannot[:3])}")
+        notes: list[str] = [] if code is None else list(code.notes)
+        making = Rebuilding(self.name, code, notes.append)
+        with user_code("making the bundle's model"):
+            model = making.model(said.get("model"))
+        whose = f"--model {code.spec}" if code is not None else "this transformers"
+        with _Tensors(self.folder / CALLS) as calls, _Tensors(self.folder / STATE) as state:
+            put_weights(model, said, state.made, whose)
+            program = self._program(model, calls, state, making.find, notes.append)
+        notes += self._notes()
+        return _with(run_of(program), notes)
+
+    def _program(
+        self, model: torch.nn.Module, calls: _Tensors, state: _Tensors, find: Callable[[str, str], Any], say: Callable[[str], None]
+    ) -> Program:
+        said, name = self.manifest, f"{self.name}/manifest.json"
+        try:
+            random = states_in(said["random"], calls.all("random/"), name)
+            given = [_there(calls.made(entry), name) for entry in said["given"]]
+            before = {str(key): _there(calls.made(entry), name) for key, entry in said["before"].items()}
+            reader = InstructionsIn(find, random, len(given), name)
+            instructions = reader.all(said["instructions"])
+            held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+            modules = {key for key, _ in model.named_modules()}
+            absent = [key for key in (*reader.held, *before) if key not in held]
+            absent += [one.model for one in instructions if hasattr(one, "model") and one.model not in modules]
+            if absent:
+                raise FactoryError(f"the bundle's step uses {absent[0]!r}, which the model that was made does not have")
+            for key in said["prepared"]:
+                converts_outputs(model.get_submodule(key))
+            optimizer = None
+            if said["optimizer"] is not None:
+                parameters = dict(model.named_parameters(remove_duplicate=False))
+                optimizer = optimizer_in(said["optimizer"], parameters, lambda e: _there(state.made(e), name), find, say)
+            return Program(
+                model=model,
+                optimizer=optimizer,
+                optimizer_name="optimizer" if said["optimizer"] is None else str(said["optimizer"]["name"]),
+                scaler=_scaler(said["scaler"]),
+                instructions=instructions,
+                given=tuple(given),
+                buffers=before,
+                step=self.step,
+                line=line_in(said["line"]),
+                unexplained=tuple(map(str, said["unexplained"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
+
+    def _notes(self) -> list[str]:
+        said = self.manifest
+        notes = [f"of the bundle: {str(one)[:300]}" for one in said.get("left_out") or ()]
+        exact = said.get("exact")
+        notes += [str(one)[:300] for one in (exact.get("no") if isinstance(exact, dict) else None) or ()]
+        versions = said.get("versions")
+        then = str(versions.get("torch")) if isinstance(versions, dict) else ""
+        if then.partition("+")[0] != torch.__version__.partition("+")[0]:
+            notes.append(f"the step was recorded with torch {then[:40]}, and is replayed with {torch.__version__}")
+        if type(said.get("world")) is int and said["world"] > 1:
+            notes.append(f"the step is rank {said.get('rank')}'s of {said['world']}: gradients are its own, not reduced")
+        return notes
+
+
+def load_bundle(path: str, *, model: str | None = None, app_dir: str | None = None) -> TrainingRun:
+    """Returns a fresh run of a bundle's step.
+
+    Args:
+        path: The bundle's folder, or its manifest.
+        model: The code that makes its model: "train.py:make_model", "model.py:GPT" or "train.py".
+        app_dir: First folder of the import path; None: the working folder.
+
+    Raises:
+        CheckpointError: A file is malformed.
+        FactoryError: The model needs code that was not named, or is another one.
+        ReplayError: The step cannot be run again from what was written, or not here.
+    """
+    return Bundle(path).run(None if model is None else NamedCode(model, app_dir))
+
+
+class _Tensors:
+    """A safetensors file whose tensors are made by their entries."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = RegularFile(path, f"{path.parent.name}/{path.name}")
+        try:
+            self._stored = read_safetensors(self._file).tensors
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> _Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def made(self, entry: Mapping[str, Any]) -> torch.Tensor | None:
+        """The tensor of an entry; None where the file does not have it."""
+        key = entry.get("key") if isinstance(entry, dict) else None
+        names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
+        if not names or key is None:
+            return None
+        return made_again(entry, {name: self._stored[name].load() for name in names}, self._file.name)
+
+    def all(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names begin with this."""
+        return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
+
+
+def _there(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
+    if tensor is None:
+        raise CheckpointError(f"{name} names a tensor that its file does not hold.")
+    return tensor
+
+
+def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
+    """What makes the scaler as it stood; None without one."""
+    state = {} if said is None else {str(key): read(one, lambda _m, _q: None) for key, one in said["state"].items()}
+    if not state:
+        return None
+
+    def make() -> torch.amp.GradScaler:
+        scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+        scaler.load_state_dict({**scaler.state_dict(), **state})
+        return scaler
+
+    return make
+
+
+def _with(run: TrainingRun, notes: list[str]) -> TrainingRun:
+    run.notes = (*run.notes, *dict.fromkeys(notes))
+    return run

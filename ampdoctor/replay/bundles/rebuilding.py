@@ -1,0 +1,204 @@
+"""A model made again, from what the manifest says and the code that the user names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
+from ampdoctor.loop.inert.reading import NOTHING, UnreadableTreeError, read
+from ampdoctor.replay.bundles.classes import finding, library_of
+from ampdoctor.replay.bundles.named_code import NamedCode
+from ampdoctor.replay.training_run import kind_of
+
+_DEEPEST = 20
+_TORCHS = ("sdpa", "eager", "flex_attention")
+"""Attention that needs torch alone."""
+
+
+class Rebuilding:
+    """Makes models again.
+
+    Args:
+        name: The bundle's, for errors.
+        code: What `--model` names; None without one.
+        say: Told what is another than it was, in sentences.
+    """
+
+    def __init__(self, name: str, code: NamedCode | None, say: Callable[[str], None]) -> None:
+        self._name = name
+        self._code = code
+        self._say = say
+        self.find = finding(code)
+
+    def model(self, said: Any) -> nn.Module:
+        """Returns a fresh model, with the weights that its constructor gives it.
+
+        Args:
+            said: The manifest's entry; nothing in it is trusted.
+
+        Raises:
+            FactoryError: It takes code that was not named, or the code makes no model.
+            ReplayError: This machine lacks what the model is made of.
+            CheckpointError: The entry is malformed.
+        """
+        try:
+            return self._model(said, 0)
+        except UnreadableTreeError as error:
+            raise FactoryError(f"{self._name}: its model was made with {error}: {self._to_type(said)}") from None
+        except (KeyError, IndexError) as error:
+            raise CheckpointError(f"{self._name}: the entry of the model is malformed ({error!r}).") from None
+
+    def _model(self, said: Any, depth: int) -> nn.Module:
+        if not isinstance(said, dict) or depth > _DEEPEST:
+            raise CheckpointError(f"{self._name}: the entry of the model is malformed.")
+        kind = said["kind"]
+        if kind == "wrapped":
+            return _Passing(str(said["attribute"]), self._model(said["module"], depth + 1))
+        named = None if self._code is None else self._code.named
+        if named is not None and not isinstance(named, type):
+            return self._by_function(named, said)
+        if kind == "several":
+            holder = nn.Module()
+            for name, child in said["children"].items():
+                holder.add_module(name, self._model(child, depth + 1))
+            return holder
+        if kind == "transformers":
+            return self._of_transformers(said)
+        if kind == "peft":
+            return self._of_peft(said, depth)
+        if kind == "made":
+            return self._made(said["made"], said, depth)
+        if kind == "lightning":
+            cls = self._class(said, said)
+            return _checked(cls(**{key: self._value(one, depth) for key, one in said["hparams"].items()}), self._name)
+        if isinstance(named, type) and issubclass(named, nn.Module):
+            return _checked(named(), self._name)
+        raise FactoryError(f"{self._name} holds no code: {self._to_type(said)}")
+
+    def _by_function(self, function: Any, said: Mapping[str, Any]) -> nn.Module:
+        assert self._code is not None  # noqa: S101 for the type checker: it has named the function
+        made = function()
+        if said["kind"] == "several" and not isinstance(made, nn.Module):
+            names = list(said["children"])
+            models = dict(made) if isinstance(made, Mapping) else dict(zip(names, made, strict=False))
+            if list(models) != names and set(models) != set(names):
+                raise FactoryError(
+                    f"--model {self._code.spec} makes {', '.join(map(str, models))}, and the bundle's models are "
+                    f"{', '.join(names)}: return a dictionary of these"
+                )
+            holder = nn.Module()
+            for name in names:
+                holder.add_module(name, _checked(models[name], self._code.spec))
+            return holder
+        return _checked(made, f"--model {self._code.spec}")
+
+    def _made(self, made: Mapping[str, Any], said: Mapping[str, Any], depth: int) -> nn.Module:
+        cls = self._class(made, said)
+        args = [self._value(one, depth) for one in made["args"]]
+        kwargs = {str(key): self._value(one, depth) for key, one in made["kwargs"].items()}
+        return _checked(cls(*args, **kwargs), self._name)
+
+    def _value(self, tree: Any, depth: int) -> Any:
+        def special(kind: str, part: Mapping[str, Any]) -> Any:
+            if kind == "made":
+                if depth > _DEEPEST:
+                    raise UnreadableTreeError("modules that are nested too deeply")
+                return self._model({"kind": "made", "made": part["made"]}, depth + 1)
+            if kind == "config":
+                module, _, name = part["class"].partition(":")
+                cls = self.find(module, name)
+                if not hasattr(cls, "from_dict"):
+                    raise UnreadableTreeError(f"the configuration {name[:80]} of {module[:80]}, which is not there")
+                return cls.from_dict(read(part["fields"], self.find))
+            return NOTHING
+
+        return read(tree, self.find, special)
+
+    def _class(self, made: Mapping[str, Any], said: Mapping[str, Any]) -> type[nn.Module]:
+        """The class that the manifest names, in the code that the user names."""
+        module, _, qualname = made["class"].partition(":")
+        named = None if self._code is None else self._code.named
+        if isinstance(named, type) and issubclass(named, nn.Module) and said.get("kind") != "several":
+            if named.__qualname__ == qualname or made is said.get("made") or made is said:
+                return named
+        found = self.find(module, qualname)
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            if self._code is None:
+                raise FactoryError(f"{self._name} holds no code: {self._to_type(said)}")
+            raise FactoryError(
+                f"the bundle's model is {qualname} of {module}, and --model {self._code.spec} has no such class: name "
+                f"the file that has it, or a function that makes the model"
+            )
+        return found
+
+    def _to_type(self, said: Any) -> str:
+        """What to add to the command, for the end of a sentence."""
+        said = said if isinstance(said, dict) else {}
+        if said.get("kind") == "several":
+            said = next(iter(said.get("children", {}).values()), {})
+        made = said.get("made", said)
+        file = made.get("file")
+        file = file if isinstance(file, str) and file.endswith(".py") and file.isprintable() else "train.py"
+        qualname = str(made.get("class", "")).rpartition(":")[2][:80] or "the model"
+        if said.get("kind") in ("made", "lightning"):
+            return f"its model is {qualname}; add --model {shlex.quote(file)}"
+        why = f", as {said['why']}" if isinstance(said.get("why"), str) else ""
+        return f"its model is {qualname}; add --model {shlex.quote(file + ':make_model')}, a function that returns it{why}"
+
+    # -- libraries ---------------------------------------------------------------------------------------------------
+
+    def _of_transformers(self, said: Mapping[str, Any]) -> nn.Module:
+        library = library_of("transformers")
+        if library is None:
+            raise ReplayError(f"{self._name} needs transformers for its model {said['class']}: install it")
+        cls = getattr(library, str(said["class"]), None)
+        if not (isinstance(cls, type) and issubclass(cls, library.PreTrainedModel)):
+            raise ReplayError(f"this transformers ({library.__version__}) has no model {said['class']!r}")
+        fields = read(said["config"], self.find)
+        if fields.get("quantization_config") is not None:
+            raise ReplayError(f"{self._name}: the model's layers are quantised, which is not replayed elsewhere")
+        fields = {key: value for key, value in fields.items() if key not in ("auto_map", "quantization_config")}
+        if "use_pretrained_backbone" in fields:  # nothing is fetched from anywhere
+            fields["use_pretrained_backbone"] = False
+        config = cls.config_class.from_dict(fields)  # type: ignore[attr-defined]
+        attention = said.get("attention")
+        if attention in _TORCHS or (isinstance(attention, str) and torch.cuda.is_available()):
+            config._attn_implementation = attention  # noqa: SLF001 - it has no public name
+        elif attention is not None:
+            config._attn_implementation = "sdpa"  # noqa: SLF001 - the same
+            self._say(f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise")
+        return _checked(cls(config), self._name)
+
+    def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:
+        library = library_of("peft")
+        if library is None:
+            raise ReplayError(f"{self._name} needs peft for its adapters: install it")
+        fields = read(said["config"], self.find)
+        known = library.LoraConfig.__dataclass_fields__
+        config = library.LoraConfig(**{key: value for key, value in fields.items() if key in known})
+        inner = self._model(said["module"], depth + 1)
+        return _checked(library.get_peft_model(inner, config, adapter_name=said["adapter"]), self._name)
+
+
+class _Passing(nn.Module):
+    """Stands for a wrapper (DDP, a compiled model): it has the module under the same name, and only calls it."""
+
+    def __init__(self, attribute: str, inner: nn.Module) -> None:
+        super().__init__()
+        self._attribute = attribute
+        self.add_module(attribute, inner)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's."""
+        return getattr(self, self._attribute)(*args, **kwargs)
+
+
+def _checked(made: Any, name: str) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise FactoryError(f"{name} makes {kind_of(made)}, not a model")
+    return made
