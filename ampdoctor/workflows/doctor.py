@@ -50,9 +50,7 @@ class Doctor:
         report: The diagnosis of the first sick step; None as long as none is.
     """
 
-    def __init__(
-        self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]) -> None:
         self.report: Report | None = None
         self._request, self._tell, self._say = request, tell, say
         self._watch = LoopWatch(self)

@@ -102,6 +102,7 @@ class WatchedRun(Examination):
         """Do it."""
         job = self.work
         assert isinstance(job, _Job)  # noqa: S101 for the type checker
+
         def tell(report: Report) -> None:
             """Show it now: the training may go on for days."""
             decided = replace(self._decide(report), gate=self._gate())

@@ -90,7 +90,12 @@ class Bundle:
         return _with(run_of(program), notes)
 
     def _program(
-        self, model: torch.nn.Module, calls: _Tensors, state: _Tensors, find: Callable[[str, str], Any], say: Callable[[str], None]
+        self,
+        model: torch.nn.Module,
+        calls: _Tensors,
+        state: _Tensors,
+        find: Callable[[str, str], Any],
+        say: Callable[[str], None],
     ) -> Program:
         said, name = self.manifest, f"{self.name}/manifest.json"
         try:
@@ -110,7 +115,9 @@ class Bundle:
             optimizer = None
             if said["optimizer"] is not None:
                 parameters = dict(model.named_parameters(remove_duplicate=False))
-                optimizer = optimizer_in(said["optimizer"], parameters, lambda e: _there(state.made(e), name), find, say)
+                optimizer = optimizer_in(
+                    said["optimizer"], parameters, lambda e: _there(state.made(e), name), find, say
+                )
             return Program(
                 model=model,
                 optimizer=optimizer,
@@ -136,7 +143,9 @@ class Bundle:
         if then.partition("+")[0] != torch.__version__.partition("+")[0]:
             notes.append(f"the step was recorded with torch {then[:40]}, and is replayed with {torch.__version__}")
         if type(said.get("world")) is int and said["world"] > 1:
-            notes.append(f"the step is rank {said.get('rank')}'s of {said['world']}: gradients are its own, not reduced")
+            notes.append(
+                f"the step is rank {said.get('rank')}'s of {said['world']}: gradients are its own, not reduced"
+            )
         return notes
 
 

@@ -148,7 +148,9 @@ class Rebuilding:
         if said.get("kind") in ("made", "lightning"):
             return f"its model is {qualname}; add --model {shlex.quote(file)}"
         why = f", as {said['why']}" if isinstance(said.get("why"), str) else ""
-        return f"its model is {qualname}; add --model {shlex.quote(file + ':make_model')}, a function that returns it{why}"
+        return (
+            f"its model is {qualname}; add --model {shlex.quote(file + ':make_model')}, a function that returns it{why}"
+        )
 
     # -- libraries ---------------------------------------------------------------------------------------------------
 
@@ -171,7 +173,9 @@ class Rebuilding:
             config._attn_implementation = attention  # noqa: SLF001 - it has no public name
         elif attention is not None:
             config._attn_implementation = "sdpa"  # noqa: SLF001 - the same
-            self._say(f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise")
+            self._say(
+                f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise"
+            )
         return _checked(cls(config), self._name)
 
     def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:

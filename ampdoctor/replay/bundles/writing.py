@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from ampdoctor.errors import OutputError
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
@@ -199,7 +198,9 @@ class _Collected:
 
         said = optimizer_out(_bare(optimizer), names, tensor)
         if said["lost"]:
-            self._lacking.append(f"settings or state of the optimizer that are no plain values: {', '.join(said['lost'])}")
+            self._lacking.append(
+                f"settings or state of the optimizer that are no plain values: {', '.join(said['lost'])}"
+            )
         return {"name": self._program.optimizer_name, **said}
 
     def fit(self, max_bytes: int) -> tuple[str, ...]:
@@ -311,7 +312,9 @@ def _write_whole(folder: Path, collected: _Collected, manifest: str, log: Sequen
         needed = _bytes(collected.calls) + _bytes(collected.state) + _bytes(collected.moments) + len(manifest)
         free = shutil.disk_usage(beside).free
         if needed > free:
-            raise OutputError(f"no bundle is written: it takes {_shown(needed)}, and {folder.parent} has {_shown(free)}")
+            raise OutputError(
+                f"no bundle is written: it takes {_shown(needed)}, and {folder.parent} has {_shown(free)}"
+            )
         write_safetensors(beside / CALLS, collected.calls)
         write_safetensors(beside / STATE, {**collected.state, **collected.moments})
         _write_text(beside / LOG, "".join(f"{line}\n" for line in log))
@@ -322,7 +325,9 @@ def _write_whole(folder: Path, collected: _Collected, manifest: str, log: Sequen
         _flush_folder(folder.parent)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
-        raise OutputError(f"no bundle is written in {folder.parent}: {(error.strerror or str(error)).lower()}") from None
+        raise OutputError(
+            f"no bundle is written in {folder.parent}: {(error.strerror or str(error)).lower()}"
+        ) from None
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

@@ -47,7 +47,9 @@ def is_profile(target: str) -> bool:
         return False
     if path.is_dir():
         return is_run_log(target)
-    return is_run_log(target) or (path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != "")))
+    return is_run_log(target) or (
+        path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
+    )
 
 
 def is_run_log(target: str) -> bool:

@@ -146,7 +146,9 @@ def test_a_gan_is_two_models_under_their_names(loop, tmp_path):
     said = json.loads((tmp_path / "b" / "manifest.json").read_text())["model"]
     assert said["kind"] == "several"
     names = list(said["children"])
-    parts = ", ".join(f"{name!r}: nn.Linear({3 if name == 'generator' else 5}, {5 if name == 'generator' else 1})" for name in names)
+    parts = ", ".join(
+        f"{name!r}: nn.Linear({3 if name == 'generator' else 5}, {5 if name == 'generator' else 1})" for name in names
+    )
     (tmp_path / "m.py").write_text(f"from torch import nn\n\n\ndef make():\n    return {{{parts}}}\n")
     run = load_bundle(str(tmp_path / "b"), model=f"{tmp_path / 'm.py'}:make")
     _, found = replayed(run)
