@@ -9,6 +9,8 @@
 | `nn.utils.clip_grad._clip_grads_with_norm_` | 2.6 | gradients that are clipped while scaled are not told |
 | `utils._python_dispatch._disable_current_modes` | 1.13 | a look at a tensor would be traced itself |
 | `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
+| `Tensor._version` | 0.4 | inputs that are written to while a step runs are not noticed: nothing can be recorded |
+| `_C._len_torch_function_stack`, `_C._get_function_stack_at` | 2.0 | nothing can be recorded |
 | `_GLOBAL_DEVICE_CONTEXT` | 2.3 | needed only where `get_default_device` has the fault of 2.8 and before |
 | `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
 """
@@ -152,6 +154,17 @@ def reset_default_device() -> None:
         torch.get_default_device()
     except AttributeError:
         del torch._GLOBAL_DEVICE_CONTEXT.device_context
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to; torch has no public way to ask."""
+    return int(tensor._version)
+
+
+def top_function_mode() -> Any:
+    """The innermost `TorchFunctionMode`; None without any."""
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
 
 
 def shims() -> dict[str, str]:

@@ -31,6 +31,7 @@ from ampdoctor.evidence.report import (
     finding_order,
     verdict_of,
 )
+from ampdoctor.evidence.report.counted import counted_from
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.source import as_source, raising_line
 from ampdoctor.replay.reached.state import has_moved
@@ -92,7 +93,8 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
             report = _searched(replay, progress, set_aside, beside)
         except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
             report = _searched(replay, progress, set_aside, None)
-    return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
+    report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
+    return counted_from(report, replay.first_step or 0)
 
 
 def _searched(

@@ -174,7 +174,7 @@ class Doctor:
 
     def _clipped(self, clip: Clip) -> None:
         if clip.max_norm is not None:
-            self._watch.recorder.clipped(clip.max_norm, clip.norm_type)
+            self._watch.recorder.clipped(clip.max_norm, clip.norm_type or 2.0)
 
     def _returned(self, model: str, call: int, output: Any) -> None:
         if self._numbers.looking:

@@ -29,8 +29,8 @@ class ModelListener(Protocol):
 class OutermostModels:
     """Finds the modules that a loop itself calls, and tells of their calls.
 
-    A global hook costs about a microsecond for each module of a model, and cuts the graph of a compiled one: it is there
-    until an optimizer has stepped whose models are known, and comes back with one whose models are not.
+    A global hook costs about a microsecond for each module of a model, and cuts the graph of a compiled one: it is
+    there until an optimizer has stepped whose models are known, and comes back with one whose models are not.
 
     Args:
         listener: Told of the calls.
@@ -121,7 +121,8 @@ class OutermostModels:
             self._leave_found(module, args, kwargs, output)
 
     def _meet(self, module: nn.Module) -> None:
-        self._known[id(module)] = weakref.ref(module, lambda _, key=id(module): self._known.pop(key, None))
+        key = id(module)
+        self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None))
         if getattr(module, "_compiled_call_impl", None) is not None:
             self.unseen.append(
                 f"{type(module).__name__}.compile() has compiled the model's call, and no hook is called any more: its "

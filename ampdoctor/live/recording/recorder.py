@@ -38,7 +38,7 @@ from ampdoctor.loop.program import (
 )
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, unseen
+from ampdoctor.loop.torch_internals import in_backward, seen_backwards, unseen, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _MOST = 4096
@@ -50,7 +50,9 @@ _RING = 4
 P = ParamSpec("P")
 
 
-def _harmless(method: Callable[Concatenate[StepRecorder, P], None]) -> Callable[Concatenate[StepRecorder, P], None]:
+def _harmless(
+    method: Callable[Concatenate[StepRecorder, P], None],
+) -> Callable[Concatenate[StepRecorder, P], None]:
     """The method raises nothing into the loop: at the first error the recording ends."""
 
     @functools.wraps(method)
@@ -62,7 +64,7 @@ def _harmless(method: Callable[Concatenate[StepRecorder, P], None]) -> Callable[
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.fail(error)
 
-    return guarded
+    return guarded  # type: ignore[return-value]  # a method stays one
 
 
 class StepRecorder:
@@ -214,7 +216,7 @@ class StepRecorder:
         for prefix, root in _prefixed(self.models.roots):
             for name, buffer, silent in _buffers_of(root):
                 known = self._buffers.get(id(buffer))
-                version = buffer._version
+                version = version_of(buffer)
                 if silent or known is None or known[0]() is not buffer or known[1] != version:
                     known = weakref.ref(buffer), version, buffer.detach().clone()
                     self._buffers[id(buffer)] = known
@@ -222,7 +224,7 @@ class StepRecorder:
         return found
 
     def _version_of_weights(self) -> int:
-        return sum(p._version for _, root in self.models.roots for p in root.parameters())
+        return sum(version_of(p) for _, root in self.models.roots for p in root.parameters())
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 

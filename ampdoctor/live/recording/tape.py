@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ampdoctor.loop.nested import iter_tensors, map_tensors
 from ampdoctor.loop.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.loop.random_state import RandomState
+from ampdoctor.loop.torch_internals import top_function_mode, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
@@ -71,7 +72,7 @@ class Tape:
         if known is None:
             index = self._next
             self._next += 1
-            self.given[index], self._versions[index] = tensor, tensor._version
+            self.given[index], self._versions[index] = tensor, version_of(tensor)
             self._given_by_id[key] = known = (tensor, index)
         return Given(known[1])
 
@@ -99,7 +100,7 @@ class Tape:
 
     def is_changed(self, index: int) -> bool:
         """Whether a given tensor was written to since it was taken."""
-        return self.given[index]._version != self._versions[index]
+        return version_of(self.given[index]) != self._versions[index]
 
     def is_live(self, tensor: Any) -> bool:
         """Whether a tensor came of an instruction, or is a weight."""
@@ -115,11 +116,11 @@ class Tape:
         """Functions are told from now on."""
         if not self._open:
             self._open = True
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def close(self) -> None:
         """Functions are told no more; inside a mode of the user's own they pass through unheard."""
-        if self._open and _top_mode() is self._mode:
+        if self._open and top_function_mode() is self._mode:
             self._open = False
             self._mode.__exit__(None, None, None)
 
@@ -195,7 +196,7 @@ class Tape:
         known = self._given_by_id.pop(id(tensor), None)
         if known is not None:
             copy = tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
-            self.given[known[1]], self._versions[known[1]] = copy, copy._version
+            self.given[known[1]], self._versions[known[1]] = copy, version_of(copy)
 
 
 class _Listening(TorchFunctionMode):
@@ -240,8 +241,3 @@ def _known(function: Callable[..., Any]) -> tuple[bool, bool]:
         )
         known = _KNOWN[function] = writes, any(part in name for part in _DRAWS)
     return known
-
-
-def _top_mode() -> Any:
-    depth = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(depth - 1) if depth else None

@@ -70,6 +70,7 @@ class OpenReplay:
         detour: The fp16 products that run through fp32 kernels; None where the device's own are asked for.
         scaler: The run's own loss scaler before step 0; None if it has none, or a disabled one.
         refused: Settings of that scaler that torch refuses, and what replaces them.
+        first_step: The training's step that a recorded step is; None for a run that begins by itself.
         other_names: Each name of a module or tensor with several names, with the others.
     """
 
@@ -83,8 +84,8 @@ class OpenReplay:
     detour: HalfProducts | None = None
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
+    first_step: int | None = None
     _not_as_it_was: tuple[str, ...] = ()
-    _first_step: int | None = None
 
     def session(self) -> Session:
         """Returns a fresh run from the factory, with the checkpoint loaded.
@@ -157,7 +158,7 @@ class OpenReplay:
         else:
             begin_anew(session, request, self.notes.append)
         self.notes += run.notes
-        self._first_step = run.first_step
+        self.first_step = run.first_step
         self.other_names = other_names(session.model)
         self.notes += (
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
@@ -184,8 +185,8 @@ class OpenReplay:
     @property
     def global_step(self) -> int | None:
         """The training's step that the replay's step 0 is: the run's own word, else the checkpoint's; None: unknown."""
-        if self._first_step is not None:
-            return self._first_step
+        if self.first_step is not None:
+            return self.first_step
         return None if self.resumed is None else self.resumed.global_step
 
     def located(self, finding: Finding) -> Finding:
