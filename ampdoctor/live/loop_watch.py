@@ -95,7 +95,12 @@ class LoopWatch:
             stack.enter_context(told_of_scalers(self))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(self._over)
             yield
+
+    def _over(self) -> None:
+        """Whoever has wrapped what was in torch's place may go on calling it."""
+        self._busy = self.recorder.away = True
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
+from ampdoctor.loop.replaced import replaced
 
 _LARGEST = 10_000
 """Arguments of a model of which more than so many were noted are no model's parts: then nothing is noted any more."""
@@ -54,12 +55,8 @@ class Constructions:
                 except Exception:  # noqa: BLE001, S110 a training is never harmed
                     pass
 
-        nn.Module.__init__ = init  # type: ignore[method-assign]
-        try:
+        with replaced(nn.Module, "__init__", init):
             yield
-        finally:
-            if nn.Module.__init__ is init:
-                nn.Module.__init__ = original  # type: ignore[method-assign]
 
     def _note(self, module: nn.Module, frame: FrameType | None) -> None:
         cls = type(module)

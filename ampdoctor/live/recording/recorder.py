@@ -7,6 +7,7 @@ the optimizer has stepped.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -37,12 +38,16 @@ from ampdoctor.loop.program import (
     results,
 )
 from ampdoctor.loop.random_state import RandomState
+from ampdoctor.loop.replaced import replaced
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, unseen, version_of
+from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms, unseen, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _MOST = 4096
 """Instructions without a backward that are kept: a loop that trains has far fewer between two updates."""
+_MOST_BYTES = 512 * 1024**2
+"""What the tensors that entered calls may take besides: 512 micro-batches of tokens are far below, and it is less than a
+hundredth of a GPU on which pictures are accumulated."""
 _RING = 4
 """Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
 
@@ -88,7 +93,10 @@ class StepRecorder:
         self.failed: str | None = None
         self._calls = 0
         self._tape = Tape(self._add, self.fail)
+        self._process = os.getpid()
         self._thread: int | None = None
+        self._few, self._light = _MOST, _MOST_BYTES  # what the tape may hold until the unused is looked for
+        self._dropped = 0
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._buffers: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         self._before: dict[int, tuple[dict[str, torch.Tensor], int]] = {}  # by id(call): buffers, version of weights
@@ -159,7 +167,7 @@ class StepRecorder:
             self.returned(name, self._calls, output)
         self._calls += 1
         self._tape.open()
-        if len(self._tape.instructions) > _MOST:
+        if len(self._tape.instructions) > self._few or self._tape.held_bytes > self._light:
             self._forget_unused()
 
     def fail(self, error: Exception) -> None:
@@ -182,7 +190,7 @@ class StepRecorder:
 
     def _is_elsewhere(self) -> bool:
         """Whether what runs is not the loop's, or this thread another than the one that trains."""
-        if self.away:
+        if self.away or os.getpid() != self._process:
             return True
         here = threading.get_ident()
         if self._thread is None or not any(thread.ident == self._thread for thread in threading.enumerate()):
@@ -248,7 +256,7 @@ class StepRecorder:
             self._add(Scaled(loss=taken, result=self._tape.make(result)[""], scale=None, line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        if not in_backward() and seen.accumulated and not self._is_elsewhere():
+        if not in_backward() and seen.accumulated and not transforms() and not self._is_elsewhere():
             self._begins(seen)
         return run()
 
@@ -329,6 +337,8 @@ class StepRecorder:
         calls = [one for one in chosen if isinstance(one, Call)]
         if any(self._before[id(call)][1] != self._version_of_weights() for call in calls):
             unexplained.append("weights have changed since one of its calls, which is run with what they are now")
+        if self._dropped:
+            unexplained.append(f"{self._dropped} of its backwards were let go of, to spare memory")
         if not calls:
             unexplained.append("no call of a model was recorded")
         buffers = self._before[id(calls[0])][0] if calls else {}
@@ -380,7 +390,8 @@ class StepRecorder:
         self._updates += 1
         self._stepped[id(optimizer)] = self._count
         self.losses.clear()
-        self.backwards = self._calls = 0
+        self.models.left_behind()
+        self.backwards = self._calls = self._dropped = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
@@ -402,7 +413,26 @@ class StepRecorder:
         return begun
 
     def _forget_unused(self) -> None:
-        """Let go of calls that led to no backward and whose results the loop has dropped."""
+        """Let go of calls that led to no backward and whose results the loop has dropped; then of the oldest backwards.
+
+        What the loop itself holds stays, and is not looked for again until there is twice as much.
+        """
+        self._keep_used()
+        backwards = [one for one in self._tape.instructions if isinstance(one, Backward)]
+        while len(backwards) > 1 and self._holds_much():
+            half = len(backwards) // 2
+            gone = {id(one) for one in backwards[:half]}
+            self._dropped += half
+            backwards = backwards[half:]
+            self._keep([one for one in self._tape.instructions if id(one) not in gone])
+        del self.losses[:-_MOST]
+        self._few = max(_MOST, 2 * len(self._tape.instructions))
+        self._light = max(_MOST_BYTES, 2 * self._tape.held_bytes)
+
+    def _holds_much(self) -> bool:
+        return len(self._tape.instructions) > _MOST // 2 or self._tape.held_bytes > _MOST_BYTES // 2
+
+    def _keep_used(self) -> None:
         instructions = self._tape.instructions
         used = sliced(instructions, [place for place, one in enumerate(instructions) if isinstance(one, Backward)])
         kept = {id(one) for one in used}
@@ -510,6 +540,5 @@ def _told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
                 told(self)
                 return _original(self, *args, **kwargs)
 
-            owner.zero_grad = zero_grad  # type: ignore[method-assign]
-            stack.callback(setattr, owner, "zero_grad", original)
+            stack.enter_context(replaced(owner, "zero_grad", zero_grad))
         yield
