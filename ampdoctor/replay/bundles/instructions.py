@@ -197,7 +197,7 @@ class InstructionsIn:
     def _reference(self, tree: Mapping[str, Any]) -> Reference:
         found = self._special(tree["kind"], tree)
         if not isinstance(found, Given | Held | Made):
-            raise ValueError("reference")
+            raise TypeError("reference")
         return found
 
     def _make(self, index: Any) -> Made:

@@ -47,5 +47,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or "schema" not in content:
         raise CheckpointError(f"{name} is no manifest of a bundle.")
     if content["schema"] != SCHEMA:
-        raise CheckpointError(f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA}.")
+        raise CheckpointError(
+            f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA}."
+        )
     return content

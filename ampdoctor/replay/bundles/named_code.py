@@ -19,7 +19,25 @@ from ampdoctor.replay.user_code import user_code
 from ampdoctor.replay.user_modules import Spec, load_object
 
 _LONGEST = 5_000_000
-_PURE = frozenset({"dict", "list", "tuple", "set", "frozenset", "int", "float", "str", "bool", "len", "min", "max", "range", "sum", "abs"})
+_PURE = frozenset(
+    {
+        "dict",
+        "list",
+        "tuple",
+        "set",
+        "frozenset",
+        "int",
+        "float",
+        "str",
+        "bool",
+        "len",
+        "min",
+        "max",
+        "range",
+        "sum",
+        "abs",
+    }
+)
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 

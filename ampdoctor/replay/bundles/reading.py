@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 
@@ -14,7 +14,6 @@ from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.loop.inert.reading import read
 from ampdoctor.loop.program import Program
-from ampdoctor.replay.bundles.inner_autocast import converts_outputs
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.named_code import NamedCode
@@ -23,6 +22,7 @@ from ampdoctor.replay.bundles.random_states import states_in
 from ampdoctor.replay.bundles.rebuilding import Rebuilding
 from ampdoctor.replay.bundles.tensors import made_again
 from ampdoctor.replay.bundles.weights import put_weights
+from ampdoctor.replay.recorded.inner_autocast import converts_outputs
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -52,7 +52,7 @@ class Bundle:
             raise CheckpointError(f"{path} is no bundle: it has no manifest.json beside a calls.safetensors.")
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self.policy: str = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
+        self.policy: Literal["cuda", "native"] = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
         self.step: int = self.manifest.get("step")  # type: ignore[assignment]  # the same
         if self.policy not in ("cuda", "native") or type(self.step) is not int or not 0 <= self.step < 2**62:
             raise CheckpointError(f"{folder.name}/manifest.json: policy or step is malformed.")
@@ -90,7 +90,12 @@ class Bundle:
         return _with(run_of(program), notes)
 
     def _program(
-        self, model: torch.nn.Module, calls: _Tensors, state: _Tensors, find: Callable[[str, str], Any], say: Callable[[str], None]
+        self,
+        model: torch.nn.Module,
+        calls: _Tensors,
+        state: _Tensors,
+        find: Callable[[str, str], Any],
+        say: Callable[[str], None],
     ) -> Program:
         said, name = self.manifest, f"{self.name}/manifest.json"
         try:
@@ -110,7 +115,9 @@ class Bundle:
             optimizer = None
             if said["optimizer"] is not None:
                 parameters = dict(model.named_parameters(remove_duplicate=False))
-                optimizer = optimizer_in(said["optimizer"], parameters, lambda e: _there(state.made(e), name), find, say)
+                optimizer = optimizer_in(
+                    said["optimizer"], parameters, lambda e: _there(state.made(e), name), find, say
+                )
             return Program(
                 model=model,
                 optimizer=optimizer,
@@ -136,7 +143,9 @@ class Bundle:
         if then.partition("+")[0] != torch.__version__.partition("+")[0]:
             notes.append(f"the step was recorded with torch {then[:40]}, and is replayed with {torch.__version__}")
         if type(said.get("world")) is int and said["world"] > 1:
-            notes.append(f"the step is rank {said.get('rank')}'s of {said['world']}: gradients are its own, not reduced")
+            notes.append(
+                f"the step is rank {said.get('rank')}'s of {said['world']}: gradients are its own, not reduced"
+            )
         return notes
 
 
@@ -167,7 +176,7 @@ class _Tensors:
             self._file.close()
             raise
 
-    def __enter__(self) -> _Tensors:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

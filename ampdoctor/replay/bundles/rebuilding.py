@@ -53,7 +53,7 @@ class Rebuilding:
         except (KeyError, IndexError) as error:
             raise CheckpointError(f"{self._name}: the entry of the model is malformed ({error!r}).") from None
 
-    def _model(self, said: Any, depth: int) -> nn.Module:
+    def _model(self, said: Any, depth: int) -> nn.Module:  # noqa: C901 - a table of kinds
         if not isinstance(said, dict) or depth > _DEEPEST:
             raise CheckpointError(f"{self._name}: the entry of the model is malformed.")
         kind = said["kind"]
@@ -123,9 +123,9 @@ class Rebuilding:
         """The class that the manifest names, in the code that the user names."""
         module, _, qualname = made["class"].partition(":")
         named = None if self._code is None else self._code.named
-        if isinstance(named, type) and issubclass(named, nn.Module) and said.get("kind") != "several":
-            if named.__qualname__ == qualname or made is said.get("made") or made is said:
-                return named
+        outermost = made is said or made is said.get("made")
+        if isinstance(named, type) and issubclass(named, nn.Module) and outermost:
+            return named
         found = self.find(module, qualname)
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
             if self._code is None:
@@ -148,7 +148,9 @@ class Rebuilding:
         if said.get("kind") in ("made", "lightning"):
             return f"its model is {qualname}; add --model {shlex.quote(file)}"
         why = f", as {said['why']}" if isinstance(said.get("why"), str) else ""
-        return f"its model is {qualname}; add --model {shlex.quote(file + ':make_model')}, a function that returns it{why}"
+        return (
+            f"its model is {qualname}; add --model {shlex.quote(file + ':make_model')}, a function that returns it{why}"
+        )
 
     # -- libraries ---------------------------------------------------------------------------------------------------
 
@@ -171,7 +173,9 @@ class Rebuilding:
             config._attn_implementation = attention  # noqa: SLF001 - it has no public name
         elif attention is not None:
             config._attn_implementation = "sdpa"  # noqa: SLF001 - the same
-            self._say(f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise")
+            self._say(
+                f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise"
+            )
         return _checked(cls(config), self._name)
 
     def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:

@@ -34,7 +34,12 @@ class BundleTarget:
     instead: ClassVar[str] = "replay in a copy of the folder, if that file is to stay as it is"
 
     def __init__(
-        self, name: str, *, model: str | None, app_dir: str | None, environment: Callable[[], AbstractContextManager[Any]]
+        self,
+        name: str,
+        *,
+        model: str | None,
+        app_dir: str | None,
+        environment: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.name = name
         self._bundle = Bundle(name)
