@@ -32,6 +32,7 @@ class Collected:
         calls: Tensors of the calls by their names in the file.
         state: Parameters and buffers.
         moments: The optimizer's state.
+        has_weights: The parameters are among it.
     """
 
     def __init__(self, program: Program, made: Made) -> None:
@@ -41,6 +42,7 @@ class Collected:
         self.calls: dict[str, torch.Tensor] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.moments: dict[str, torch.Tensor] = {}
+        self.has_weights = True
         self._weights: set[str] = set()
         base = Path.cwd()
         states = StatesOut()
@@ -141,6 +143,7 @@ class Collected:
             said.append(f"the optimizer's state ({shown(moments)}) does not fit into {shown(max_bytes)}")
             moments = 0
         if calls + buffers + weights + moments > room:
+            self.has_weights = False
             for name in self._weights:
                 del self.state[name]
             said.append(

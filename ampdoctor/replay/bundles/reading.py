@@ -58,6 +58,11 @@ class Bundle:
             raise CheckpointError(f"{folder.name}/manifest.json: policy or step is malformed.")
 
     @property
+    def needs_checkpoint(self) -> bool:
+        """Whether its parameters were left out."""
+        return self.manifest.get("weights") == "left out"
+
+    @property
     def name(self) -> str:
         """Its name in sentences."""
         return self.folder.name or str(self.folder)

@@ -91,7 +91,7 @@ def write_bundle(
         "rank": rank,
         "world": world,
         "policy": policy or collected.own_policy(),
-        "weights": "before the step" if weights_before else "after the step",
+        "weights": ("before the step" if weights_before else "after the step") if collected.has_weights else "left out",
         "scaler": _scaler(program.scaler, scaler_state),
         **collected.manifest(),
         "left_out": list(left_out),
@@ -125,7 +125,7 @@ def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[
     no = list(manifest["unexplained"])
     if manifest["weights"] == "before the step":
         yes.append("the weights, which are those before the step")
-    else:
+    elif manifest["weights"] == "after the step":
         no.append("the weights are those after the step: where it changed them, the replay may say otherwise")
     if collected.draws_on_gpu():
         no.append("random numbers that a GPU drew (dropout) are other ones on a machine without it")

@@ -231,7 +231,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     Raises:
         AmpdoctorError: The device, the factory or the checkpoint cannot be used; the sentence says why.
     """
-    policy = request.policy or _usual_policy(request)
+    usual = _usual_policy(request)
+    policy = request.policy or usual
     device = choose_device(request.device)
     before = RandomState.capture()
     plain = device.type == "cpu" and request.half_products == "plain"
@@ -273,9 +274,20 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
 
 
 def _usual_policy(request: ReplayRequest) -> Policy:
-    """A bundle says on what it was recorded; everything else was made for a GPU."""
-    bundle = bundle_at(request.factory) if isinstance(request.factory, str) else None
-    return "cuda" if bundle is None else Bundle(str(bundle)).policy
+    """A bundle says on what it was recorded; everything else was made for a GPU.
+
+    Raises:
+        ReplayError: A bundle lacks its parameters, and no checkpoint has them.
+    """
+    if not isinstance(request.factory, str) or bundle_at(request.factory) is None:
+        return "cuda"
+    bundle = Bundle(request.factory)
+    if bundle.needs_checkpoint and request.checkpoint is None:
+        raise ReplayError(
+            f"{bundle.name} was written without the parameters, for its size: give a checkpoint of the training from "
+            f"before step {bundle.step} with --checkpoint"
+        )
+    return bundle.policy
 
 
 def _detours(request: ReplayRequest, policy: Policy, device: torch.device) -> bool:
