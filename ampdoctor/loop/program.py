@@ -136,6 +136,7 @@ class Backward:
         seeds: The gradients that it begins with, or None, one for each root.
         inputs: Tensors whose gradients alone are wanted; none for all leaves.
         kept: The graph is kept for another one.
+        mode: As in `Call`: inside autocast, a backward casts as well.
         line: The loop's line.
     """
 
@@ -144,6 +145,7 @@ class Backward:
     inputs: tuple[Reference, ...]
     kept: bool
     line: Line
+    mode: Mode = Mode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

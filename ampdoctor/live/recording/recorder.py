@@ -282,6 +282,7 @@ class StepRecorder:
                 seeds=tuple(None if s is None else name(s) for s in seen.seeds[: len(roots)]),
                 inputs=tuple(name(t) for t in seen.inputs if isinstance(t, torch.Tensor)),
                 kept=seen.kept,
+                mode=mode_now(),
                 line=user_line(),
             )
         )

@@ -65,6 +65,7 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
                 "seeds": [None if seed is None else _reference(seed) for seed in one.seeds],
                 "inputs": [_reference(tensor) for tensor in one.inputs],
                 "kept": one.kept,
+                "mode": _mode_out(one.mode),
                 "line": line,
             }
         case Unscaled():
@@ -80,18 +81,18 @@ def _called_out(one: Call | Op, what: str, state: Callable[[RandomState], int]) 
         kwargs = {name: written(value, _reference) for name, value in one.kwargs.items()}
     except NotInertError as error:
         raise NotInertError(f"{what} takes {error}") from None
-    cast = one.mode.autocast
     return {
         "args": args,
         "kwargs": kwargs,
         "results": {path: made.index for path, made in one.results.items()},
-        "mode": {
-            "autocast": None if cast is None else [cast[0], str(cast[1])],
-            "cached": one.mode.cached,
-            "gradients": one.mode.gradients,
-        },
+        "mode": _mode_out(one.mode),
         "random": None if one.random is None else state(one.random),
     }
+
+
+def _mode_out(mode: Mode) -> Tree:
+    cast = None if mode.autocast is None else [mode.autocast[0], str(mode.autocast[1])]
+    return {"autocast": cast, "cached": mode.cached, "gradients": mode.gradients}
 
 
 def _reference(value: Any) -> Tree | None:
@@ -155,7 +156,8 @@ class InstructionsIn:
             if len(seeds) != len(roots) or not roots:
                 raise ValueError("seeds")
             inputs = tuple(map(self._reference, tree["inputs"]))
-            return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, line=line)
+            mode = _mode(tree["mode"])
+            return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, mode=mode, line=line)
         if kind == "unscaled":
             return Unscaled(line=line)
         if kind == "clipped":
@@ -197,7 +199,7 @@ class InstructionsIn:
     def _reference(self, tree: Mapping[str, Any]) -> Reference:
         found = self._special(tree["kind"], tree)
         if not isinstance(found, Given | Held | Made):
-            raise ValueError("reference")
+            raise TypeError("reference")
         return found
 
     def _make(self, index: Any) -> Made:

@@ -69,7 +69,7 @@ def format_of(program: Program) -> tuple[str, bool]:
 
 
 def _mode_of(instruction: Instruction) -> Mode | None:
-    return instruction.mode if isinstance(instruction, Call | Op) else None
+    return instruction.mode if isinstance(instruction, Call | Op | Backward) else None
 
 
 class _Step:
