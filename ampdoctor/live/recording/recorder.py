@@ -26,6 +26,7 @@ from ampdoctor.loop.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
     Given,
     Instruction,
     Line,
@@ -328,8 +329,8 @@ class StepRecorder:
         wanted = self._wanted(optimizer, model)
         unexplained: list[str] = []
         if root is not None:
-            made = self._tape.reference(root)
-            wanted += [place for place, one in enumerate(instructions) if made in getattr(one, "results", {}).values()]
+            instructions = [*instructions, Ended(value=self._tape.reference(root), line=None)]
+            wanted.append(len(instructions) - 1)
         chosen = sliced(instructions, wanted)
         indices: dict[int, int] = {}
         for one in chosen:
@@ -492,6 +493,8 @@ def _renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruc
         return replace(instruction, args=args, kwargs=kwargs)
     if isinstance(instruction, Scaled):
         return replace(instruction, loss=other(instruction.loss))
+    if isinstance(instruction, Ended):
+        return replace(instruction, value=other(instruction.value))
     if isinstance(instruction, Backward):
         roots, seeds, inputs = (
             tuple(map(other, p)) for p in (instruction.roots, instruction.seeds, instruction.inputs)

@@ -16,6 +16,7 @@ from ampdoctor.loop.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
     Given,
     Held,
     Instruction,
@@ -70,6 +71,8 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
             }
         case Unscaled():
             return {"kind": "unscaled", "line": line}
+        case Ended():
+            return {"kind": "ended", "value": _reference(one.value), "line": line}
         case Clipped():
             norms = {"max_norm": written(float(one.max_norm)), "norm_type": written(float(one.norm_type))}
             return {"kind": "clipped", **norms, "line": line}
@@ -160,6 +163,8 @@ class InstructionsIn:
             return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, mode=mode, line=line)
         if kind == "unscaled":
             return Unscaled(line=line)
+        if kind == "ended":
+            return Ended(value=self._reference(tree["value"]), line=line)
         if kind == "clipped":
             norms = (float(self._value(tree[name])) for name in ("max_norm", "norm_type"))
             return Clipped(max_norm=next(norms), norm_type=next(norms), line=line)

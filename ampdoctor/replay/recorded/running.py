@@ -15,6 +15,7 @@ from ampdoctor.loop.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
     Given,
     Held,
     Instruction,
@@ -157,6 +158,8 @@ class _Run:
                         self._scaler.unscale_(self._program.optimizer)
                 case Clipped():
                     self._clip(instruction)
+                case Ended():
+                    self.loss = self._named(instruction.value).detach()
             return {}
 
     def _called(self, instruction: Call | Op) -> Mapping[int, torch.Tensor]:
