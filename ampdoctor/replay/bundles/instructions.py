@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ampdoctor.loop.program import (
 from ampdoctor.loop.random_state import RandomState
 
 _KINDS = ("cpu", "cuda")
+_CUDA = re.compile(r"cuda(:\d+)?")
 
 
 def instruction_out(one: Instruction, state: Callable[[RandomState], int], base: Path) -> Tree:
@@ -171,17 +173,22 @@ class InstructionsIn:
         raise ValueError("kind")
 
     def _called(self, tree: Mapping[str, Any], line: Line) -> Call | Op:
-        args = tuple(map(self._value, tree["args"]))
-        kwargs = {_string(name): self._value(one) for name, one in tree["kwargs"].items()}
+        function, args, kwargs = tree.get("function"), tree["args"], tree["kwargs"]
+        if tree["kind"] == "op" and not torch.cuda.is_available():
+            args, kwargs = [_here(one) for one in args], {name: _here(one) for name, one in kwargs.items()}
+            if function == "torch.Tensor.cuda":
+                function, args, kwargs = "torch.Tensor.to", [args[0], "cpu"], {}
+        args = tuple(map(self._value, args))
+        kwargs = {_string(name): self._value(one) for name, one in kwargs.items()}
         mode = _mode(tree["mode"])
         random = None if tree["random"] is None else self._states[_index(tree["random"], len(self._states))]
         results = {path: self._make(index) for path, index in tree["results"].items()}
         said: dict[str, Any] = {"args": args, "kwargs": kwargs, "results": results, "mode": mode, "line": line}
         if tree["kind"] == "op":
-            function = function_named(_string(tree["function"]))
-            if function is None:
-                raise UnreadableTreeError(f"{tree['function'][:80]!r}, which is no function in torch's table")
-            return Op(function=function, random=random, **said)
+            found = function_named(_string(function))
+            if found is None:
+                raise UnreadableTreeError(f"{str(function)[:80]!r}, which is no function in torch's table")
+            return Op(function=found, random=random, **said)
         if random is None:
             raise ValueError("random")
         return Call(model=_string(tree["model"]), training=tree["training"] is True, random=random, **said)
@@ -195,6 +202,8 @@ class InstructionsIn:
         if kind == "held":
             self.held.add(_string(tree["name"]))
             return Held(tree["name"])
+        if kind == "device" and not torch.cuda.is_available() and _CUDA.fullmatch(tree["value"]):
+            return torch.device("cpu")
         if kind == "made":
             if tree["index"] not in self._made:
                 raise UnreadableTreeError("a tensor that nothing before has made")
@@ -220,6 +229,11 @@ def _mode(tree: Mapping[str, Any]) -> Mode:
             raise ValueError("autocast")
         cast = kind, dtype
     return Mode(autocast=cast, cached=tree["cached"] is True, gradients=tree["gradients"] is True)
+
+
+def _here(tree: Tree) -> Tree:
+    """What names a GPU as a string means the CPU where there is none."""
+    return "cpu" if isinstance(tree, str) and _CUDA.fullmatch(tree) else tree
 
 
 def line_in(line: Any) -> Line:

@@ -51,7 +51,7 @@ def run_of(program: Program) -> TrainingRun:
         precision=precision,
         autocast=autocast,
         scaler=program.scaler,
-        step=lambda model, batch, scaler: step.run(model, batch, scaler),
+        step=lambda model, batch, scaler: step.run(model, batch, scaler),  # noqa: PLW0108 - arguments go by name
         first_step=program.step,
     )
 
@@ -122,6 +122,7 @@ class _Run:
         self, model: nn.Module, scaler: Any, program: Program, named: Callable[[Reference], torch.Tensor]
     ) -> None:
         self._model, self._scaler, self._named = model, scaler, named
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._program = program
         self._scaled = {one.result: one.loss for one in program.instructions if isinstance(one, Scaled)}
         self.loss: torch.Tensor | None = None
@@ -137,7 +138,7 @@ class _Run:
                     stack.close()
                     entered = mode
                     if mode is not None:
-                        stack.enter_context(_in_mode(mode))
+                        stack.enter_context(_in_mode(mode, self._device))
                 yield place, mode, one
 
     def one(self, instruction: Instruction, mode: Mode | None) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
@@ -197,8 +198,10 @@ class _Run:
 
 
 @contextmanager
-def _in_mode(mode: Mode) -> Iterator[None]:
+def _in_mode(mode: Mode, device: str) -> Iterator[None]:
+    """Autocast is that of the device that the model is on now: a step of a GPU's may be run on a CPU."""
     kind, dtype = mode.autocast if mode.autocast is not None else ("cpu", torch.bfloat16)
+    kind = "cpu" if device == "cpu" else kind
     with (
         torch.set_grad_enabled(mode.gradients),
         torch.autocast(kind, dtype, enabled=mode.autocast is not None, cache_enabled=mode.cached),
