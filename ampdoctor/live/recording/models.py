@@ -48,7 +48,6 @@ class OutermostModels:
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._hooks: list[Any] = []
         self._global: list[Any] = []
-        self._hookless = False
         self._inside = _Inside()
         self.unseen: list[str] = []
 
@@ -83,9 +82,7 @@ class OutermostModels:
             ]
 
     def settle(self) -> None:
-        """Look at the calls of the known models alone, if all of them take hooks of their own."""
-        if self._hookless:
-            return
+        """Look at the calls of the known models alone."""
         for hook in self._global:
             hook.remove()
         self._global.clear()
@@ -137,6 +134,8 @@ class OutermostModels:
             self._leave_found(module, args, kwargs, output)
 
     def _meet(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{type(module).__name__} is compiled by torch.jit, and takes no hooks")
         key = id(module)
         self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None))
         if getattr(module, "_compiled_call_impl", None) is not None:
@@ -149,9 +148,6 @@ class OutermostModels:
             inside = {id(part) for part in root.modules()}
             self._roots = [(n, r) for n, r in self._roots if (m := r()) is not None and id(m) not in inside]
             self._roots.append((name, weakref.ref(root)))
-        if isinstance(module, torch.jit.ScriptModule):
-            self._hookless = True
-            return
         self._hooks += [
             module.register_forward_pre_hook(self._enter_known, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave_known, with_kwargs=True, always_call=True),
