@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from ampdoctor.errors import AmpdoctorError, StoppedError
+from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
@@ -119,9 +119,8 @@ class Doctor:
             self._tell_what_ended()
         if not self._lines.attempted and self._watch.recorder.backwards:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
-        reason = "" if error is None else type(error).__name__
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(error is not None)
-        self._log.write(EndLine(exit_code=code, steps=self._lines.attempted, accepted=self._lines.taken, reason=reason))
+        reason, lines = "" if error is None else type(error).__name__, self._lines
+        self._log.write(EndLine(exit_code=_code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
     # -- what the loop does ------------------------------------------------------------------------------------------
 
@@ -332,6 +331,13 @@ class Doctor:
             if why is not None and what not in self._said:
                 self._said.add(what)
                 self._say(f"{what}: {why}")
+
+
+def _code_of(error: BaseException | None) -> int:
+    """With what Python ends a process that nothing but this has ended."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
 
 
 def _number(variable: str, otherwise: int) -> int:
