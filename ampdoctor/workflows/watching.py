@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from ampdoctor.live.script.imported import when_imported
+from ampdoctor.workflows.opening.health_folder import give_back
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
@@ -68,3 +69,4 @@ def watching(
 
         with when_imported("torch", begin):
             yield watch
+    give_back(request.health)

@@ -49,6 +49,8 @@ _MOST = 4096
 _MOST_BYTES = 512 * 1024**2
 """What the tensors that entered calls may take besides: 512 micro-batches of tokens are far below, and a GPU on which
 pictures are accumulated has a hundred times as much."""
+_IN_A_ROW = 64
+"""Calls without a backward after which those are let go of whose results the loop has dropped, as an evaluation's."""
 _RING = 4
 """Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
 
@@ -97,6 +99,7 @@ class StepRecorder:
         self._process = os.getpid()
         self._thread: int | None = None
         self._few, self._light = _MOST, _MOST_BYTES  # what the tape may hold until the unused is looked for
+        self._in_a_row, self._patience = 0, _IN_A_ROW
         self._dropped = 0
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._buffers: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
@@ -172,6 +175,10 @@ class StepRecorder:
         self._tape.open()
         if len(self._tape.instructions) > self._few or self._tape.held_bytes > self._light:
             self._forget_unused()
+        self._in_a_row += 1
+        if self._in_a_row > self._patience:
+            self._keep_used()
+            self._in_a_row, self._patience = 0, max(_IN_A_ROW, 2 * len(self._tape.instructions))
 
     def fail(self, error: Exception) -> None:
         """Record no more, because of this."""
@@ -280,6 +287,7 @@ class StepRecorder:
     def _begins(self, seen: SeenBackward) -> None:
         self._tape.close()
         self.backwards += 1
+        self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
         for root in roots:
             if root.numel() == 1 and not self._is_scaled(root):
