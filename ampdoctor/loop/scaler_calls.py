@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ampdoctor.loop.replaced import replaced
+from ampdoctor.loop.torch_internals import replaced
 
 _METHODS = ("scale", "unscale_", "step", "update")
 

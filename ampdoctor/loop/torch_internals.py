@@ -97,6 +97,21 @@ def seen_backwards(seen: SeenBackward) -> Iterator[None]:
 
 
 @contextmanager
+def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
+    """Inside, `owner.name` is ours; afterwards it is what it was, unless somebody has put theirs there since.
+
+    Theirs may call ours long afterwards, which must then only call on.
+    """
+    original = getattr(owner, name)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if getattr(owner, name, None) is ours:
+            setattr(owner, name, original)
+
+
+@contextmanager
 def unseen() -> Iterator[None]:
     """Looks at tensors that neither a mode nor autograd takes part in."""
     with torch._C.DisableTorchFunction(), no_modes(), torch.no_grad():

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
-from ampdoctor.loop.replaced import replaced
+from ampdoctor.loop.torch_internals import replaced
 
 _LARGEST = 10_000
 """Arguments of a model of which more than so many were noted are no model's parts: then nothing is noted any more."""

@@ -39,9 +39,8 @@ from ampdoctor.loop.program import (
     results,
 )
 from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.replaced import replaced
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms, unseen, version_of
+from ampdoctor.loop.torch_internals import in_backward, replaced, seen_backwards, transforms, unseen, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _MOST = 4096

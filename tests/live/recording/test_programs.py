@@ -226,7 +226,12 @@ def test_a_value_that_the_loop_looked_at_last():
         assert value is loss
         program = loop.recorder.program(None, name="", scaler=None, step=0, root=value)
     assert isinstance(program.instructions[-1], Ended)
-    assert [one.function.__name__ for one in program.instructions if isinstance(one, Op)] == ["sub", "exp", "log", "mean"]
+    assert [one.function.__name__ for one in program.instructions if isinstance(one, Op)] == [
+        "sub",
+        "exp",
+        "log",
+        "mean",
+    ]
     session = Session(run_of(program), device=torch.device("cpu"))
     session.has_step(0)
     assert session.attempt(0).loss == -float("inf")

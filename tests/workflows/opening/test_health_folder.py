@@ -32,7 +32,8 @@ def test_it_is_named_for_the_time_and_the_script(script, is_module, name):
 def test_two_runs_of_one_second_have_one_each():
     first = usual_folder("train.py", is_module=False)
     assert usual_folder("train.py", is_module=False) == f"{first}-2"
-    assert Path(first).is_dir() and Path(f"{first}-2").is_dir()
+    assert Path(first).is_dir()
+    assert Path(f"{first}-2").is_dir()
 
 
 def test_a_folder_that_nobody_has_written_to_is_given_back():
