@@ -172,8 +172,10 @@ class LoopWatch:
                 self._listener.about_to_step(attempt, self.recorder.losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._is_not_ours():
+            return
         attempt, self._attempt = self._attempt, None
-        if attempt is None or attempt.optimizer is not optimizer or self._is_not_ours():
+        if attempt is None or attempt.optimizer is not optimizer:
             return
         self._ended(attempt, skipped=_holds_back(optimizer))
 
