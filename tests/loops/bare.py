@@ -53,6 +53,7 @@ class Watched:
         calls: How often one of them was called.
         entered: A running checksum of the tensors that entered them. Of a model that is called by keyword alone, what
             entered the first module inside that was called by position.
+        away: What runs is the doctor's look, and not the training.
     """
 
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -62,12 +63,15 @@ class Watched:
     models: list[torch.nn.Module] = field(default_factory=list)
     calls: int = 0
     entered: int = 0
+    away: bool = False
     _inside: list[torch.nn.Module] = field(default_factory=list)
     _owed: bool = False
     _scaling: bool = False
 
     def enter(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
         """Note what enters; a loss without parameters is no model."""
+        if self.away:
+            return
         if not self._inside and next(module.parameters(), None) is not None:
             self.calls += 1
             self._owed = True
@@ -96,6 +100,8 @@ class Watched:
 
     def steps(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
         """Note that an optimizer steps; through a scaler, that attempt is counted already."""
+        if self.away:
+            return
         self.attempted[self.place(optimizer)] += not self._scaling
 
     def result(self) -> dict[str, object]:
@@ -145,6 +151,8 @@ def watching() -> Iterator[Watched]:
     step = torch.amp.GradScaler.step
 
     def noted(scaler, optimizer, *args, **kwargs):
+        if not scaler.is_enabled() or watched.away:
+            return step(scaler, optimizer, *args, **kwargs)
         index = watched.place(optimizer)
         if not any(scaler is known for known in watched.scalers):
             watched.scalers.append(scaler)
@@ -172,7 +180,11 @@ def watching() -> Iterator[Watched]:
             handle.remove()
 
 
-def as_main(script: str, arguments: Sequence[str]) -> int:
+Run = Callable[[str, Sequence[str], Watched], int]
+"""Runs a script with its arguments, and returns the process's exit code."""
+
+
+def as_main(script: str, arguments: Sequence[str], _watched: Watched | None = None) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, and return the process's exit code."""
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     try:
@@ -185,16 +197,31 @@ def as_main(script: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def under_run(options: Sequence[str]) -> Callable[[str, Sequence[str]], int]:
+def under_run(options: Sequence[str]) -> Run:
     """Return what runs a script as `ampdoctor run OPTIONS SCRIPT ARGUMENTS` does."""
 
-    def run(script: str, arguments: Sequence[str]) -> int:
+    def run(script: str, arguments: Sequence[str], watched: Watched) -> int:
         from ampdoctor.cli.main import main
+        from ampdoctor.live.loop_watch import LoopWatch
 
+        looking_away = LoopWatch.looking_away
+
+        @contextlib.contextmanager
+        def unmeasured(watch: LoopWatch) -> Iterator[None]:
+            watched.away = True
+            try:
+                with looking_away(watch):
+                    yield
+            finally:
+                watched.away = False
+
+        LoopWatch.looking_away = unmeasured
         try:
             return main(["run", *options, script, *arguments])
         except SystemExit as end:
             return ended(end)
+        finally:
+            LoopWatch.looking_away = looking_away
 
     return run
 
@@ -207,10 +234,10 @@ def ended(end: SystemExit) -> int:
     return 1
 
 
-def measured(run: Callable[[str, Sequence[str]], int], script: str, arguments: Sequence[str], policy: str) -> dict:
+def measured(run: Run, script: str, arguments: Sequence[str], policy: str) -> dict:
     """Run a script on the machine that a replay makes, and return how it ended."""
     with machine(policy), watching() as watched:
-        code = run(script, arguments)
+        code = run(script, arguments, watched)
         return {"exit_code": code, **watched.result()}
 
 

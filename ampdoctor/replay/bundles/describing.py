@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from ampdoctor.loop.names import wrapped_as
 
 Made = Callable[[nn.Module], Mapping[str, Any] | None]
 """Returns what is known of how a module was made: see `live.recording.construction`."""
+HEADS: Mapping[str, tuple[str, str]] = {"trl:fused_lm_head": ("trl.trainer.utils", "add_fused_lm_head")}
+"""Functions of libraries that give a model another forward, by the name that a manifest has for them."""
 
 
 def described(model: nn.Module, made: Made) -> dict[str, Any]:
@@ -72,7 +75,21 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
         "class": name,
         "config": written(config.to_dict()),
         "attention": attention if isinstance(attention, str) else None,
+        "head": _head(model),
     }
+
+
+def _head(model: nn.Module) -> dict[str, Any] | None:
+    """Which of `HEADS` the model was given, and with what; None where its forward is its class's."""
+    own = vars(model)
+    forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # Accelerate keeps the first
+    for name, (module, function) in HEADS.items():
+        giver = getattr(sys.modules.get(module), function, None)
+        if forward is not None and giver is not None and forward.__code__ in giver.__code__.co_consts:
+            kept = inspect.getclosurevars(forward).nonlocals
+            taken = [key for key in list(inspect.signature(giver).parameters)[1:] if key in kept]
+            return {"name": name, "arguments": {key: written(kept[key]) for key in taken}}
+    return None
 
 
 def _of_peft(model: nn.Module, made: Made) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torch import nn
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.loop.inert.reading import NOTHING, UnreadableTreeError, read
 from ampdoctor.replay.bundles.classes import finding, library_of
+from ampdoctor.replay.bundles.describing import HEADS
 from ampdoctor.replay.bundles.named_code import NamedCode
 from ampdoctor.replay.training_run import kind_of
 
@@ -176,7 +177,23 @@ class Rebuilding:
             self._say(
                 f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise"
             )
-        return _checked(cls(config), self._name)
+        return self._with_head(_checked(cls(config), self._name), said.get("head"))
+
+    def _with_head(self, model: nn.Module, said: Mapping[str, Any] | None) -> nn.Module:
+        if said is None:
+            return model
+        if said["name"] not in HEADS:
+            raise ReplayError(f"{self._name}: its model's forward is {str(said['name'])[:80]}, which is not known here")
+        module, function = HEADS[said["name"]]
+        library = library_of(module)
+        if library is None:
+            name = module.partition(".")[0]
+            raise ReplayError(f"{self._name} needs {name}, which has given its model another forward: install it")
+        giver = getattr(library, function, None)
+        if giver is None:
+            raise ReplayError(f"{self._name}: this {module} has no {function}, which has made its model's forward")
+        giver(model, **{str(key): read(one, self.find) for key, one in said["arguments"].items()})
+        return model
 
     def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:
         library = library_of("peft")
