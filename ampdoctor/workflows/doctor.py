@@ -223,7 +223,7 @@ class Doctor:
         self._numbers.look(what, _AFTER_SICK)
         with self._watch.looking_away():
             bundle = self._bundled(program, seen) if request.bundle else None
-        self._told(program, seen, what, bundle)
+            self._told(program, seen, what, bundle)
 
     def _bundled(self, program: Program, seen: Look) -> str | None:
         folder = Path(self._request.health) / f"bundle-{program.step}"
