@@ -75,7 +75,7 @@ class OutermostModels:
         if not self._global:
             self._global = [
                 register_module_forward_pre_hook(lambda module, _args: self._enter(module)),
-                register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
+                register_module_forward_hook(self._leave_any, with_kwargs=True, always_call=True),
             ]
 
     def settle(self) -> None:
@@ -102,6 +102,10 @@ class OutermostModels:
         if id(module) not in self._known:
             self._meet(module)
         self._listener.entered(module)
+
+    def _leave_any(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        kwargs, output = rest if len(rest) > 1 else ({}, *rest)  # where a forward raised, torch leaves out the keywords
+        self._leave_found(module, args, kwargs, output)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         modules = self._inside.modules
