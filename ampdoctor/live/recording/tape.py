@@ -25,8 +25,9 @@ class Tape:
     """The instructions of a loop, and the names of the tensors that they speak of.
 
     Functions are told by a `TorchFunctionMode`, which is in place from the return of a model's call to the next
-    backward. Of functions whose tensors all come from outside (data, noise), those are recorded that a loss may go wrong
-    in; the results of the others are given: of what is computed without gradients, takes a part of its tensor, or writes.
+    backward. Of functions whose tensors all come from outside (data, noise), those are recorded that a loss may go
+    wrong in; the results of the others are given: of what is computed without gradients, takes a part of its tensor, or
+    writes.
 
     Args:
         recorded: Told of each function that is about what is on the tape; adds it to the instructions.
@@ -150,7 +151,7 @@ class Tape:
         self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        made = {made.index for one in self.instructions for made in results(one)}  # what else lives is given from now on
+        made = {made.index for one in self.instructions for made in results(one)}  # what else lives is given now
         self._made = {
             key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
         }
