@@ -53,7 +53,6 @@ class Watched:
         calls: How often one of them was called.
         entered: A running checksum of the tensors that entered them. Of a model that is called by keyword alone, what
             entered the first module inside that was called by position.
-        away: What runs is the doctor's look, and not the training.
     """
 
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -63,14 +62,13 @@ class Watched:
     models: list[torch.nn.Module] = field(default_factory=list)
     calls: int = 0
     entered: int = 0
-    away: bool = False
     _inside: list[torch.nn.Module] = field(default_factory=list)
     _owed: bool = False
     _scaling: bool = False
 
     def enter(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
         """Note what enters; a loss without parameters is no model."""
-        if self.away:
+        if not self._inside and is_looked_at():
             return
         if not self._inside and next(module.parameters(), None) is not None:
             self.calls += 1
@@ -100,7 +98,7 @@ class Watched:
 
     def steps(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
         """Note that an optimizer steps; through a scaler, that attempt is counted already."""
-        if self.away:
+        if is_looked_at():
             return
         self.attempted[self.place(optimizer)] += not self._scaling
 
@@ -124,6 +122,16 @@ class Watched:
             "attempted": self.attempted,
             "skipped": self.skipped,
         }
+
+
+def is_looked_at() -> bool:
+    """Whether what runs is a look at a step, in which `ampdoctor run` runs it again, and not the loop."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("ampdoctor/workflows/looking.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +159,7 @@ def watching() -> Iterator[Watched]:
     step = torch.amp.GradScaler.step
 
     def noted(scaler, optimizer, *args, **kwargs):
-        if not scaler.is_enabled() or watched.away:
+        if is_looked_at() or not scaler.is_enabled():
             return step(scaler, optimizer, *args, **kwargs)
         index = watched.place(optimizer)
         if not any(scaler is known for known in watched.scalers):
@@ -180,11 +188,7 @@ def watching() -> Iterator[Watched]:
             handle.remove()
 
 
-Run = Callable[[str, Sequence[str], Watched], int]
-"""Runs a script with its arguments, and returns the process's exit code."""
-
-
-def as_main(script: str, arguments: Sequence[str], _watched: Watched | None = None) -> int:
+def as_main(script: str, arguments: Sequence[str]) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, and return the process's exit code."""
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     try:
@@ -197,31 +201,16 @@ def as_main(script: str, arguments: Sequence[str], _watched: Watched | None = No
     return 0
 
 
-def under_run(options: Sequence[str]) -> Run:
+def under_run(options: Sequence[str]) -> Callable[[str, Sequence[str]], int]:
     """Return what runs a script as `ampdoctor run OPTIONS SCRIPT ARGUMENTS` does."""
 
-    def run(script: str, arguments: Sequence[str], watched: Watched) -> int:
+    def run(script: str, arguments: Sequence[str]) -> int:
         from ampdoctor.cli.main import main
-        from ampdoctor.live.loop_watch import LoopWatch
 
-        looking_away = LoopWatch.looking_away
-
-        @contextlib.contextmanager
-        def unmeasured(watch: LoopWatch) -> Iterator[None]:
-            watched.away = True
-            try:
-                with looking_away(watch):
-                    yield
-            finally:
-                watched.away = False
-
-        LoopWatch.looking_away = unmeasured
         try:
             return main(["run", *options, script, *arguments])
         except SystemExit as end:
             return ended(end)
-        finally:
-            LoopWatch.looking_away = looking_away
 
     return run
 
@@ -234,10 +223,10 @@ def ended(end: SystemExit) -> int:
     return 1
 
 
-def measured(run: Run, script: str, arguments: Sequence[str], policy: str) -> dict:
+def measured(run: Callable[[str, Sequence[str]], int], script: str, arguments: Sequence[str], policy: str) -> dict:
     """Run a script on the machine that a replay makes, and return how it ended."""
     with machine(policy), watching() as watched:
-        code = run(script, arguments, watched)
+        code = run(script, arguments)
         return {"exit_code": code, **watched.result()}
 
 

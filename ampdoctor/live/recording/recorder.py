@@ -151,14 +151,12 @@ class StepRecorder:
             training=training,
             line=line,
         )
-        self._before[id(call)] = buffers, self._version_of_weights()
+        self._before[id(call)] = buffers, _version_of_weights(module)
         self._add(call)
         if self.returned is not None:
             self.returned(name, self._calls, output)
         self._calls += 1
         self._tape.open()
-        if len(self._tape.instructions) > _MOST:
-            self._forget_unused()
 
     def fail(self, error: Exception) -> None:
         """Record no more, because of this."""
@@ -220,9 +218,6 @@ class StepRecorder:
                     self._buffers[id(buffer)] = known
                 found[f"{prefix}.{name}" if prefix else name] = known[2]
         return found
-
-    def _version_of_weights(self) -> int:
-        return sum(p._version for _, root in self.models.roots for p in root.parameters())
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
@@ -325,11 +320,16 @@ class StepRecorder:
         if any(tensor.requires_grad and not tensor.is_leaf for tensor in given):
             unexplained.append("a tensor that entered it hangs on what was not recorded, and gives no gradient on")
         calls = [one for one in chosen if isinstance(one, Call)]
-        if any(self._before[id(call)][1] != self._version_of_weights() for call in calls):
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if any(self._before[id(call)][1] != _version_of_weights(modules[call.model]) for call in calls):
             unexplained.append("weights have changed since one of its calls, which is run with what they are now")
         if not calls:
             unexplained.append("no call of a model was recorded")
-        buffers = self._before[id(calls[0])][0] if calls else {}
+        buffers: dict[str, torch.Tensor] = {}
+        for call in reversed(calls):  # of each model, what it has before its own first call
+            inside = f"{call.model}." if call.model else ""
+            before = self._before[id(call)][0]
+            buffers.update((key, value) for key, value in before.items() if key.startswith(inside))
         now = dict(model.named_buffers())
         return Program(
             model=model,
@@ -432,6 +432,8 @@ class StepRecorder:
         self._order[id(instruction)] = self._count
         self._of[id(instruction)] = optimizer
         self._count += 1
+        if self._count % _MOST == 0 and len(self._tape.instructions) > _MOST:
+            self._forget_unused()
 
 
 def _buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -443,6 +445,10 @@ def _buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{name}.{last}" if name else last, buffer, silent
+
+
+def _version_of_weights(module: nn.Module) -> int:
+    return sum(p._version for p in module.parameters())
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -16,6 +16,8 @@ from ampdoctor.probes.ops.source import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
 """Parts of the names of torch's functions that draw random numbers."""
+_PICKING = ("__getitem__", "index_select", "select", "narrow", "gather", "take", "split", "chunk", "unbind", "unfold")
+"""Functions that take a part of a tensor out: of data, that part is given, and not all that it is taken of."""
 _KINDS = ("cpu", "cuda")
 
 
@@ -23,7 +25,9 @@ class Tape:
     """The instructions of a loop, and the names of the tensors that they speak of.
 
     Functions are told by a `TorchFunctionMode`, which is in place from the return of a model's call to the next
-    backward. Functions whose tensors all come from outside (data, noise) are not recorded: their results are given.
+    backward. Of functions whose tensors all come from outside (data, noise), those are recorded that a loss may go
+    wrong in; the results of the others are given: of what is computed without gradients, takes a part of its tensor, or
+    writes.
 
     Args:
         recorded: Told of each function that is about what is on the tape; adds it to the instructions.
@@ -49,7 +53,8 @@ class Tape:
         self.names: dict[int, str] = {}
         self._next = 0
         self._mode = _Listening(self)
-        self._open = False
+        self._open = False  # functions are told
+        self._on_stack = False  # the mode is there, told or not
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -113,14 +118,20 @@ class Tape:
 
     def open(self) -> None:
         """Functions are told from now on."""
-        if not self._open:
-            self._open = True
+        self._open = True
+        if not self._on_stack:
+            self._on_stack = True
             self._mode.__enter__()
 
     def close(self) -> None:
-        """Functions are told no more; inside a mode of the user's own they pass through unheard."""
-        if self._open and _top_mode() is self._mode:
-            self._open = False
+        """Functions are told no more.
+
+        Inside a mode of the user's own, and inside a function that is told (`Tensor.backward` is one), our mode cannot
+        be taken away: they pass through it unheard until a later call can.
+        """
+        self._open = False
+        if self._on_stack and _top_mode() is self._mode:
+            self._on_stack = False
             self._mode.__exit__(None, None, None)
 
     @property
@@ -140,14 +151,19 @@ class Tape:
         self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        self._made = {key: entry for key, entry in self._made.items() if entry[0]() is not None}
+        made = {made.index for one in self.instructions for made in results(one)}  # what else lives is given now
+        self._made = {
+            key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
+        }
         self._tensors = {index: there for index, there in self._tensors.items() if there() is not None}
-        self.grad &= {made.index for one in self.instructions for made in results(one)}
+        self.grad &= made
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch's, and record it where it is about what is on the tape."""
+        if not self._open:
+            return function(*args, **kwargs)
         writes = _writes(function)
-        if not self._is_about_us(args, kwargs):
+        if not self._is_about_us(args, kwargs) and not self._may_harm(function, args, writes=writes):
             if writes and args:
                 self._before_write(args[0])
             return function(*args, **kwargs)
@@ -189,6 +205,12 @@ class Tape:
             ):
                 return True
         return False
+
+    def _may_harm(self, function: Callable[..., Any], args: tuple[Any, ...], *, writes: bool) -> bool:
+        """Is this arithmetic on data, which a loss may be made of?"""
+        if writes or not torch.is_grad_enabled() or not any(isinstance(value, torch.Tensor) for value in args):
+            return False
+        return getattr(function, "__name__", "") not in _PICKING
 
     def _before_write(self, tensor: Any) -> None:
         """A given tensor is about to be written to: what was taken of it is its value until now."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ampdoctor.loop.inert.modules import module_written
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
 from ampdoctor.loop.names import wrapped_as
 
@@ -23,7 +24,8 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
 
     "made": a class and its arguments; "transformers": a class of the library and a configuration; "peft": LoRA around
     one; "lightning": a class and its saved hyperparameters; "wrapped": in DDP or compiled; "several": models under
-    names; "function": it takes a function of the user's, and `why` says so.
+    names; "parts": what a module holds, where its arguments are not known or cannot be written; "function": it takes a
+    function of the user's, and `why` says so.
     """
     cls = type(model)
     held = wrapped_as(model)
@@ -48,11 +50,25 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         except NotInertError as error:
             return _function(model, f"its hyperparameters hold {error}")
         return {"kind": "lightning", "class": class_name(cls), "file": _file_of(cls), "hparams": saved}
+    try:
+        return _of_parts(model, made)
+    except NotInertError:
+        pass
     if noted is not None:
         return _function(model, f"it was made with {noted['why']}")
     if cls.__module__.startswith("torch."):
         return _function(model, "it is made of torch's own layers, and its structure stands in the script alone")
     return _function(model, "nobody saw it being made")
+
+
+def _of_parts(model: nn.Module, made: Made) -> dict[str, Any]:
+    def child(module: nn.Module) -> dict[str, Any]:
+        said = described(module, made)
+        if said["kind"] == "function":
+            raise NotInertError(said["why"])
+        return said
+
+    return {"kind": "parts", "file": _file_of(type(model)), **module_written(model, child)}
 
 
 def _function(model: nn.Module, why: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from ampdoctor.errors import OutputError
+from ampdoctor.loop.inert.constants import constants_of
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
 from ampdoctor.loop.program import Program
 from ampdoctor.package import version
@@ -247,6 +248,7 @@ class _Collected:
             "precision": precision,
             "autocast": autocast,
             "model": self._model,
+            "globals": constants_of(type(part) for part in program.model.modules()),
             "prepared": list(prepared_models(program.model)),
             "evaluating": [name for name, part in program.model.named_modules() if not part.training],
             "optimizer": self._optimizer,
