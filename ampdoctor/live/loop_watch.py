@@ -100,7 +100,7 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's; random states are afterwards as they were (Rich draws numbers)."""
+        """Inside, nothing that runs is the loop's; random states are afterwards as they were: a report in colours draws."""
         busy, away = self._busy, self.recorder.away
         self._busy = self.recorder.away = True
         random = RandomState.capture()

@@ -25,7 +25,6 @@ from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.program import Program
-from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.inner_autocast import with_inner_autocast
@@ -222,7 +221,7 @@ class Doctor:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
         self._numbers.look(what, _AFTER_SICK)
-        with _random_kept(), self._watch.looking_away(), at_its_begin(program):
+        with self._watch.looking_away(), at_its_begin(program):
             bundle = self._bundled(program, seen) if request.bundle else None
             self._told(program, seen, what, bundle)
 
@@ -263,8 +262,7 @@ class Doctor:
             seconds=seen.seconds,
         )
         self._log.write(line)
-        with _random_kept():
-            self._tell(self.report)
+        self._tell(self.report)
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
@@ -303,16 +301,6 @@ def _number(variable: str, otherwise: int) -> int:
     """A number that a launcher has put into the environment."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else otherwise
-
-
-@contextmanager
-def _random_kept() -> Iterator[None]:
-    """What is drawn inside is not missed afterwards: what writes a report in colours draws numbers as well."""
-    state = RandomState.capture()
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def _device_of(program: Program) -> str:

@@ -27,7 +27,8 @@ AS_BARE = ("weights", "random", "entered", "optimizers", "scalers", "attempted",
 def place_of(report):
     """Where the one error of a report is: code, step of the optimizer, phase, module, op and the script's line."""
     (error,) = (finding for finding in report["findings"] if finding["severity"] == "error")
-    where, source = error["where"], error["where"]["source"]
+    where = error["where"]
+    source = where["source"] or where["forward_source"]  # an op of a backward has the line that made it
     line = None if source is None else f"{Path(source['file']).name}:{source['line']}"
     kernel = error["evidence"].get("kernel") or None
     return error["code"], where["global_step"], where["phase"], where["module"] or "", kernel, line
@@ -42,8 +43,8 @@ def truth_of(late):
 
 @pytest.mark.parametrize("late", PLAIN, ids=[late.name for late in PLAIN])
 def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alone(late, tmp_path):
-    left, found = beside_a_bare_run(late, late.sick, tmp_path / "sick")
-    assert (left["exit_code"], found.returncode) == (0, 1)
+    bare, found = beside_a_bare_run(late, late.sick, tmp_path / "sick")
+    assert (bare.returncode, found.returncode) == (0, 1)
     report = json.loads((tmp_path / "sick" / "report.json").read_text(encoding="utf-8"))
     assert place_of(report) == truth_of(late)
 
@@ -53,8 +54,8 @@ def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alo
     assert place_of(again) == truth_of(late)
     assert again["run"]["policy"] == "cuda"
 
-    left, watched = beside_a_bare_run(late, late.healthy, tmp_path / "healthy")
-    assert (left["exit_code"], watched.returncode) == (0, 0)
+    bare, watched = beside_a_bare_run(late, late.healthy, tmp_path / "healthy")
+    assert (bare.returncode, watched.returncode) == (0, 0)
     assert "ampdoctor" not in watched.stderr
     assert not list((tmp_path / "healthy" / "health").glob("bundle-*"))
 
@@ -63,18 +64,18 @@ def beside_a_bare_run(late, arguments, folder):
     """Run a script bare, and under `run` in `folder`: both trainings end as one, bit for bit."""
     bare = folder / "bare"
     bare.mkdir(parents=True)
-    alone, _ = run_in_process(late.path, arguments, bare)
+    alone, done_alone = run_in_process(late.path, arguments, bare)
     beside, done = run_in_process(late.path, arguments, folder, run_options=RUN)
     assert {name: beside[name] for name in AS_BARE} == {name: alone[name] for name in AS_BARE}
-    return alone, done
+    return done_alone, done
 
 
 def bisected(bundle, script, folder):
-    """What `ampdoctor bisect-nan` reports of a bundle, in a process that knows nothing else."""
+    """What `ampdoctor bisect-nan` reports of a bundle, in a process that knows nothing else but a script with the model."""
     folder.mkdir()
-    command = ["bisect-nan", str(bundle), "--model", str(script), "--report", "json=report.json"]
+    code = [] if script is None else ["--model", str(script)]
     done = subprocess.run(
-        [sys.executable, "-m", "ampdoctor", *command],
+        [sys.executable, "-m", "ampdoctor", "bisect-nan", str(bundle), *code, "--report", "json=report.json"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ampdoctor.loop.inert.functions import name_of
 from ampdoctor.loop.nested import iter_tensors, map_tensors
 from ampdoctor.loop.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.loop.random_state import RandomState
@@ -210,7 +211,7 @@ class Tape:
         """Is this arithmetic on data, which a loss may be made of?"""
         if writes or not torch.is_grad_enabled() or not any(isinstance(value, torch.Tensor) for value in args):
             return False
-        return getattr(function, "__name__", "") not in _PICKING
+        return _repeatable(function)
 
     def _before_write(self, tensor: Any) -> None:
         """A given tensor is about to be written to: what was taken of it is its value until now."""
@@ -241,8 +242,9 @@ def mode_now() -> Mode:
     )
 
 
-_KNOWN: dict[Any, tuple[bool, bool]] = {}
-"""What is known of a function: whether it writes to its first argument, and whether it draws random numbers."""
+_KNOWN: dict[Any, tuple[bool, bool, bool]] = {}
+"""What is known of a function: whether it writes to its first argument, whether it draws random numbers, and whether it
+computes and has a name by which a bundle finds it again (`torch.as_tensor` has none)."""
 
 
 def _writes(function: Callable[..., Any]) -> bool:
@@ -253,14 +255,19 @@ def _draws(function: Callable[..., Any]) -> bool:
     return _known(function)[1]
 
 
-def _known(function: Callable[..., Any]) -> tuple[bool, bool]:
+def _repeatable(function: Callable[..., Any]) -> bool:
+    return _known(function)[2]
+
+
+def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool]:
     known = _KNOWN.get(function)
     if known is None:
         name = str(getattr(function, "__name__", ""))
         writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
             name.endswith("_") and not name.endswith("__")
         )
-        known = _KNOWN[function] = writes, any(part in name for part in _DRAWS)
+        repeatable = name not in _PICKING and name_of(function) is not None
+        known = _KNOWN[function] = writes, any(part in name for part in _DRAWS), repeatable
     return known
 
 
