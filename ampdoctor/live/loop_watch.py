@@ -100,7 +100,10 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's; random states are afterwards as they were: a report in colours draws."""
+        """Inside, nothing that runs is the loop's.
+
+        Random states are afterwards as they were: what writes a report in colours draws numbers as well.
+        """
         busy, away = self._busy, self.recorder.away
         self._busy = self.recorder.away = True
         random = RandomState.capture()

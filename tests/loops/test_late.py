@@ -71,7 +71,7 @@ def beside_a_bare_run(late, arguments, folder):
 
 
 def bisected(bundle, script, folder):
-    """What `ampdoctor bisect-nan` reports of a bundle, in a process that knows nothing else but a script with the model."""
+    """What `ampdoctor bisect-nan` reports of a bundle, in a process that knows at most the model's code."""
     folder.mkdir()
     code = [] if script is None else ["--model", str(script)]
     done = subprocess.run(

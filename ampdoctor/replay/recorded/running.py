@@ -97,7 +97,7 @@ class _Step:
                 return held[reference.name]
             if reference.index not in made:
                 raise ReplayError(
-                    "what the recorded step takes next, the model does not return here: it has another forward than it had"
+                    "what the recorded step takes next, the model does not return here: its forward is another"
                 )
             return made[reference.index]
 
