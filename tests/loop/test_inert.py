@@ -66,7 +66,7 @@ def there_and_back(value):
         Config(3, deep={"a": Config(4)}),
         Attributed(a=1),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],
 )
 def test_it_comes_back(value):
     again = there_and_back(value)
