@@ -109,11 +109,13 @@ def _without_warnings() -> Iterator[None]:
 
 @contextmanager
 def at_its_begin(program: Program) -> Iterator[None]:
-    """Inside, buffers, gradients and scaler are as when the step began; afterwards as they were."""
+    """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were."""
     named = dict(program.model.named_buffers())
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]
     states = getattr(program.scaler, "_per_optimizer_states", None)
+    own = {} if program.optimizer is None else vars(program.optimizer)
+    sent = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}  # to a fused one, by a scaler
     with torch.no_grad():
         for name, value in program.buffers.items():
             named[name].copy_(value)
@@ -131,6 +133,7 @@ def at_its_begin(program: Program) -> Iterator[None]:
             parameter.grad = gradient
         if states is not None:
             program.scaler._per_optimizer_states = states  # noqa: SLF001
+        own.update(sent)
 
 
 def _once(program: Program) -> Callable[[], TrainingRun]:
