@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,20 @@ def _without_warnings() -> Iterator[None]:
 
 @contextmanager
 def at_its_begin(program: Program) -> Iterator[None]:
-    """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were."""
+    """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were.
+
+    The versions of weights and buffers are put back with their values: a graph that the loop has yet to differentiate
+    (a GAN's generator, at its critic's step) has saved some of them, and its backward compares versions.
+    """
+    with ExitStack() as stack:
+        for tensor in (*program.model.parameters(), *program.model.buffers()):
+            stack.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor))  # noqa: SLF001 - torch has no other way to write unseen
+        with _put_back(program):
+            yield
+
+
+@contextmanager
+def _put_back(program: Program) -> Iterator[None]:
     named = dict(program.model.named_buffers())
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]

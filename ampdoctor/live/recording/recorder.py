@@ -219,10 +219,11 @@ class StepRecorder:
 
         before = self._tape.instructions
         self._tape.instructions = [_spoken(one, renamed) for one in before]
+        tables: tuple[dict[int, Any], ...] = (self._before, self._ages, self._order, self._of)
         for was, one in zip(before, self._tape.instructions, strict=True):
-            for table in (self._before, self._ages, self._order, self._of):
+            for table in tables:
                 if was is not one and id(was) in table:
-                    table[id(one)] = table.pop(id(was))  # type: ignore[attr-defined, index]
+                    table[id(one)] = table.pop(id(was))
         for key, (buffers, version) in self._before.items():
             self._before[key] = {renamed(name): value for name, value in buffers.items()}, version
 

@@ -54,7 +54,7 @@ def script(tmp_path, monkeypatch):
     main = ModuleType("__main__")
     main.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    exec(compile(SCRIPT, str(file), "exec"), vars(main))  # noqa: S102 - as Python runs a script
+    exec(compile(SCRIPT, str(file), "exec"), vars(main))
     return file, main
 
 
