@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +120,26 @@ def _without_warnings() -> Iterator[None]:
 
 @contextmanager
 def at_its_begin(program: Program) -> Iterator[None]:
-    """Inside, buffers, gradients and scaler are as when the step began; afterwards as they were."""
+    """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were.
+
+    The versions of weights and buffers are put back with their values: a graph that the loop has yet to differentiate
+    (a GAN's generator, at its critic's step) has saved some of them, and its backward compares versions.
+    """
+    with ExitStack() as stack:
+        for tensor in (*program.model.parameters(), *program.model.buffers()):
+            stack.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor))  # noqa: SLF001 - torch has no other way to write unseen
+        with _put_back(program):
+            yield
+
+
+@contextmanager
+def _put_back(program: Program) -> Iterator[None]:
     named = dict(program.model.named_buffers())
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]
     states = getattr(program.scaler, "_per_optimizer_states", None)
+    own = {} if program.optimizer is None else vars(program.optimizer)
+    sent = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}  # to a fused one, by a scaler
     with torch.no_grad():
         for name, value in program.buffers.items():
             named[name].copy_(value)
@@ -142,6 +157,7 @@ def at_its_begin(program: Program) -> Iterator[None]:
             parameter.grad = gradient
         if states is not None:
             program.scaler._per_optimizer_states = states  # noqa: SLF001
+        own.update(sent)
 
 
 def _once(program: Program) -> Callable[[], TrainingRun]:

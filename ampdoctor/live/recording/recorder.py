@@ -29,10 +29,12 @@ from ampdoctor.loop.program import (
     Clipped,
     Ended,
     Given,
+    Held,
     Instruction,
     Line,
     Op,
     Program,
+    Reference,
     Scaled,
     Unscaled,
     references,
@@ -112,6 +114,7 @@ class StepRecorder:
         self._updates = 0
         self._count = 0
         self._named = 0
+        self._prefixes: list[tuple[str, weakref.ref[nn.Module]]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -217,9 +220,34 @@ class StepRecorder:
         now = hash(tuple(id(root) for _, root in roots))
         if now != self._named:
             self._named = now
+            self._rename()
+            self._prefixes = [(prefix, weakref.ref(root)) for prefix, root in _prefixed(roots)]
             model = together(roots)
             self._tape.hold([*model.named_parameters(), *model.named_buffers()])
             self._buffered = [(name, weakref.ref(part)) for name, part in model.named_modules() if part._buffers]
+
+    def _rename(self) -> None:
+        """What was recorded before another model was met speaks of the models by the names that they have now."""
+        new = [(old, self._name_of(there)) for old, root in self._prefixes if (there := root()) is not None]
+        changed = [(old, name) for old, name in new if name is not None and name != old]
+        if not changed:
+            return
+
+        def renamed(name: str) -> str:
+            for old, now in changed:
+                if not old or name == old or name.startswith(f"{old}."):
+                    return ".".join(part for part in (now, name[len(old) :].lstrip(".")) if part)
+            return name
+
+        before = self._tape.instructions
+        self._tape.instructions = [_spoken(one, renamed) for one in before]
+        tables: tuple[dict[int, Any], ...] = (self._before, self._ages, self._order, self._of)
+        for was, one in zip(before, self._tape.instructions, strict=True):
+            for table in tables:
+                if was is not one and id(was) in table:
+                    table[id(one)] = table.pop(id(was))
+        for key, (buffers, version) in self._before.items():
+            self._before[key] = {renamed(name): value for name, value in buffers.items()}, version
 
     def _name_of(self, module: nn.Module) -> str | None:
         for prefix, root in _prefixed(self.models.roots):
@@ -533,8 +561,21 @@ def _renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruc
     def other(reference: Any) -> Any:
         return Given(indices[reference.index]) if isinstance(reference, Given) else reference
 
+    return _with_references(instruction, other)
+
+
+def _spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instruction:
+    """The instruction, with models, parameters and buffers by other names; itself where it speaks of none."""
+    if isinstance(instruction, Call):
+        instruction = replace(instruction, model=renamed(instruction.model))
+    if any(isinstance(reference, Held) for reference in references(instruction)):
+        return _with_references(instruction, lambda one: Held(renamed(one.name)) if isinstance(one, Held) else one)
+    return instruction
+
+
+def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> Instruction:
     if isinstance(instruction, Call | Op):
-        args, kwargs = (map_kind(Given, other, part) for part in (instruction.args, instruction.kwargs))
+        args, kwargs = (map_kind(Reference, other, part) for part in (instruction.args, instruction.kwargs))
         return replace(instruction, args=args, kwargs=kwargs)
     if isinstance(instruction, Scaled):
         return replace(instruction, loss=other(instruction.loss))

@@ -128,8 +128,8 @@ class Rebuilding:
             if self._code is None or not self._code.trimmed:
                 raise
             raise FactoryError(
-                f"{cls.__qualname__} speaks of {error.name!r}, which {self._code.spec} makes as it trains and the bundle "
-                f"does not hold: add a function that returns the model to that file, and name it: --model "
+                f"{cls.__qualname__} speaks of {error.name!r}, which {self._code.spec} makes as it trains and the "
+                f"bundle does not hold: add a function that returns the model to that file, and name it: --model "
                 f"FILE:make_model"
             ) from None
 

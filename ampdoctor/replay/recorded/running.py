@@ -30,7 +30,7 @@ from ampdoctor.loop.program import (
     references,
     results,
 )
-from ampdoctor.loop.recorded_line import recorded_at
+from ampdoctor.loop.recorded_line import called_as_recorded, recorded_at
 from ampdoctor.replay.training_run import TrainingRun
 
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -175,12 +175,12 @@ class _Run:
         if instruction.random is not None:
             instruction.random.restore()
         if isinstance(instruction, Op):
-            output = instruction.function(*args, **kwargs)
+            output = called_as_recorded(instruction.function, args, kwargs)
         else:
             module = self._model.get_submodule(instruction.model)
             if module.training != instruction.training:
                 module.train(instruction.training)
-            output = module(*args, **kwargs)
+            output = called_as_recorded(module, args, kwargs)
         tensors = dict(iter_tensors(output))
         return {made.index: tensors[path] for path, made in instruction.results.items() if path in tensors}
 

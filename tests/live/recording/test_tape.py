@@ -1,0 +1,105 @@
+"""What of a loop outside its models is recorded: from a call's return to the backward, and no more."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.program import Call, Op
+from ampdoctor.replay.recorded.running import run_of
+
+
+def names(program):
+    return [one.function.__name__ for one in program.instructions if isinstance(one, Op)]
+
+
+def trained(train, optimizer, model):
+    """The program of a step, and its gradients."""
+    recorder = StepRecorder()
+    with recorder.watching():
+        train(recorder)
+        program = recorder.program(optimizer, name="optimizer", scaler=None, step=0)
+    return program, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_backward_ends_the_recording_though_it_is_told_itself():
+    model, heard = nn.Linear(2, 1), []
+
+    def train(recorder):
+        loss = model(torch.ones(3, 2)).mean()
+        assert recorder._tape.is_open
+        loss.backward()
+        heard.append(recorder._tape.is_open)
+        torch.ones(3) / torch.ones(3)  # the next batch, in the making
+        with recorder.pausing():
+            pass
+        heard.append(torch._C._len_torch_function_stack())
+
+    depth = torch._C._len_torch_function_stack()
+    program, _ = trained(train, torch.optim.SGD(model.parameters()), model)
+    assert heard == [False, depth]
+    assert names(program) == ["mean"]
+
+
+def test_arithmetic_on_data_in_a_loss_is_run_again_and_what_is_taken_out_of_it_is_given():
+    torch.manual_seed(0)
+    model, rewards, picked = nn.Linear(2, 1), torch.randn(100), torch.tensor([3, 5, 8])
+
+    def train(_):
+        out = model(torch.ones(3, 2))
+        mine = rewards[picked]
+        mine = (mine - mine.mean()) / mine.std()
+        with torch.no_grad():
+            ignored = rewards * 2
+        (F.mse_loss(out[:, 0], mine) + 0 * ignored.sum()).backward()
+
+    program, real = trained(train, torch.optim.SGD(model.parameters()), model)
+    assert "std" in names(program)
+    assert {tensor.numel() for tensor in program.given} == {
+        6,
+        3,
+        100,
+        1,
+    }  # what entered, was taken, has no gradients; a seed
+    run = run_of(program)
+    run.step(run.model, run.batches[0], torch.amp.GradScaler("cpu", enabled=False))
+    assert all(torch.equal(p.grad, real[name]) for name, p in model.named_parameters())
+
+
+def test_a_generators_step_is_explained_though_its_critic_has_stepped_in_between():
+    torch.manual_seed(0)
+    maker, critic = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Sequential(nn.Linear(2, 1))
+    mine, its = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (maker, critic))
+    recorder = StepRecorder()
+    with recorder.watching():
+        fake = maker(torch.randn(4, 2))
+        critic(fake.detach()).mean().backward()
+        its.step()
+        recorder.updated(its)
+        critic.zero_grad()
+        critic(fake).mean().backward()
+        program = recorder.program(mine, name="optimizer2", scaler=None, step=0)
+    assert program.unexplained == ()
+    assert len([one for one in program.instructions if isinstance(one, Call)]) == 2
+    real = [p.grad.clone() for p in maker.parameters()]
+    run = run_of(program)
+    run.step(run.model, run.batches[0], torch.amp.GradScaler("cpu", enabled=False))
+    assert all(torch.equal(p.grad, one) for p, one in zip(maker.parameters(), real, strict=True))
+
+
+def test_a_tensor_whose_making_is_forgotten_is_given_from_then_on():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = StepRecorder()
+    with recorder.watching():
+        held = model(torch.ones(3, 2)).detach()  # a teacher's answer, kept for many steps
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.ones(3, 2)), held).backward()
+            program = recorder.program(optimizer, name="optimizer", scaler=None, step=0)
+            optimizer.step()
+            recorder.updated(optimizer)
+    assert any(tensor is held for tensor in program.given)
+    assert len([one for one in program.instructions if isinstance(one, Call)]) == 1
