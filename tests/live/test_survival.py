@@ -34,7 +34,9 @@ ROOT = Path(__file__).parents[2]
 def in_place():
     """What somebody could leave behind in torch."""
     owners = (torch.amp.GradScaler, torch.optim.Optimizer, nn.Module, nn.utils.clip_grad, nn.utils)
-    places = {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+    places = {
+        (owner.__name__, name): value for owner in owners for name, value in vars(owner).items() if callable(value)
+    }
     places["engine"] = Variable._execution_engine
     hooks = [value for name, value in vars(modules).items() if name.startswith("_global") and isinstance(value, dict)]
     hooks += [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
@@ -66,8 +68,9 @@ def watched(tmp_path):
                 raise
             finally:
                 watch.ended(error)
-        file = seen.health / "log.jsonl"
-        seen.log = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+                seen.doctor._log.close()
+                file = seen.health / "log.jsonl"
+                seen.log = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     return context
 
@@ -178,6 +181,7 @@ def test_a_default_device(watched):
     assert kept.shape == (4, 1)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_transforms_and_tracing_are_no_part_of_a_step(watched):
     def call(model, x):
         weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -223,6 +227,7 @@ class _Shapeless(_Unhashable):
         return torch.zeros(3)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("made", [_Unhashable, lambda: torch.jit.script(network())], ids=["unhashable", "scripted"])
 def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched, made):
     with watched() as seen:
