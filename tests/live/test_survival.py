@@ -296,7 +296,7 @@ def test_without_an_optimizer_of_torchs_nothing_grows(watched):
     with watched() as seen:
         model = nn.Linear(8, 1)
         recorder = seen.doctor._watch.recorder
-        for _ in range(2500):
+        for _ in range(2200):
             model(torch.randn(4, 8)).mean().backward()
             for p in model.parameters():
                 p.data -= 1e-2 * p.grad
@@ -344,7 +344,9 @@ def state(model, optimizer, scaler):
         "gradients": [p.grad for p in model.parameters()],
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
-        "unscaled": {key: dict(value) for key, value in scaler._per_optimizer_states.items()},
+        "unscaled": {key: dict(value) for key, value in scaler._per_optimizer_states.items()}
+        if scaler.is_enabled()
+        else {},
         "random": (torch.get_rng_state(), random.getstate()),
         "modes": [part.training for part in model.modules()],
         "hooks": [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()],
@@ -404,7 +406,8 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
                 return real(*args, **kwargs)
         finally:
             states["raised"] = mode.left <= 0
-            states["equal"] = equal(states["before"], state(*states["parts"]))
+            after = state(*states["parts"])
+            states["changed"] = [key for key, was in states["before"].items() if not equal(was, after[key])]
 
     monkeypatch.setattr(doctor, "look", look)
     if error is KeyboardInterrupt:
@@ -422,7 +425,7 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
         if report.errors:
             assert f"ampdoctor bisect-nan {seen.health / 'bundle-3'}" in seen.said[-1]
     assert states["raised"]
-    assert states["equal"]
+    assert states["changed"] == []
 
 
 def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):
