@@ -104,6 +104,7 @@ def at_its_begin(program: Program) -> Iterator[None]:
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]
     states = getattr(program.scaler, "_per_optimizer_states", None)
+    moments = {} if program.optimizer is None else {p: dict(one) for p, one in program.optimizer.state.items()}
     with torch.no_grad():
         for name, value in program.buffers.items():
             named[name].copy_(value)
@@ -121,6 +122,9 @@ def at_its_begin(program: Program) -> Iterator[None]:
             parameter.grad = gradient
         if states is not None:
             program.scaler._per_optimizer_states = states  # noqa: SLF001
+        for parameter, one in moments.items():  # held all along, so that putting them back takes no memory
+            if not program.optimizer.state.get(parameter):
+                program.optimizer.state[parameter] = one
 
 
 def _once(program: Program) -> Callable[[], TrainingRun]:
