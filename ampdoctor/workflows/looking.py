@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -104,7 +104,8 @@ def at_its_begin(program: Program) -> Iterator[None]:
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]
     states = getattr(program.scaler, "_per_optimizer_states", None)
-    moments = {} if program.optimizer is None else {p: dict(one) for p, one in program.optimizer.state.items()}
+    held: Any = {} if program.optimizer is None else program.optimizer.state
+    moments = {parameter: dict(one) for parameter, one in held.items()}
     with torch.no_grad():
         for name, value in program.buffers.items():
             named[name].copy_(value)
@@ -123,7 +124,7 @@ def at_its_begin(program: Program) -> Iterator[None]:
         if states is not None:
             program.scaler._per_optimizer_states = states  # noqa: SLF001
         for parameter, one in moments.items():  # held all along, so that putting them back takes no memory
-            if not program.optimizer.state.get(parameter):
+            if program.optimizer is not None and not program.optimizer.state.get(parameter):
                 program.optimizer.state[parameter] = one
 
 
