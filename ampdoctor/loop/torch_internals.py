@@ -11,6 +11,7 @@
 | `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
 | `Tensor._version` | 0.4 | inputs that are written to while a step runs are not noticed: nothing can be recorded |
 | `overrides._push_mode`, `_pop_mode`, `_C._len_torch_function_stack`, `_get_function_stack_at` | 2.0 | as above |
+| `nn.modules.module._global_forward_hooks_with_kwargs` | 2.0 | nothing has to be forgotten there |
 | `_C._get_tracing_state` | 1.0 | what `torch.jit.trace` runs is taken for a step |
 | `_GLOBAL_DEVICE_CONTEXT` | 2.3 | the fault of `get_default_device` in 2.8 and before; which mode stays outermost |
 | `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
@@ -26,12 +27,14 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import Variable
+from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 __all__ = ["no_modes", "outside_transforms"]
 
 _ENGINE = "_execution_engine"
+_WITH_KWARGS = "_global_forward_hooks_with_kwargs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,11 @@ def take_away(mode: TorchFunctionMode) -> bool:
         if one is not mode:
             _push_mode(one)
     return True
+
+
+def forget_hook(hook: Any) -> None:
+    """Take the number of a removed global forward hook out of the table in which torch leaves it."""
+    getattr(modules, _WITH_KWARGS, {}).pop(hook.id, None)
 
 
 def transforms() -> bool:

@@ -140,6 +140,8 @@ def _put_back(program: Program) -> Iterator[None]:
     states = getattr(program.scaler, "_per_optimizer_states", None)
     own = {} if program.optimizer is None else vars(program.optimizer)
     sent = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}  # to a fused one, by a scaler
+    held: Any = {} if program.optimizer is None else program.optimizer.state
+    moments = {parameter: dict(one) for parameter, one in held.items()}
     with torch.no_grad():
         for name, value in program.buffers.items():
             named[name].copy_(value)
@@ -158,6 +160,9 @@ def _put_back(program: Program) -> Iterator[None]:
         if states is not None:
             program.scaler._per_optimizer_states = states  # noqa: SLF001
         own.update(sent)
+        for parameter, one in moments.items():  # held all along, so that putting them back takes no memory
+            if program.optimizer is not None and not program.optimizer.state.get(parameter):
+                program.optimizer.state[parameter] = one
 
 
 def _once(program: Program) -> Callable[[], TrainingRun]:

@@ -34,7 +34,9 @@ ROOT = Path(__file__).parents[2]
 def in_place():
     """What somebody could leave behind in torch."""
     owners = (torch.amp.GradScaler, torch.optim.Optimizer, nn.Module, nn.utils.clip_grad, nn.utils)
-    places = {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+    places = {
+        (owner.__name__, name): value for owner in owners for name, value in vars(owner).items() if callable(value)
+    }
     places["engine"] = Variable._execution_engine
     hooks = [value for name, value in vars(modules).items() if name.startswith("_global") and isinstance(value, dict)]
     hooks += [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
@@ -66,8 +68,9 @@ def watched(tmp_path):
                 raise
             finally:
                 watch.ended(error)
-        file = seen.health / "log.jsonl"
-        seen.log = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+                seen.doctor._log.close()
+                file = seen.health / "log.jsonl"
+                seen.log = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     return context
 
@@ -178,6 +181,7 @@ def test_a_default_device(watched):
     assert kept.shape == (4, 1)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_transforms_and_tracing_are_no_part_of_a_step(watched):
     def call(model, x):
         weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -223,6 +227,7 @@ class _Shapeless(_Unhashable):
         return torch.zeros(3)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("made", [_Unhashable, lambda: torch.jit.script(network())], ids=["unhashable", "scripted"])
 def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched, made):
     with watched() as seen:
@@ -291,7 +296,7 @@ def test_without_an_optimizer_of_torchs_nothing_grows(watched):
     with watched() as seen:
         model = nn.Linear(8, 1)
         recorder = seen.doctor._watch.recorder
-        for _ in range(2500):
+        for _ in range(2200):
             model(torch.randn(4, 8)).mean().backward()
             for p in model.parameters():
                 p.data -= 1e-2 * p.grad
@@ -339,7 +344,9 @@ def state(model, optimizer, scaler):
         "gradients": [p.grad for p in model.parameters()],
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
-        "unscaled": {key: dict(value) for key, value in scaler._per_optimizer_states.items()},
+        "unscaled": {key: dict(value) for key, value in scaler._per_optimizer_states.items()}
+        if scaler.is_enabled()
+        else {},
         "random": (torch.get_rng_state(), random.getstate()),
         "modes": [part.training for part in model.modules()],
         "hooks": [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()],
@@ -399,7 +406,8 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
                 return real(*args, **kwargs)
         finally:
             states["raised"] = mode.left <= 0
-            states["equal"] = equal(states["before"], state(*states["parts"]))
+            after = state(*states["parts"])
+            states["changed"] = [key for key, was in states["before"].items() if not equal(was, after[key])]
 
     monkeypatch.setattr(doctor, "look", look)
     if error is KeyboardInterrupt:
@@ -417,7 +425,7 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
         if report.errors:
             assert f"ampdoctor bisect-nan {seen.health / 'bundle-3'}" in seen.said[-1]
     assert states["raised"]
-    assert states["equal"]
+    assert states["changed"] == []
 
 
 def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):

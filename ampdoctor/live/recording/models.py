@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.loop.torch_internals import in_backward, transforms, under_fake_tensors
+from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
 
 
@@ -58,9 +58,9 @@ class OutermostModels:
         try:
             yield
         finally:
-            for hook in (*self._global, *self._hooks):
+            self.settle()
+            for hook in self._hooks:
                 hook.remove()
-            self._global.clear()
             self._hooks.clear()
 
     @property
@@ -85,6 +85,7 @@ class OutermostModels:
         """Look at the calls of the known models alone."""
         for hook in self._global:
             hook.remove()
+            forget_hook(hook)
         self._global.clear()
 
     def left_behind(self) -> None:

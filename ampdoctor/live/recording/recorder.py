@@ -179,7 +179,7 @@ class StepRecorder:
             self._forget_unused()
         self._in_a_row += 1
         if self._in_a_row > self._patience:
-            self._keep_used()
+            self._keep(self._tape.instructions)
             self._in_a_row, self._patience = 0, max(_IN_A_ROW, 2 * len(self._tape.instructions))
 
     def fail(self, error: Exception) -> None:
@@ -475,7 +475,7 @@ class StepRecorder:
 
         What the loop itself holds stays, and is not looked for again until there is twice as much.
         """
-        self._keep_used()
+        self._keep(self._tape.instructions)
         backwards = [one for one in self._tape.instructions if isinstance(one, Backward)]
         while len(backwards) > 1 and self._holds_much():
             half = len(backwards) // 2
@@ -489,12 +489,6 @@ class StepRecorder:
 
     def _holds_much(self) -> bool:
         return len(self._tape.instructions) > _MOST // 2 or self._tape.held_bytes > _MOST_BYTES // 2
-
-    def _keep_used(self) -> None:
-        instructions = self._tape.instructions
-        used = sliced(instructions, [place for place, one in enumerate(instructions) if isinstance(one, Backward)])
-        kept = {id(one) for one in used}
-        self._keep([one for one in instructions if id(one) in kept or self._lives(one)])
 
     def _keep(self, instructions: list[Instruction]) -> None:
         """Keep, of these, what a living tensor was made of, and what gradients that still add up came of."""
