@@ -52,6 +52,28 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
     return _function(model, "nobody saw it being made")
 
 
+def code_of(said: Any) -> str | None:
+    """What `--model` has to name for a model to be made again: a file, or a function of one; None for no code at all.
+
+    Args:
+        said: The manifest's entry; nothing in it is trusted.
+    """
+    said = said if isinstance(said, Mapping) else {}
+    kind = said.get("kind")
+    if kind == "several":
+        children = said.get("children")
+        parts = [code_of(child) for child in children.values()] if isinstance(children, Mapping) else []
+        return next((part for part in parts if part is not None), None)
+    if kind in ("wrapped", "peft"):
+        return code_of(said.get("module"))
+    if kind == "transformers":
+        return None
+    made = said.get("made", said)
+    file = made.get("file") if isinstance(made, Mapping) else None
+    file = file if isinstance(file, str) and file.endswith(".py") and file.isprintable() else "train.py"
+    return file if kind in ("made", "lightning") else f"{file}:make_model"
+
+
 def _function(model: nn.Module, why: str) -> dict[str, Any]:
     cls = type(model)
     return {"kind": "function", "class": class_name(cls), "file": _file_of(cls), "why": why}

@@ -20,7 +20,7 @@ from ampdoctor.errors import OutputError
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
 from ampdoctor.loop.program import Program
 from ampdoctor.package import version
-from ampdoctor.replay.bundles.describing import Made, described
+from ampdoctor.replay.bundles.describing import Made, code_of, described
 from ampdoctor.replay.bundles.inner_autocast import prepared_models, with_inner_autocast
 from ampdoctor.replay.bundles.instructions import instruction_out, relative
 from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
@@ -44,12 +44,14 @@ class Written:
         size: Bytes of its files.
         left_out: What it lacks, in sentences.
         replays: Whether the step can be run again from it.
+        code: What `--model` has to name for its model to be made again; None where it takes no code.
     """
 
     folder: Path
     size: int
     left_out: tuple[str, ...]
     replays: bool
+    code: str | None = None
 
 
 def write_bundle(
@@ -105,7 +107,7 @@ def write_bundle(
     manifest["exact"] = _exact(manifest, collected)
     text = json.dumps(manifest, allow_nan=False, indent=1)
     size = _write_whole(folder, collected, text, log)
-    return Written(folder=folder, size=size, left_out=left_out, replays=not collected.cannot)
+    return Written(folder=folder, size=size, left_out=left_out, replays=not collected.cannot, code=collected.code())
 
 
 class _Collected:
@@ -202,6 +204,10 @@ class _Collected:
                 f"settings or state of the optimizer that are no plain values: {', '.join(said['lost'])}"
             )
         return {"name": self._program.optimizer_name, **said}
+
+    def code(self) -> str | None:
+        """What `--model` has to name."""
+        return code_of(self._model)
 
     def fit(self, max_bytes: int) -> tuple[str, ...]:
         """Leave out what goes beyond the cap; returns what is left out, in sentences.
