@@ -136,6 +136,7 @@ class Backward:
         seeds: The gradients that it begins with, or None, one for each root.
         inputs: Tensors whose gradients alone are wanted; none for all leaves.
         kept: The graph is kept for another one.
+        mode: As in `Call`: inside autocast, a backward casts as well.
         line: The loop's line.
     """
 
@@ -144,6 +145,7 @@ class Backward:
     inputs: tuple[Reference, ...]
     kept: bool
     line: Line
+    mode: Mode = Mode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,20 @@ class Clipped:
     line: Line
 
 
-Instruction = Call | Op | Scaled | Backward | Unscaled | Clipped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The loop's own code has looked at a value and ended the training: what stands for the step's loss.
+
+    Attributes:
+        value: What it looked at.
+        line: The loop's line.
+    """
+
+    value: Reference
+    line: Line
+
+
+Instruction = Call | Op | Scaled | Backward | Unscaled | Clipped | Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -206,6 +221,8 @@ def references(instruction: Instruction) -> list[Reference]:
         return [found for _, found in iter_kind(Reference, (instruction.args, instruction.kwargs))]
     if isinstance(instruction, Scaled):
         return [instruction.loss]
+    if isinstance(instruction, Ended):
+        return [instruction.value]
     if isinstance(instruction, Backward):
         seeds = (seed for seed in instruction.seeds if seed is not None)
         return [*instruction.roots, *seeds, *instruction.inputs]

@@ -28,8 +28,8 @@ from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
-from ampdoctor.replay.bundles.inner_autocast import with_inner_autocast
 from ampdoctor.replay.bundles.writing import Written, write_bundle
+from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.looking import Look, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
-from ampdoctor.evidence.report import ErrorNote, Report, Skipped
+from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
@@ -81,8 +81,11 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     except AmpdoctorError as error:
         note = ErrorNote(what="the recorded step", kind="not_replayed", message=str(error))
         report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), ()
+    if not report.findings and not report.errors:
+        report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program),))
     left_out = (*_not_replayed(program, uncovered), *report.skipped)
-    report = replace(report, command="run", skipped=left_out)
+    findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
+    report = replace(report, command="run", findings=findings, skipped=left_out)
     return Look(report=report, uncovered=uncovered, seconds=time.monotonic() - began)
 
 
@@ -169,6 +172,24 @@ def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
         return False
     mine, other = (torch.where(finite, t, 0).to(torch.float32) for t in (here, there))
     return bool((mine - other).norm() <= AGREE * other.norm())
+
+
+def _finite_again(program: Program) -> ErrorNote:
+    """The step was not finite, and is when it is run again: something else than its calls made it so."""
+    said = (
+        f"step {program.step} was not finite in the loop, and is finite when it is run again from its recorded calls: "
+        f"its kernels are not deterministic, the hardware erred, or what was not recorded made it so"
+    )
+    return ErrorNote(what=f"step {program.step}", kind="not_reproduced", message=said)
+
+
+def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:
+    """Nothing that a replay shows is a proof where its gradients are not those of the loop."""
+    made = finding.prescription
+    if made is None or made.status != "verified":
+        return finding
+    reason = f"the replay's gradient of {uncovered[0]} is not the loop's: what it shows is no proof"
+    return replace(finding, prescription=replace(made, status="not_run", reason=reason))
 
 
 def _not_replayed(program: Program, uncovered: Sequence[str]) -> list[Skipped]:

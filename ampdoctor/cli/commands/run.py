@@ -59,10 +59,6 @@ class WatchOptions:
     guard: Annotated[
         bool, typer.Option("--guard", help="Let a fused optimizer hold a sick update back on the device.")
     ] = False
-    record_batches: Annotated[
-        int,
-        typer.Option("--record-batches", metavar="K", min=0, help="Steps whose batches are kept for a bundle."),
-    ] = 0
     bundle_max: Annotated[
         str, typer.Option("--bundle-max", metavar="SIZE", help="The most that a bundle takes, as in 512MB.")
     ] = "4GB"
@@ -112,7 +108,6 @@ def run(
         on_sick=watch.on_sick,
         look=watch.look,
         guard=watch.guard,
-        record_batches=watch.record_batches,
         bundle=not watch.no_bundle,
         bundle_max=bytes_of("--bundle-max", watch.bundle_max),
         thresholds=limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context)),

@@ -6,7 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 
@@ -43,23 +43,22 @@ class Constructions:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, modules of classes that are not torch's are noted; nothing is left in place afterwards."""
-        original = nn.Module.__init__
-        note = self._note
+        original: Any = nn.Module.__init__
+        note, noting = self._note, [True]
 
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            if not type(module).__module__.startswith("torch."):
-                try:
+            if noting[0] and not type(module).__module__.startswith("torch."):
+                with suppress(Exception):  # a training is never harmed
                     note(module, sys._getframe(1))  # noqa: SLF001 - the constructor that calls this one
-                except Exception:  # noqa: BLE001, S110 a training is never harmed
-                    pass
 
-        nn.Module.__init__ = init  # type: ignore[method-assign]
+        setattr(nn.Module, "__init__", init)  # noqa: B010 - no type checker takes an assignment
         try:
             yield
         finally:
-            if nn.Module.__init__ is init:
-                nn.Module.__init__ = original  # type: ignore[method-assign]
+            if vars(nn.Module)["__init__"] is init:  # else somebody has wrapped it since, and calls it on
+                setattr(nn.Module, "__init__", original)  # noqa: B010 - the same
+            noting[0] = False
 
     def _note(self, module: nn.Module, frame: FrameType | None) -> None:
         cls = type(module)
@@ -90,7 +89,7 @@ class Constructions:
         """The frame of the `__init__` of the module's own class; of the frames that make it, the last one up."""
         codes = self._codes.get(cls)
         if codes is None:
-            inits = (vars(base).get("__init__") for base in cls.__mro__)
+            inits = (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
             codes = frozenset(code for init in inits if (code := getattr(inspect.unwrap(init), "__code__", None)))
             self._codes[cls] = codes
         found = None

@@ -26,6 +26,7 @@ from ampdoctor.loop.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
     Given,
     Instruction,
     Line,
@@ -91,11 +92,12 @@ class StepRecorder:
         self._thread: int | None = None
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._buffers: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
-        self._before: dict[int, tuple[dict[str, torch.Tensor], int]] = {}  # by id(call): buffers, version of weights
+        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by id(call): buffers
+        self._buffered: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._ages: dict[int, int] = {}  # by id(instruction): updates before it
         self._order: dict[int, int] = {}  # by id(instruction): instructions before it
         self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales or clips for
-        self._stepped: dict[int, int] = {}  # by id(optimizer): instructions before its last update
+        self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: instructions before its last update
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner of gradients: as they were cleared
         self._updates = 0
         self._count = 0
@@ -108,6 +110,7 @@ class StepRecorder:
             stack.callback(self._tape.close)
             stack.enter_context(self.models.watching())
             stack.enter_context(seen_backwards(self._backward))
+            stack.enter_context(_before_backwards(self._tape.close))
             stack.enter_context(_told_of_zeroed(self._zeroed))
             yield
 
@@ -153,7 +156,7 @@ class StepRecorder:
             training=training,
             line=line,
         )
-        self._before[id(call)] = buffers, self._version_of_weights()
+        self._before[id(call)] = buffers
         self._add(call)
         if self.returned is not None:
             self.returned(name, self._calls, output)
@@ -202,6 +205,7 @@ class StepRecorder:
             self._named = now
             model = together(roots)
             self._tape.hold([*model.named_parameters(), *model.named_buffers()])
+            self._buffered = [(name, weakref.ref(part)) for name, part in model.named_modules() if part._buffers]
 
     def _name_of(self, module: nn.Module) -> str | None:
         for prefix, root in _prefixed(self.models.roots):
@@ -213,18 +217,30 @@ class StepRecorder:
     def _buffers_now(self) -> dict[str, torch.Tensor]:
         """The buffers as they are: each is copied once for each time that it was written to."""
         found: dict[str, torch.Tensor] = {}
-        for prefix, root in _prefixed(self.models.roots):
-            for name, buffer, silent in _buffers_of(root):
+        for module_name, there in self._buffered:
+            module = there()
+            silent = module is not None and module.training and isinstance(module, _NormBase)
+            for last, buffer in () if module is None else module._buffers.items():
+                if buffer is None:
+                    continue
                 known = self._buffers.get(id(buffer))
                 version = version_of(buffer)
+                # batch norm's kernel writes to its buffers and raises no version
                 if silent or known is None or known[0]() is not buffer or known[1] != version:
                     known = weakref.ref(buffer), version, buffer.detach().clone()
                     self._buffers[id(buffer)] = known
-                found[f"{prefix}.{name}" if prefix else name] = known[2]
+                found[f"{module_name}.{last}" if module_name else last] = known[2]
         return found
 
-    def _version_of_weights(self) -> int:
-        return sum(version_of(p) for _, root in self.models.roots for p in root.parameters())
+    def _has_moved(self, call: Call, model: nn.Module) -> bool:
+        """Whether an optimizer has updated a model's weights since its call."""
+        held = {id(p) for p in model.get_submodule(call.model).parameters()}
+        return any(
+            count > self._order[id(call)]
+            and (optimizer := there()) is not None
+            and any(id(p) in held for p in _parameters_of(optimizer))
+            for there, count in self._stepped.values()
+        )
 
     # -- backwards ---------------------------------------------------------------------------------------------------
 
@@ -267,6 +283,7 @@ class StepRecorder:
                 seeds=tuple(None if s is None else name(s) for s in seen.seeds[: len(roots)]),
                 inputs=tuple(name(t) for t in seen.inputs if isinstance(t, torch.Tensor)),
                 kept=seen.kept,
+                mode=mode_now(),
                 line=user_line(),
             )
         )
@@ -312,8 +329,8 @@ class StepRecorder:
         wanted = self._wanted(optimizer, model)
         unexplained: list[str] = []
         if root is not None:
-            made = self._tape.reference(root)
-            wanted += [place for place, one in enumerate(instructions) if made in getattr(one, "results", {}).values()]
+            instructions = [*instructions, Ended(value=self._tape.reference(root), line=None)]
+            wanted.append(len(instructions) - 1)
         chosen = sliced(instructions, wanted)
         indices: dict[int, int] = {}
         for one in chosen:
@@ -327,11 +344,11 @@ class StepRecorder:
         if any(tensor.requires_grad and not tensor.is_leaf for tensor in given):
             unexplained.append("a tensor that entered it hangs on what was not recorded, and gives no gradient on")
         calls = [one for one in chosen if isinstance(one, Call)]
-        if any(self._before[id(call)][1] != self._version_of_weights() for call in calls):
+        if any(self._has_moved(call, model) for call in calls):
             unexplained.append("weights have changed since one of its calls, which is run with what they are now")
         if not calls:
             unexplained.append("no call of a model was recorded")
-        buffers = self._before[id(calls[0])][0] if calls else {}
+        buffers = self._before[id(calls[0])] if calls else {}
         now = dict(model.named_buffers())
         return Program(
             model=model,
@@ -350,7 +367,7 @@ class StepRecorder:
         """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
         instructions = self._tape.instructions
         if optimizer is None:
-            last = max(self._stepped.values(), default=0)
+            last = max((count for _, count in self._stepped.values()), default=0)
             return [
                 place
                 for place, one in enumerate(instructions)
@@ -378,7 +395,7 @@ class StepRecorder:
         """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
         self._tape.close()
         self._updates += 1
-        self._stepped[id(optimizer)] = self._count
+        self._stepped[id(optimizer)] = weakref.ref(optimizer), self._count
         self.losses.clear()
         self.backwards = self._calls = 0
         oldest = self._updates - _RING
@@ -391,7 +408,7 @@ class StepRecorder:
 
     def _begun(self, held: set[int], optimizer: Any) -> int:
         """How many instructions were recorded when these parameters' gradients began to add up."""
-        begun = self._stepped.get(id(optimizer), 0)
+        begun = self._stepped[id(optimizer)][1] if id(optimizer) in self._stepped else 0
         for owner, count in self._cleared.values():
             there = owner()
             if there is None or count <= begun:
@@ -410,7 +427,7 @@ class StepRecorder:
 
     def _keep(self, instructions: list[Instruction]) -> None:
         """Keep, of these, what a living tensor was made of, and what gradients that still add up came of."""
-        first = min(self._stepped.values(), default=0)
+        first = min((count for there, count in self._stepped.values() if there() is not None), default=0)
         places = [
             place
             for place, one in enumerate(instructions)
@@ -434,17 +451,6 @@ class StepRecorder:
         self._order[id(instruction)] = self._count
         self._of[id(instruction)] = optimizer
         self._count += 1
-
-
-def _buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yields name, buffer, and whether it is written to without a trace: batch norm's kernel raises no version."""
-    seen: set[int] = set()
-    for name, module in root.named_modules():
-        silent = module.training and isinstance(module, _NormBase)
-        for last, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{name}.{last}" if name else last, buffer, silent
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
@@ -487,6 +493,8 @@ def _renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruc
         return replace(instruction, args=args, kwargs=kwargs)
     if isinstance(instruction, Scaled):
         return replace(instruction, loss=other(instruction.loss))
+    if isinstance(instruction, Ended):
+        return replace(instruction, value=other(instruction.value))
     if isinstance(instruction, Backward):
         roots, seeds, inputs = (
             tuple(map(other, p)) for p in (instruction.roots, instruction.seeds, instruction.inputs)
@@ -497,6 +505,22 @@ def _renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruc
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:
     return here.shape == there.shape and here.dtype == there.dtype and torch.equal(here, there)
+
+
+@contextmanager
+def _before_backwards(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, `tell` is called before a backward comes to a mode, from within which no mode can be left."""
+    with ExitStack() as stack:
+        for owner in (torch.Tensor, torch.autograd):
+            original = owner.backward
+
+            def backward(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                tell()
+                return _original(*args, **kwargs)
+
+            owner.backward = functools.wraps(original)(backward)  # type: ignore[method-assign,union-attr]
+            stack.callback(setattr, owner, "backward", original)
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ampdoctor.probes.ops.source import user_line
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
 """Parts of the names of torch's functions that draw random numbers."""
 _KINDS = ("cpu", "cuda")
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Tape:
@@ -78,6 +79,14 @@ class Tape:
 
     def references(self, value: Any) -> Any:
         """The value with its tensors replaced by their names."""
+        if isinstance(value, torch.Tensor):
+            return self.reference(value)
+        if isinstance(value, _PLAIN):
+            return value
+        if type(value) in (tuple, list):  # what most functions take; the walk for all else costs ten times as much
+            return type(value)([self.references(item) for item in value])
+        if type(value) is dict:
+            return {key: self.references(item) for key, item in value.items()}
         return map_tensors(self.reference, value)  # type: ignore[arg-type]  # names stand for tensors
 
     def make(self, output: Any) -> dict[str, Made]:

@@ -126,14 +126,14 @@ class _Reader:
 
 def _mapping(cls: Any, pairs: list[tuple[Any, Any]]) -> Any:
     if isinstance(cls, type) and issubclass(cls, UserDict):
-        made = cls.__new__(cls)
-        object.__setattr__(made, "data", dict(pairs))
-        return made
+        around = cls.__new__(cls)
+        object.__setattr__(around, "data", dict(pairs))
+        return around
     if not (isinstance(cls, type) and issubclass(cls, dict)):
         return dict(pairs)
-    made = cls.__new__(cls)
-    put = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
-    names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    made: Any = cls.__new__(cls)
+    put: Any = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
+    names: set[str] = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for name in names:  # an output of transformers' has its items as attributes as well
         object.__setattr__(made, name, None)
     for key, one in pairs:

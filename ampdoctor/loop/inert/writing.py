@@ -84,8 +84,9 @@ class _Writer:
             return {"kind": cls.__name__, "items": self._many(value, depth)}
         if cls in _PLAIN_DICTS:
             return {"kind": "dict", "items": self._pairs(value, depth)}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {"kind": "named tuple", "class": class_name(cls), "fields": self._fields(value._asdict(), depth)}
+        if isinstance(value, tuple) and hasattr(cls, "_fields"):
+            fields = dict(zip(cls._fields, value, strict=True))
+            return {"kind": "named tuple", "class": class_name(cls), "fields": self._fields(fields, depth)}
         if hasattr(cls, "model_type") and callable(getattr(value, "to_dict", None)):  # a configuration of transformers'
             return {"kind": "config", "class": class_name(cls), "fields": self.tree(value.to_dict(), depth)}
         if isinstance(value, dict | UserDict):
@@ -119,45 +120,50 @@ class _Writer:
 
 def _atom(value: Any) -> Tree | None:
     """A value without parts; None for any other."""
-    cls = type(value)
-    if value is Ellipsis:
-        return {"kind": "ellipsis"}
-    if cls is complex:
-        return {"kind": "complex", "value": repr(value)}
-    if cls is bytes:
-        return {"kind": "bytes", "value": value.hex()}
-    if isinstance(value, slice | range):
-        parts = [value.start, value.stop, value.step]
-        return {"kind": cls.__name__, "parts": parts} if all(p is None or type(p) is int for p in parts) else None
-    if isinstance(value, torch.Size):
-        return {"kind": "size", "items": list(map(int, value))}
-    if isinstance(value, torch.device):
-        return {"kind": "device", "value": str(value)}
-    if isinstance(value, _PLAIN):
-        return {"kind": "torch", "value": str(value)}
-    if isinstance(value, enum.Enum):
-        return {"kind": "enum", "class": class_name(cls), "name": value.name, "value": _json(value.value)}
-    if isinstance(value, type):
-        return {"kind": "class", "class": class_name(value)}
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, bool | int | float | str):  # a subclass, as numpy's float64
-        base = next(base for base in (bool, int, float, str) if isinstance(value, base))
-        plain = base(value)
-        return plain if base is not float or math.isfinite(plain) else {"kind": "float", "value": repr(plain)}
-    if cls.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return _atom_of_scalar(value.item())
+    for kinds, write in _ATOMS:
+        if isinstance(value, kinds):
+            return write(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        plain = value.item()
+        return plain if isinstance(plain, bool | int | str) else _atom(plain)
     if callable(value) and (name := name_of(value)) is not None:
         return {"kind": "function", "name": name}
     return None
 
 
-def _atom_of_scalar(value: Any) -> Tree | None:
-    return value if isinstance(value, bool | int | str) else _atom(value)
+def _bounds(value: Any) -> Tree | None:
+    parts = [value.start, value.stop, value.step]
+    plain = all(part is None or type(part) is int for part in parts)
+    return {"kind": type(value).__name__, "parts": parts} if plain else None
 
 
-def _json(value: Any) -> Tree:
-    return value if value is None or isinstance(value, str | int | bool) else None
+def _enum(value: enum.Enum) -> Tree:
+    plain = value.value if isinstance(value.value, str | int) else None
+    return {"kind": "enum", "class": class_name(type(value)), "name": value.name, "value": plain}
+
+
+def _float(value: float) -> Tree:
+    plain = float(value)
+    return plain if math.isfinite(plain) else {"kind": "float", "value": repr(plain)}
+
+
+_ATOMS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Tree | None]], ...] = (
+    (type(Ellipsis), lambda _value: {"kind": "ellipsis"}),
+    (enum.Enum, _enum),
+    (bool, bool),
+    (int, int),
+    (float, _float),
+    (str, str),
+    (complex, lambda value: {"kind": "complex", "value": repr(complex(value))}),
+    (bytes, lambda value: {"kind": "bytes", "value": value.hex()}),
+    ((slice, range), _bounds),
+    (torch.Size, lambda value: {"kind": "size", "items": list(map(int, value))}),
+    (torch.device, lambda value: {"kind": "device", "value": str(value)}),
+    (_PLAIN, lambda value: {"kind": "torch", "value": str(value)}),
+    (type, lambda value: {"kind": "class", "class": class_name(value)}),
+    (PurePath, str),
+)
+"""What is written as one; of two kinds that a value may have, the first counts."""
 
 
 def _is_plain(cls: type) -> bool:

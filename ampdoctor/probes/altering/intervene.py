@@ -18,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.where import Source
+from ampdoctor.loop.recorded_line import recorded_line
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.nested import REDUCED
 from ampdoctor.precision.widening import wide_numbers
 from ampdoctor.probes.altering.guards import Guard, choose_guard
 from ampdoctor.probes.ops.naming import function_name, is_cast
 from ampdoctor.probes.ops.sites import FunctionNames
-from ampdoctor.probes.ops.source import as_source, user_line
+from ampdoctor.probes.ops.source import RECORDED_STEP, as_source, user_line
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Birth
@@ -181,6 +182,8 @@ def calling_line() -> Source | None:
     asking = frame.f_code.co_filename  # the mode's file
     while frame is not None:
         filename = frame.f_code.co_filename
+        if filename == RECORDED_STEP:
+            return as_source(recorded_line())
         passed_on = frame.f_code.co_name == "__torch_function__" or filename.startswith(_IN_BETWEEN)
         if filename.startswith(_OURS) and filename != asking and not passed_on:
             return None

@@ -23,6 +23,8 @@ _OURS = str(FOLDER)
 _TORCH = str(Path(torch.__file__).parent)
 _BOUNDARY = str(FOLDER / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
+RECORDED_STEP = str(FOLDER / "replay" / "recorded" / "running.py")
+"""Runs a step without its loop: what it calls was called at a line that was recorded."""
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
 _ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
 """From here the engine is called: what lies below it in a backward are hooks and custom functions."""

@@ -34,8 +34,9 @@ def finding(code: NamedCode | None) -> Callable[[str, str], Any]:
 
 def _of_torch(module: str, qualname: str) -> Any:
     found = vars(sys.modules.get(module, torch)).get(qualname)
-    usable = isinstance(found, type) and found.__module__ == module
-    return found if usable and issubclass(found, nn.Module | nn.utils.rnn.PackedSequence) else None
+    if not isinstance(found, type) or found.__module__ != module:
+        return None
+    return found if issubclass(found, nn.Module | nn.utils.rnn.PackedSequence) else None
 
 
 def _of_transformers(module: str, qualname: str) -> Any:

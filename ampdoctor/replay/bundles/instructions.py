@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ampdoctor.loop.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
     Given,
     Held,
     Instruction,
@@ -30,6 +32,7 @@ from ampdoctor.loop.program import (
 from ampdoctor.loop.random_state import RandomState
 
 _KINDS = ("cpu", "cuda")
+_CUDA = re.compile(r"cuda(:\d+)?")
 
 
 def instruction_out(one: Instruction, state: Callable[[RandomState], int], base: Path) -> Tree:
@@ -65,10 +68,13 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
                 "seeds": [None if seed is None else _reference(seed) for seed in one.seeds],
                 "inputs": [_reference(tensor) for tensor in one.inputs],
                 "kept": one.kept,
+                "mode": _mode_out(one.mode),
                 "line": line,
             }
         case Unscaled():
             return {"kind": "unscaled", "line": line}
+        case Ended():
+            return {"kind": "ended", "value": _reference(one.value), "line": line}
         case Clipped():
             norms = {"max_norm": written(float(one.max_norm)), "norm_type": written(float(one.norm_type))}
             return {"kind": "clipped", **norms, "line": line}
@@ -80,18 +86,18 @@ def _called_out(one: Call | Op, what: str, state: Callable[[RandomState], int]) 
         kwargs = {name: written(value, _reference) for name, value in one.kwargs.items()}
     except NotInertError as error:
         raise NotInertError(f"{what} takes {error}") from None
-    cast = one.mode.autocast
     return {
         "args": args,
         "kwargs": kwargs,
         "results": {path: made.index for path, made in one.results.items()},
-        "mode": {
-            "autocast": None if cast is None else [cast[0], str(cast[1])],
-            "cached": one.mode.cached,
-            "gradients": one.mode.gradients,
-        },
+        "mode": _mode_out(one.mode),
         "random": None if one.random is None else state(one.random),
     }
+
+
+def _mode_out(mode: Mode) -> Tree:
+    cast = None if mode.autocast is None else [mode.autocast[0], str(mode.autocast[1])]
+    return {"autocast": cast, "cached": mode.cached, "gradients": mode.gradients}
 
 
 def _reference(value: Any) -> Tree | None:
@@ -155,26 +161,34 @@ class InstructionsIn:
             if len(seeds) != len(roots) or not roots:
                 raise ValueError("seeds")
             inputs = tuple(map(self._reference, tree["inputs"]))
-            return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, line=line)
+            mode = _mode(tree["mode"])
+            return Backward(roots=roots, seeds=seeds, inputs=inputs, kept=tree["kept"] is True, mode=mode, line=line)
         if kind == "unscaled":
             return Unscaled(line=line)
+        if kind == "ended":
+            return Ended(value=self._reference(tree["value"]), line=line)
         if kind == "clipped":
             norms = (float(self._value(tree[name])) for name in ("max_norm", "norm_type"))
             return Clipped(max_norm=next(norms), norm_type=next(norms), line=line)
         raise ValueError("kind")
 
     def _called(self, tree: Mapping[str, Any], line: Line) -> Call | Op:
-        args = tuple(map(self._value, tree["args"]))
-        kwargs = {_string(name): self._value(one) for name, one in tree["kwargs"].items()}
+        function, args, kwargs = tree.get("function"), tree["args"], tree["kwargs"]
+        if tree["kind"] == "op" and not torch.cuda.is_available():
+            args, kwargs = [_here(one) for one in args], {name: _here(one) for name, one in kwargs.items()}
+            if function == "torch.Tensor.cuda":
+                function, args, kwargs = "torch.Tensor.to", [args[0], "cpu"], {}
+        args = tuple(map(self._value, args))
+        kwargs = {_string(name): self._value(one) for name, one in kwargs.items()}
         mode = _mode(tree["mode"])
         random = None if tree["random"] is None else self._states[_index(tree["random"], len(self._states))]
         results = {path: self._make(index) for path, index in tree["results"].items()}
         said: dict[str, Any] = {"args": args, "kwargs": kwargs, "results": results, "mode": mode, "line": line}
         if tree["kind"] == "op":
-            function = function_named(_string(tree["function"]))
-            if function is None:
-                raise UnreadableTreeError(f"{tree['function'][:80]!r}, which is no function in torch's table")
-            return Op(function=function, random=random, **said)
+            found = function_named(_string(function))
+            if found is None:
+                raise UnreadableTreeError(f"{str(function)[:80]!r}, which is no function in torch's table")
+            return Op(function=found, random=random, **said)
         if random is None:
             raise ValueError("random")
         return Call(model=_string(tree["model"]), training=tree["training"] is True, random=random, **said)
@@ -188,6 +202,8 @@ class InstructionsIn:
         if kind == "held":
             self.held.add(_string(tree["name"]))
             return Held(tree["name"])
+        if kind == "device" and not torch.cuda.is_available() and _CUDA.fullmatch(tree["value"]):
+            return torch.device("cpu")
         if kind == "made":
             if tree["index"] not in self._made:
                 raise UnreadableTreeError("a tensor that nothing before has made")
@@ -197,7 +213,7 @@ class InstructionsIn:
     def _reference(self, tree: Mapping[str, Any]) -> Reference:
         found = self._special(tree["kind"], tree)
         if not isinstance(found, Given | Held | Made):
-            raise ValueError("reference")
+            raise TypeError("reference")
         return found
 
     def _make(self, index: Any) -> Made:
@@ -213,6 +229,11 @@ def _mode(tree: Mapping[str, Any]) -> Mode:
             raise ValueError("autocast")
         cast = kind, dtype
     return Mode(autocast=cast, cached=tree["cached"] is True, gradients=tree["gradients"] is True)
+
+
+def _here(tree: Tree) -> Tree:
+    """What names a GPU as a string means the CPU where there is none."""
+    return "cpu" if isinstance(tree, str) and _CUDA.fullmatch(tree) else tree
 
 
 def line_in(line: Any) -> Line:

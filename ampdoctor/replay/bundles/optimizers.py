@@ -27,18 +27,11 @@ def optimizer_out(
         names: The parameters' names by id.
         tensor: Takes a state tensor's name and the tensor; gives its entry, None where it is left out.
     """
-    groups = []
     lost: list[str] = []
-    for group in optimizer.param_groups:
-        settings = {}
-        for key, value in group.items():
-            if key == "params":
-                continue
-            try:
-                settings[key] = written(value.item() if _is_number(value) else value)
-            except NotInertError:
-                lost.append(str(key))
-        groups.append({"params": [names.get(id(p)) for p in group["params"]], "settings": settings})
+    groups = [
+        {"params": [names.get(id(p)) for p in group["params"]], "settings": _settings(group, lost)}
+        for group in optimizer.param_groups
+    ]
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
@@ -57,6 +50,17 @@ def optimizer_out(
                     lost.append(str(key))
         states[name] = kept
     return {"class": class_name(type(optimizer)), "groups": groups, "state": states, "lost": sorted(set(lost))}
+
+
+def _settings(group: Mapping[str, Any], lost: list[str]) -> dict[str, Any]:
+    settings = {}
+    for key, value in group.items():
+        if key != "params":
+            try:
+                settings[key] = written(value.item() if _is_number(value) else value)
+            except NotInertError:
+                lost.append(str(key))
+    return settings
 
 
 def _is_number(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 
@@ -14,7 +14,6 @@ from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.loop.inert.reading import read
 from ampdoctor.loop.program import Program
-from ampdoctor.replay.bundles.inner_autocast import converts_outputs
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.named_code import NamedCode
@@ -23,6 +22,7 @@ from ampdoctor.replay.bundles.random_states import states_in
 from ampdoctor.replay.bundles.rebuilding import Rebuilding
 from ampdoctor.replay.bundles.tensors import made_again
 from ampdoctor.replay.bundles.weights import put_weights
+from ampdoctor.replay.recorded.inner_autocast import converts_outputs
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -52,10 +52,15 @@ class Bundle:
             raise CheckpointError(f"{path} is no bundle: it has no manifest.json beside a calls.safetensors.")
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self.policy: str = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
+        self.policy: Literal["cuda", "native"] = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
         self.step: int = self.manifest.get("step")  # type: ignore[assignment]  # the same
         if self.policy not in ("cuda", "native") or type(self.step) is not int or not 0 <= self.step < 2**62:
             raise CheckpointError(f"{folder.name}/manifest.json: policy or step is malformed.")
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether its parameters were left out."""
+        return self.manifest.get("weights") == "left out"
 
     @property
     def name(self) -> str:
@@ -176,7 +181,7 @@ class _Tensors:
             self._file.close()
             raise
 
-    def __enter__(self) -> _Tensors:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -54,7 +54,7 @@ class Rebuilding:
         except (KeyError, IndexError) as error:
             raise CheckpointError(f"{self._name}: the entry of the model is malformed ({error!r}).") from None
 
-    def _model(self, said: Any, depth: int) -> nn.Module:
+    def _model(self, said: Any, depth: int) -> nn.Module:  # noqa: C901 - a table of kinds
         if not isinstance(said, dict) or depth > _DEEPEST:
             raise CheckpointError(f"{self._name}: the entry of the model is malformed.")
         kind = said["kind"]
@@ -124,9 +124,9 @@ class Rebuilding:
         """The class that the manifest names, in the code that the user names."""
         module, _, qualname = made["class"].partition(":")
         named = None if self._code is None else self._code.named
-        if isinstance(named, type) and issubclass(named, nn.Module) and said.get("kind") != "several":
-            if named.__qualname__ == qualname or made is said.get("made") or made is said:
-                return named
+        outermost = made is said or made is said.get("made")
+        if isinstance(named, type) and issubclass(named, nn.Module) and outermost:
+            return named
         found = self.find(module, qualname)
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
             if self._code is None:

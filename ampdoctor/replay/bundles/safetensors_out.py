@@ -54,6 +54,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         for tensor in tensors.values():
             if tensor.numel():
                 plain = tensor.detach().to("cpu").contiguous().reshape(-1)
-                file.write(memoryview(plain.view(torch.uint8).numpy()))
+                file.write(plain.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -15,6 +15,7 @@ from ampdoctor.loop.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
     Given,
     Held,
     Instruction,
@@ -50,7 +51,7 @@ def run_of(program: Program) -> TrainingRun:
         precision=precision,
         autocast=autocast,
         scaler=program.scaler,
-        step=lambda model, batch, scaler: step.run(model, batch, scaler),
+        step=lambda model, batch, scaler: step.run(model, batch, scaler),  # noqa: PLW0108 - arguments go by name
         first_step=program.step,
     )
 
@@ -69,7 +70,7 @@ def format_of(program: Program) -> tuple[str, bool]:
 
 
 def _mode_of(instruction: Instruction) -> Mode | None:
-    return instruction.mode if isinstance(instruction, Call | Op) else None
+    return instruction.mode if isinstance(instruction, Call | Op | Backward) else None
 
 
 class _Step:
@@ -121,6 +122,7 @@ class _Run:
         self, model: nn.Module, scaler: Any, program: Program, named: Callable[[Reference], torch.Tensor]
     ) -> None:
         self._model, self._scaler, self._named = model, scaler, named
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._program = program
         self._scaled = {one.result: one.loss for one in program.instructions if isinstance(one, Scaled)}
         self.loss: torch.Tensor | None = None
@@ -136,7 +138,7 @@ class _Run:
                     stack.close()
                     entered = mode
                     if mode is not None:
-                        stack.enter_context(_in_mode(mode))
+                        stack.enter_context(_in_mode(mode, self._device))
                 yield place, mode, one
 
     def one(self, instruction: Instruction, mode: Mode | None) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
@@ -157,6 +159,8 @@ class _Run:
                         self._scaler.unscale_(self._program.optimizer)
                 case Clipped():
                     self._clip(instruction)
+                case Ended():
+                    self.loss = self._named(instruction.value).detach()
             return {}
 
     def _called(self, instruction: Call | Op) -> Mapping[int, torch.Tensor]:
@@ -194,8 +198,10 @@ class _Run:
 
 
 @contextmanager
-def _in_mode(mode: Mode) -> Iterator[None]:
+def _in_mode(mode: Mode, device: str) -> Iterator[None]:
+    """Autocast is that of the device that the model is on now: a step of a GPU's may be run on a CPU."""
     kind, dtype = mode.autocast if mode.autocast is not None else ("cpu", torch.bfloat16)
+    kind = "cpu" if device == "cpu" else kind
     with (
         torch.set_grad_enabled(mode.gradients),
         torch.autocast(kind, dtype, enabled=mode.autocast is not None, cache_enabled=mode.cached),

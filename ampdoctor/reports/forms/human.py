@@ -78,7 +78,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
 def _kept(report: Report, console: Console) -> None:
     """Say what a watched training has left, and how it is replayed; the command is never folded."""
     kept = report.run.get("kept") or {}
-    if not kept:
+    if not kept.get("health"):
         return
     heading("kept", console)
     show(text(f"{kept['health']}: the log; ampdoctor scan judges it"), console, indent=2, hang=2)

@@ -64,6 +64,7 @@ class OpenReplay:
     Attributes:
         request: The request.
         device: The device of the replay.
+        policy: The autocast that a replay on a CPU follows.
         resumed: The result of loading the checkpoint; None without one.
         log: The training log beside the checkpoint.
         notes: What differs from the machine where the run failed, and what cannot be seen, in sentences.
@@ -77,6 +78,7 @@ class OpenReplay:
     request: ReplayRequest
     device: torch.device
     factory: Target
+    policy: Policy = "cuda"
     resumed: ResumeReport | None = None
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -207,7 +209,7 @@ class OpenReplay:
         """Returns the report's `run` section."""
         return {
             "device": str(self.device),
-            "policy": self.request.policy or "cuda" if self.device.type == "cpu" else "native",
+            "policy": self.policy if self.device.type == "cpu" else "native",
             "precision": session.precision.compute,
             "autocast": session.precision.autocast,
             "steps": steps,
@@ -230,7 +232,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     Raises:
         AmpdoctorError: The device, the factory or the checkpoint cannot be used; the sentence says why.
     """
-    request = replace(request, policy=request.policy or _usual_policy(request))
+    usual = _usual_policy(request)
+    policy = request.policy or usual
     device = choose_device(request.device)
     before = RandomState.capture()
     plain = device.type == "cpu" and request.half_products == "plain"
@@ -245,11 +248,11 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(lasting_emulation())
         stack.enter_context(shown_from(Path.cwd()))
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        policy = stack.enter_context(autocast_policy(request.policy or "cuda")) if device.type == "cpu" else None
-        detour = stack.enter_context(half_products()) if _detours(request, device) else None
+        casts = stack.enter_context(autocast_policy(policy)) if device.type == "cpu" else None
+        detour = stack.enter_context(half_products()) if _detours(request, policy, device) else None
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
-        environment = _emulated_cuda(notes, says_yes=request.policy == "cuda") if emulated else nullcontext
+        environment = _emulated_cuda(notes, says_yes=policy == "cuda") if emulated else nullcontext
         if request.until_sick:  # thousands of steps: what is replaced around each is then replaced once
             stack.enter_context(environment())
         factory = load_target(
@@ -260,26 +263,37 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             notes=notes,
             model=request.model,
         )
-        replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
+        replay = OpenReplay(request, device, factory, policy, notes=notes, detour=detour)
         try:
             yield replay
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise out_of_memory("the replay", error) from None
-        if policy is not None:
-            notes.extend(policy.notes)
+        if casts is not None:
+            notes.extend(casts.notes)
 
 
 def _usual_policy(request: ReplayRequest) -> Policy:
-    """A bundle says on what it was recorded; everything else was made for a GPU."""
-    bundle = bundle_at(request.factory) if isinstance(request.factory, str) else None
-    return "cuda" if bundle is None else Bundle(str(bundle)).policy
+    """A bundle says on what it was recorded; everything else was made for a GPU.
+
+    Raises:
+        ReplayError: A bundle lacks its parameters, and no checkpoint has them.
+    """
+    if not isinstance(request.factory, str) or bundle_at(request.factory) is None:
+        return "cuda"
+    bundle = Bundle(request.factory)
+    if bundle.needs_checkpoint and request.checkpoint is None:
+        raise ReplayError(
+            f"{bundle.name} was written without the parameters, for its size: give a checkpoint of the training from "
+            f"before step {bundle.step} with --checkpoint"
+        )
+    return bundle.policy
 
 
-def _detours(request: ReplayRequest, device: torch.device) -> bool:
+def _detours(request: ReplayRequest, policy: Policy, device: torch.device) -> bool:
     """Under the CPU's own policy its own kernels multiply as well: it stands for nothing but itself."""
-    asked = request.policy == "cuda" and request.half_products == "fp32"
+    asked = policy == "cuda" and request.half_products == "fp32"
     return asked and device.type == "cpu" and lends_kernels()
 
 

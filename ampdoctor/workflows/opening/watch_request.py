@@ -37,7 +37,6 @@ class WatchRequest:
         look: `auto`: look before the update wherever that costs no synchronisation of the device. `sync`: everywhere,
             at the price of one a step. `off`: never run a step again.
         guard: Let a fused optimizer hold a sick update back on the device.
-        record_batches: Steps whose batches are kept for a bundle; 0: none.
         bundle: Keep a bundle of the first sick step.
         bundle_max: The most bytes that a bundle takes.
         thresholds: What counts as lost, as harmful, as too many.
@@ -56,7 +55,6 @@ class WatchRequest:
     on_sick: OnSick = "record"
     look: Look = "auto"
     guard: bool = False
-    record_batches: int = 0
     bundle: bool = True
     bundle_max: int = USUAL_BUNDLE_BYTES
     thresholds: Thresholds = DEFAULT_THRESHOLDS
@@ -68,7 +66,5 @@ class WatchRequest:
             raise UsageError(f"on_sick {self.on_sick!r} is neither record nor stop")
         if self.look not in get_args(Look):
             raise UsageError(f"look {self.look!r} is none of auto, sync, off")
-        if self.record_batches < 0:
-            raise UsageError(f"record_batches is {self.record_batches}: it counts from 0, which keeps none")
         if self.bundle_max < 1:
             raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ampdoctor.replay.bundles.writing import write_bundle
@@ -80,7 +79,7 @@ def recorded(theirs):
             x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(x.t().contiguous().t())
-                loss = F.cross_entropy(out.float(), y, label_smoothing=0.1) + out.pow(2).mean() / 10
+                loss = nn.functional.cross_entropy(out.float(), y, label_smoothing=0.1) + out.pow(2).mean() / 10
             (loss / 2).backward()
 
     program = loop.record(train, optimizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from ampdoctor.errors import AmpdoctorError, CheckpointError, FactoryError
 from ampdoctor.loop.inert.reading import UnreadableTreeError, read
@@ -105,7 +104,9 @@ def test_without_code_the_sentence_says_what_to_type(bundle, code):
 
 def test_another_model_is_told_by_its_parameters(bundle, tmp_path):
     (tmp_path / "m.py").write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(2, 2)\n")
-    with pytest.raises(FactoryError, match="makes another model than the bundle's: it lacks first.weight, first.bias"):
+    with pytest.raises(
+        FactoryError, match=r"makes another model than the bundle's: it lacks first\.weight, first\.bias"
+    ):
         load_bundle(str(bundle), model=f"{tmp_path / 'm.py'}:make")
 
 
@@ -127,7 +128,8 @@ def test_a_script_that_trains_is_not_run(bundle, code, tmp_path):
     ran = tmp_path / "ran"
     code.write_text(
         code.read_text()
-        + f"\nWIDTH = 8\nmodel = Net(Config(WIDTH))\nopen({str(ran)!r}, 'w').close()\nfor step in range(3):\n    model(torch.randn(4, 8))\n"
+        + f"\nWIDTH = 8\nmodel = Net(Config(WIDTH))\nopen({str(ran)!r}, 'w').close()\n"
+        + "for step in range(3):\n    model(torch.randn(4, 8))\n"
     )
     run = load_bundle(str(bundle), model=str(code))
     assert not ran.exists()

@@ -7,7 +7,6 @@ import textwrap
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ampdoctor.replay.bundles.reading import load_bundle
@@ -68,7 +67,7 @@ def test_a_scaler_comes_back_as_it_stood(loop, theirs, code, tmp_path):
     def train(_step):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
-            loss = F.cross_entropy(model(torch.randn(16, 8)).float(), torch.randint(0, 4, (16,)))
+            loss = nn.functional.cross_entropy(model(torch.randn(16, 8)).float(), torch.randint(0, 4, (16,)))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
 
@@ -121,7 +120,7 @@ def test_tied_weights_are_tied_as_they_were(loop, tmp_path, tied, fresh):
     def train(_step):
         optimizer.zero_grad()
         out = model(torch.randint(0, 11, (4, 5)), scale={"factor": torch.tensor(2.0)})
-        F.cross_entropy(out["logits"].flatten(0, 1), torch.randint(0, 11, (20,))).backward()
+        nn.functional.cross_entropy(out["logits"].flatten(0, 1), torch.randint(0, 11, (20,))).backward()
 
     program = loop.record(train, optimizer, steps=2)
     write_bundle(tmp_path / "b", program)
@@ -139,7 +138,7 @@ def test_a_gan_is_two_models_under_their_names(loop, tmp_path):
         of_critic.zero_grad()
         fake = generator(torch.randn(8, 3)).detach()
         real = torch.randn(8, 5)
-        (F.softplus(critic(fake)).mean() + F.softplus(-critic(real)).mean()).backward()
+        (nn.functional.softplus(critic(fake)).mean() + nn.functional.softplus(-critic(real)).mean()).backward()
 
     program = loop.record(train, of_critic, steps=2)
     write_bundle(tmp_path / "b", program)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ampdoctor.errors import OutputError
+from ampdoctor import bisect_nan
+from ampdoctor.errors import OutputError, ReplayError
 from ampdoctor.replay.bundles import writing
 from ampdoctor.replay.bundles.reading import load_bundle
 from ampdoctor.replay.bundles.writing import write_bundle
+from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.replay.bundles.steps import gradients, replayed, same
 
 ROOM = 1 << 20
@@ -50,6 +53,12 @@ def test_then_the_parameters_which_a_checkpoint_brings(recorded, bundle, code, t
     run = load_bundle(str(tmp_path / "b"), model=str(code))
     run.model.load_state_dict(recorded.model.state_dict())
     same(replayed(run)[1], real)
+    asked = ReplayRequest(factory=str(tmp_path / "b"), model=str(code), compare_steps=0)
+    with pytest.raises(ReplayError, match="without the parameters, for its size: give a checkpoint"):
+        bisect_nan(asked)
+    torch.save({"model": recorded.model.state_dict()}, tmp_path / "c.pt")
+    report = bisect_nan(replace(asked, checkpoint=str(tmp_path / "c.pt")))
+    assert report.verdict == "healthy"
 
 
 def test_the_calls_are_never_left_out(recorded, tmp_path):

@@ -1,0 +1,250 @@
+"""A recorded step, run again, gives the gradients that the loop had, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch import nn
+
+from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.program import Call, Ended, Op
+from ampdoctor.loop.scaler_calls import told_of_scalers
+from ampdoctor.replay.recorded.running import run_of
+from ampdoctor.replay.session import Session
+
+
+class Net(nn.Module):
+    """Dropout draws, batch norm writes to its buffers."""
+
+    def __init__(self, inputs=6, outputs=4):
+        super().__init__()
+        self.a, self.norm = nn.Linear(inputs, 8), nn.BatchNorm1d(8)
+        self.drop, self.b = nn.Dropout(0.3), nn.Linear(8, outputs)
+
+    def encode(self, x):
+        return torch.relu(self.norm(self.a(x)))
+
+    def forward(self, x):
+        return self.b(self.drop(self.encode(x)))
+
+
+class Loop:
+    """A loop of some steps, the last of which is held beside its program."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.recorder = StepRecorder()
+        self.scaler = None
+
+    def scaler_called(self, scaler, method, argument, run):
+        if method == "scale":
+            return self.recorder.scaled(argument, run)
+        result = run()
+        if method == "unscale_":
+            self.recorder.unscaled(argument)
+        return result
+
+    def run(self, body, steps=4):
+        with self.recorder.watching(), told_of_scalers(self):
+            for step in range(steps):
+                body(step)
+
+    def stepped(self, optimizer, step, *, last):
+        """Update, or compare at the last step."""
+        if not last:
+            optimizer.step()
+            self.recorder.updated(optimizer)
+            self.recorder.models.settle()
+            return None
+        program = self.recorder.program(optimizer, name="optimizer", scaler=self.scaler, step=step)
+        real = {id(p): p.grad for group in optimizer.param_groups for p in group["params"]}
+        self.recorder.away = True
+        session = Session(run_of(program), device=torch.device("cpu"))
+        session.has_step(0)
+        start = session.snapshot()
+        kept = copy.deepcopy(optimizer.state_dict())
+        outcome = session.attempt(0)
+        replayed = {key: next(p for p in program.model.parameters() if id(p) == key).grad for key in real}
+        start.restore()
+        session.close()
+        assert outcome.raised is None, outcome.raised
+        assert kept["param_groups"] == optimizer.state_dict()["param_groups"]
+        for key, gradient in real.items():
+            assert (gradient is None) == (replayed[key] is None)
+            assert gradient is None or torch.equal(gradient, replayed[key])
+        assert any(gradient is not None and bool(gradient.count_nonzero()) for gradient in real.values())
+        return program
+
+
+def adam(*models):
+    return torch.optim.Adam([p for model in models for p in model.parameters()], lr=1e-2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_plain_step(autocast):
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+
+    def body(step):
+        x, y = torch.randn(16, 6), torch.randint(0, 4, (16,))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        program = loop.stepped(optimizer, step, last=step == 3)
+        if program is not None:
+            assert program.unexplained == ()
+            assert [type(one).__name__ for one in program.instructions] == ["Call", "Op", "Backward"]
+            assert set(program.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+
+    loop.run(body)
+
+
+def test_accumulation_with_a_clip_and_a_scaler():
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+    loop.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def body(step):
+        optimizer.zero_grad()
+        for _ in range(3):
+            x, y = torch.randn(16, 6), torch.randint(0, 4, (16,))
+            scaler.scale(F.cross_entropy(model(x), y) / 3).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        loop.recorder.clipped(0.1, 2.0)
+        if step < 3:
+            scaler.step(optimizer)
+            scaler.update()
+            loop.recorder.updated(optimizer)
+        else:
+            scaler._per_optimizer_states.clear()  # the replay begins the step anew
+            loop.stepped(optimizer, step, last=True)
+
+    loop.run(body)
+
+
+def test_what_is_written_to_afterwards_is_kept_as_it_was():
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+
+    def body(step):
+        x, label = torch.randn(16, 6), torch.full((16, 4), 1.0)
+        optimizer.zero_grad()
+        first = (model(x) - label).square().mean()
+        label.fill_(0.0)
+        second = (model(x) - label).square().mean()
+        (first + 2 * second).backward()
+        program = loop.stepped(optimizer, step, last=step == 3)
+        assert program is None or program.unexplained == ()
+
+    loop.run(body)
+
+
+def test_assignments_draws_and_parts_of_a_model():
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+
+    def body(step):
+        x = torch.randn(16, 6)
+        optimizer.zero_grad()
+        hidden = model.a(x)  # no call of the model itself
+        hidden = F.dropout(hidden, 0.5)
+        hidden[:, 0] = 0.0
+        out = model.b(hidden * torch.rand_like(hidden))
+        loss = out.square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        program = loop.stepped(optimizer, step, last=step == 3)
+        if program is not None:
+            assert {one.model for one in program.instructions if isinstance(one, Call)} == {"a", "b"}
+
+    loop.run(body)
+
+
+def test_a_gradient_penalty_is_run_again_too():
+    loop, model = Loop(), Net(outputs=1)
+    model.drop.p = 0.0
+    optimizer = adam(model)
+
+    def body(step):
+        real, fake = torch.randn(16, 6), torch.randn(16, 6)
+        optimizer.zero_grad()
+        score = model(real).mean() - model(fake).mean()
+        mixed = (0.3 * real + 0.7 * fake).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        loss = score + 10.0 * (gradient.norm(dim=1) - 1.0).square().mean()
+        loss.backward()
+        loop.stepped(optimizer, step, last=step == 3)
+
+    loop.run(body)
+
+
+def test_a_gan_keeps_what_one_step_made_for_the_next():
+    loop, generator, critic = Loop(), Net(outputs=6), Net(outputs=1)
+    of_critic, of_generator = adam(critic), adam(generator)
+
+    def body(step):
+        real, noise = torch.randn(16, 6), torch.randn(16, 6)
+        of_critic.zero_grad()
+        fake = generator(noise)
+        (critic(fake.detach()).mean() - critic(real).mean()).backward()
+        loop.stepped(of_critic, step, last=False)
+        of_generator.zero_grad()
+        (-critic(fake).mean()).backward()
+        program = loop.stepped(of_generator, step, last=step == 3)
+        if program is not None:
+            assert len([one for one in program.instructions if isinstance(one, Call)]) == 2
+            assert program.unexplained == ()
+
+    loop.run(body)
+
+
+def test_values_that_the_loop_keeps_do_not_keep_its_past():
+    loop, model = Loop(), Net()
+    optimizer, losses = adam(model), []
+
+    def body(step):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(torch.randn(16, 6)), torch.randint(0, 4, (16,)))
+        losses.append(loss)  # with its graph, as a beginner's loop does
+        loss.backward()
+        loop.stepped(optimizer, step, last=False)
+        assert len(loop.recorder._tape.instructions) <= 2 * 4
+        assert len(loop.recorder._tape.given) <= 2 * 4
+
+    loop.run(body, steps=12)
+
+
+def test_a_value_that_the_loop_looked_at_last():
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+    with loop.recorder.watching():
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 6)).sub(1e9).exp().log().mean()
+        value = loop.recorder.last_value()
+        assert value is loss
+        program = loop.recorder.program(None, name="", scaler=None, step=0, root=value)
+    assert isinstance(program.instructions[-1], Ended)
+    assert [one.function.__name__ for one in program.instructions if isinstance(one, Op)] == [
+        "sub",
+        "exp",
+        "log",
+        "mean",
+    ]
+    session = Session(run_of(program), device=torch.device("cpu"))
+    session.has_step(0)
+    assert session.attempt(0).loss == -float("inf")
+    session.close()
+
+
+def test_nothing_is_left_in_torch():
+    before = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.Tensor.backward, torch.autograd.backward
+    loop = Loop()
+    with pytest.raises(RuntimeError, match="user"), loop.recorder.watching():
+        Net()(torch.randn(4, 6))
+        raise RuntimeError("user")
+    after = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.Tensor.backward, torch.autograd.backward
+    assert before == after
+    assert torch._C._len_torch_function_stack() == 0
+    assert not nn.modules.module._global_forward_hooks
