@@ -243,6 +243,8 @@ class Doctor:
         except (AmpdoctorError, OSError) as error:
             self._say(f"no bundle of step {program.step} was kept: {error}")
             return None
+        if not written.replays:
+            self._say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
         for sentence in written.left_out:
             self._say(f"the bundle of step {program.step}: {sentence}")
         return written
@@ -271,7 +273,7 @@ class Doctor:
     def _kept(self, bundle: Written | None) -> Kept:
         health = Path(self._request.named or self._request.health)
         kept = Kept(health=str(health))
-        if bundle is not None:
+        if bundle is not None and bundle.replays:
             kept["bundle"] = str(health / bundle.folder.name)
             if bundle.code is not None:
                 kept["model"] = bundle.code

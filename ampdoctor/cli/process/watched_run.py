@@ -87,7 +87,7 @@ class _Job:
         with contextlib.suppress(OSError):  # files are named from where the command was typed
             self.home.enter_context(contextlib.chdir(folder))
         report = None if watch is None else watch.report
-        logged = watch is not None and watch.doctor is not None
+        logged = watch is not None and watch.has_begun
         return self._nothing_sick(logged=logged) if report is None else replace(report, command="run")
 
     def _nothing_sick(self, *, logged: bool) -> Report:

@@ -132,7 +132,7 @@ class Kept(TypedDict, total=False):
 
     Attributes:
         health: The folder of the log.
-        bundle: The bundle of the sick step.
+        bundle: The bundle of the sick step; absent where it cannot be replayed.
         model: What `--model` has to name for the bundle's model to be made again; absent where it takes no code.
     """
 
