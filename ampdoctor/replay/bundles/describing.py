@@ -117,5 +117,7 @@ def _is_lightning(cls: type) -> bool:
 
 
 def _file_of(cls: type) -> str | None:
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    """The file that has a class; of torch's own layers that of the script, where they are put together."""
+    module = "__main__" if cls.__module__.startswith("torch.") else cls.__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
     return file if isinstance(file, str) else None

@@ -83,7 +83,9 @@ def _kept(report: Report, console: Console) -> None:
     heading("kept", console)
     show(text(f"{kept['health']}: the log; ampdoctor scan judges it"), console, indent=2, hang=2)
     if kept.get("bundle"):
-        show(text(f"{kept['bundle']}: the step, to be replayed on any machine:"), console, indent=2, hang=2)
+        name = str(kept.get("model", "")).rpartition(":")[2]
+        maker = f", once {name}() returns its model" if name == "make_model" else ""
+        show(text(f"{kept['bundle']}: the step, to be replayed on any machine{maker}:"), console, indent=2, hang=2)
         console.print(text(f"    {bundle_command(report)}"), soft_wrap=True)
 
 
