@@ -95,7 +95,12 @@ class LoopWatch:
             stack.enter_context(told_of_scalers(self))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(self._over)
             yield
+
+    def _over(self) -> None:
+        """Whoever has wrapped what was in torch's place may go on calling it."""
+        self._busy = self.recorder.away = True
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -172,8 +177,10 @@ class LoopWatch:
                 self._listener.about_to_step(attempt, self.recorder.losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._is_not_ours():
+            return
         attempt, self._attempt = self._attempt, None
-        if attempt is None or attempt.optimizer is not optimizer or self._is_not_ours():
+        if attempt is None or attempt.optimizer is not optimizer:
             return
         self._ended(attempt, skipped=_holds_back(optimizer))
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ampdoctor.loop.torch_internals import replaced
+
 _METHODS = ("scale", "unscale_", "step", "update")
 
 
@@ -52,7 +54,5 @@ def told_of_scalers(listener: ScalerListener) -> Iterator[None]:
 
     with ExitStack() as stack:
         for method in _METHODS:
-            original = getattr(torch.amp.GradScaler, method)
-            setattr(torch.amp.GradScaler, method, wrapped(method))
-            stack.callback(setattr, torch.amp.GradScaler, method, original)
+            stack.enter_context(replaced(torch.amp.GradScaler, method, wrapped(method)))
         yield

@@ -10,8 +10,9 @@
 | `utils._python_dispatch._disable_current_modes` | 1.13 | a look at a tensor would be traced itself |
 | `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
 | `Tensor._version` | 0.4 | inputs that are written to while a step runs are not noticed: nothing can be recorded |
-| `_C._len_torch_function_stack`, `_C._get_function_stack_at` | 2.0 | nothing can be recorded |
-| `_GLOBAL_DEVICE_CONTEXT` | 2.3 | needed only where `get_default_device` has the fault of 2.8 and before |
+| `overrides._push_mode`, `_pop_mode`, `_C._len_torch_function_stack`, `_get_function_stack_at` | 2.0 | as above |
+| `_C._get_tracing_state` | 1.0 | what `torch.jit.trace` runs is taken for a step |
+| `_GLOBAL_DEVICE_CONTEXT` | 2.3 | the fault of `get_default_device` in 2.8 and before; which mode stays outermost |
 | `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 __all__ = ["no_modes", "outside_transforms"]
@@ -95,6 +97,21 @@ def seen_backwards(seen: SeenBackward) -> Iterator[None]:
 
 
 @contextmanager
+def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
+    """Inside, `owner.name` is ours; afterwards it is what it was, unless somebody has put theirs there since.
+
+    Theirs may call ours long afterwards, which must then only call on.
+    """
+    original = getattr(owner, name)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if getattr(owner, name, None) is ours:
+            setattr(owner, name, original)
+
+
+@contextmanager
 def unseen() -> Iterator[None]:
     """Looks at tensors that neither a mode nor autograd takes part in."""
     with torch._C.DisableTorchFunction(), no_modes(), torch.no_grad():
@@ -161,10 +178,32 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def top_function_mode() -> Any:
-    """The innermost `TorchFunctionMode`; None without any."""
+def put_outermost(mode: TorchFunctionMode) -> None:
+    """Put a mode around those that are in place: who leaves a mode takes the innermost away, whichever that is.
+
+    Only the device of `torch.set_default_device` stays farther out, where torch asks for it.
+    """
+    inner = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    if inner and inner[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+        _push_mode(inner.pop())
+    for one in (mode, *reversed(inner)):
+        _push_mode(one)
+
+
+def take_away(mode: TorchFunctionMode) -> bool:
+    """Take a mode away from among the others; False where it is not in place, as while it is told of a function."""
     depth = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(depth - 1) if depth else None
+    if not any(torch._C._get_function_stack_at(place) is mode for place in range(depth)):
+        return False
+    for one in reversed([_pop_mode() for _ in range(depth)]):
+        if one is not mode:
+            _push_mode(one)
+    return True
+
+
+def transforms() -> bool:
+    """Whether what runs now is traced by `torch.jit`, or runs under `vmap` or `grad`: its tensors must not be kept."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
 def shims() -> dict[str, str]:

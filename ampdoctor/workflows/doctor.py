@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from ampdoctor.errors import AmpdoctorError, StoppedError
+from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.report.target import Kept
@@ -26,17 +27,38 @@ from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.program import Program
+from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
-from ampdoctor.workflows.looking import Look, look
+from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
+
+
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[Doctor, P], None]) -> Callable[Concatenate[Doctor, P], None]:
+    """What fails inside is ours, and is said once; the training goes on unwatched."""
+
+    @functools.wraps(method)
+    def guarded(self: Doctor, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._failed:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self._failed = True
+            self._watch.recorder.fail(error)
+            self._say(f"the training is watched no more: {describe(error)}")
+
+    return guarded  # type: ignore[return-value]  # a method stays one
 
 
 class Doctor:
@@ -71,6 +93,7 @@ class Doctor:
         self._late: str | None = None
         self._failed = False
         self._described = False
+        self._said: set[str] = set()
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -92,50 +115,51 @@ class Doctor:
         Args:
             error: What ended it; `SystemExit` too.
         """
-        with self._harmless():
-            asked = isinstance(error, SystemExit) and error.code in (None, 0)
-            if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
-                self._look_at_the_end()
-        reason = "" if error is None else type(error).__name__
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(error is not None)
-        self._log.write(EndLine(exit_code=code, steps=self._lines.attempted, accepted=self._lines.taken, reason=reason))
+        self._ended_by(error)
+        if not self._failed:
+            self._tell_what_ended()
+        if not self._lines.attempted and self._watch.recorder.backwards:
+            self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
+        reason, lines = "" if error is None else type(error).__name__, self._lines
+        self._log.write(EndLine(exit_code=_code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
     # -- what the loop does ------------------------------------------------------------------------------------------
 
+    @_harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """As in `LoopListener`."""
-        with self._harmless():
-            self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
+        self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
 
+    @_harmless
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
-        with self._harmless():
-            norm = self._measured(attempt, losses)
-            if self._is_readable(attempt):
-                sick = self._sick_of(losses, norm)
-                if sick is not None:
-                    self._fall_sick(attempt, sick)
+        norm = self._measured(attempt, losses)
+        if self._is_readable(attempt):
+            sick = self._sick_of(losses, norm)
+            if sick is not None:
+                self._fall_sick(attempt, sick)
 
+    @_harmless
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
-        with self._harmless():
-            self._measured(attempt, losses)
-            left = self._settling.get(attempt.name, 0)
-            if left > 0:
-                self._settling[attempt.name] = left - 1
-            elif self.report is None and self._request.look != "off":
-                self._fall_sick(attempt, "its scaler skips it", settles=True)
+        self._measured(attempt, losses)
+        left = self._settling.get(attempt.name, 0)
+        if left > 0:
+            self._settling[attempt.name] = left - 1
+        elif self.report is None and self._request.look != "off":
+            self._fall_sick(attempt, "its scaler skips it", settles=True)
 
+    @_harmless
     def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
         """As in `LoopListener`."""
-        with self._harmless():
-            if not skipped:
-                self._settling.pop(attempt.name, None)
-            self._lines.ended(attempt, skipped=skipped)
-            self._numbers.stepped(attempt.name, skipped=skipped)
-            self._numbers.begin_step(self._lines.turn)
-            if not self._described:
-                self._describe(attempt)
+        if not skipped:
+            self._settling.pop(attempt.name, None)
+        self._lines.ended(attempt, skipped=skipped)
+        self._numbers.stepped(attempt.name, skipped=skipped)
+        self._numbers.begin_step(self._lines.turn)
+        self._tell_what_ended()
+        if not self._described:
+            self._describe(attempt)
 
     def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
         for loss in losses:
@@ -194,6 +218,12 @@ class Doctor:
     def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool = False) -> None:
         self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
 
+    @_harmless
+    def _ended_by(self, error: BaseException | None) -> None:
+        asked = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
+            self._look_at_the_end()
+
     def _look_at_the_end(self) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
@@ -218,6 +248,11 @@ class Doctor:
                 thresholds=request.thresholds,
                 settles=settles,
             )
+        hopeful = settles and name not in self._settling and self._sick_of(self._watch.recorder.losses, None) is None
+        if seen.failed and hopeful:
+            self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
+            self._settling[name] = MOST_BACKOFFS
+            return
         if seen.report is None:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
@@ -240,13 +275,16 @@ class Doctor:
                 log=[text_of(line) for line in self._log.last(_LAST_LINES)],
                 max_bytes=self._request.bundle_max,
             )
-        except (AmpdoctorError, OSError) as error:
-            self._say(f"no bundle of step {program.step} was kept: {error}")
+        except Exception as error:  # noqa: BLE001 - the diagnosis stands without it
+            why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
+            self._say(f"no bundle of step {program.step} was kept: {why}")
             return None
         if not written.replays:
             self._say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
         for sentence in written.left_out:
             self._say(f"the bundle of step {program.step}: {sentence}")
+        if seen.failed and written.replays:
+            self._say(f"step {program.step} could not be run again here; elsewhere: ampdoctor bisect-nan {folder}")
         return written
 
     def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
@@ -295,18 +333,23 @@ class Doctor:
         ]
         self._log.describe(**hardware(), models=models, optimizer=type(attempt.optimizer).__name__)
 
-    @contextmanager
-    def _harmless(self) -> Iterator[None]:
-        """What fails inside is ours, and is said once; the training goes on unwatched."""
-        if self._failed:
-            yield
-            return
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self._failed = True
-            self._watch.recorder.fail(error)
-            self._say(f"the training is watched no more: {type(error).__name__}: {error}".splitlines()[0])
+    def _tell_what_ended(self) -> None:
+        """What is not watched any more is said once."""
+        ended = {
+            "the steps are recorded no more, and none can be run again": self._watch.recorder.failed,
+            "the steps' numbers are taken no more": self._numbers.failed,
+        }
+        for what, why in ended.items():
+            if why is not None and what not in self._said:
+                self._said.add(what)
+                self._say(f"{what}: {why}")
+
+
+def _code_of(error: BaseException | None) -> int:
+    """With what Python ends a process that nothing but this has ended."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
 
 
 def _number(variable: str, otherwise: int) -> int:

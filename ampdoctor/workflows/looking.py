@@ -12,6 +12,8 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
+from ampdoctor.loop.program import Call
+from ampdoctor.loop.raised import describe
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
@@ -40,12 +42,14 @@ class Look:
         report: The diagnosis; None where the step is health, a scaler that settles.
         backoffs: How often the scaler has to back off until the step is taken, where it settles.
         uncovered: Parameters whose gradient the calls do not explain.
+        failed: The step could not be run again here.
         seconds: How long it took.
     """
 
     report: Report | None
     backoffs: int = 0
     uncovered: tuple[str, ...] = ()
+    failed: bool = False
     seconds: float = 0.0
 
 
@@ -62,7 +66,10 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     Returns:
         What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
     """
-    began = time.monotonic()
+    began, failed = time.monotonic(), None
+    if not any(isinstance(one, Call) for one in program.instructions):
+        unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
+        return Look(report=unseen, failed=True)
     request = ReplayRequest(
         factory=_once(program), policy=policy, device=device, thresholds=thresholds, steps=1, compare_steps=0
     )
@@ -78,15 +85,16 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
             if backoffs is not None:
                 return Look(report=None, backoffs=backoffs, seconds=time.monotonic() - began)
             report = bisect_nan(replace(request, factory=_once(program)))
-    except AmpdoctorError as error:
-        note = ErrorNote(what="the recorded step", kind="not_replayed", message=str(error))
-        report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), ()
+    except Exception as error:  # noqa: BLE001 - there may be no room here for a second run
+        said = str(error) if isinstance(error, AmpdoctorError) else describe(error)
+        failed = ErrorNote(what="the recorded step", kind="not_replayed", message=said)
+        report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(failed,)), ()
     if not report.findings and not report.errors:
         report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program),))
     left_out = (*_not_replayed(program, uncovered), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
-    return Look(report=report, uncovered=uncovered, seconds=time.monotonic() - began)
+    return Look(report=report, uncovered=uncovered, failed=failed is not None, seconds=time.monotonic() - began)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from ampdoctor.live.script.imported import when_imported
+from ampdoctor.workflows.opening.health_folder import give_back
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
@@ -73,3 +74,4 @@ def watching(
 
         with when_imported("torch", begin):
             yield watch
+    give_back(request.health)

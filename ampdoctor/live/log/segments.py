@@ -50,8 +50,8 @@ class Segments:
 
     @property
     def full(self) -> bool:
-        """A new file is due."""
-        return self._size >= self._limits.file_bytes
+        """A new file is due: the running one is large, or somebody has removed it."""
+        return self._size >= self._limits.file_bytes or not os.fstat(self._file).st_nlink
 
     def write(self, data: bytes) -> None:
         """Hands a whole line to the operating system, at once.
@@ -76,6 +76,8 @@ class Segments:
             OSError: One of both is not possible.
         """
         self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._finished = {path: size for path, size in self._finished.items() if path.exists()}
         self._begin()
         self._thin()
 

@@ -23,6 +23,8 @@ from ampdoctor.numerics.unseen import Unseen
 
 EVERY = 100
 """Steps from one look at single tensors to the next."""
+MOST_INCOMING = 256
+"""Gradients of outputs that are kept of a step; a loop that never steps an optimizer would have no end of them."""
 SAMPLED = "sampled"
 """Why most of them are made."""
 AGREE = 1e-3
@@ -167,7 +169,9 @@ class StepNumbers:
     @_harmless
     def incoming(self, module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> None:
         """The gradient of a module's output has come back, in a step that is `looking`; arguments as of `arrived`."""
-        if self.looking and (found := arrived(module, gradient, part=part, call=call)) is not None:
+        if not self.looking or len(self._incoming) >= MOST_INCOMING:
+            return
+        if (found := arrived(module, gradient, part=part, call=call)) is not None:
             self._incoming.append(found)
 
     @_harmless

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
+from ampdoctor.loop.torch_internals import replaced
 
 _LARGEST = 10_000
 """Arguments of a model of which more than so many were noted are no model's parts: then nothing is noted any more."""
@@ -52,12 +53,10 @@ class Constructions:
                 with suppress(Exception):  # a training is never harmed
                     note(module, sys._getframe(1))  # noqa: SLF001 - the constructor that calls this one
 
-        setattr(nn.Module, "__init__", init)  # noqa: B010 - no type checker takes an assignment
         try:
-            yield
+            with replaced(nn.Module, "__init__", init):
+                yield
         finally:
-            if vars(nn.Module)["__init__"] is init:  # else somebody has wrapped it since, and calls it on
-                setattr(nn.Module, "__init__", original)  # noqa: B010 - the same
             noting[0] = False
 
     def _note(self, module: nn.Module, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.loop.torch_internals import in_backward, under_fake_tensors
+from ampdoctor.loop.torch_internals import in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
 
 
@@ -24,6 +24,9 @@ class ModelListener(Protocol):
 
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """It has run; the output is None where it raised."""
+
+    def fail(self, error: Exception) -> None:
+        """Its calls cannot be told."""
 
 
 class OutermostModels:
@@ -55,9 +58,9 @@ class OutermostModels:
         try:
             yield
         finally:
-            self.settle()
-            for hook in self._hooks:
+            for hook in (*self._global, *self._hooks):
                 hook.remove()
+            self._global.clear()
             self._hooks.clear()
 
     @property
@@ -84,6 +87,10 @@ class OutermostModels:
             hook.remove()
         self._global.clear()
 
+    def left_behind(self) -> None:
+        """No call runs on this thread: what an interrupt has ended was not told."""
+        self._inside.modules.clear()
+
     @property
     def searching(self) -> bool:
         """Every module's calls are looked at."""
@@ -96,16 +103,22 @@ class OutermostModels:
         if inside.modules:
             inside.modules.append(module)
             return
-        if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or not _has_parameters(module):
+        if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or transforms():
+            return
+        try:
+            if not _has_parameters(module):
+                return
+            if id(module) not in self._known:
+                self._meet(module)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self._listener.fail(error)
             return
         inside.modules.append(module)
-        if id(module) not in self._known:
-            self._meet(module)
         self._listener.entered(module)
 
-    def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        modules = self._inside.modules
-        if module not in modules:  # a call that was not entered as one of ours
+    def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        modules = self._inside.modules  # a global hook gets no kwargs where the forward has raised, up to torch 2.13
+        if not any(one is module for one in modules):  # a call that was not entered as one of ours
             return
         while modules and modules.pop() is not module:  # those that an exception ended
             pass
@@ -121,6 +134,8 @@ class OutermostModels:
             self._leave_found(module, args, kwargs, output)
 
     def _meet(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{type(module).__name__} is compiled by torch.jit, and takes no hooks")
         key = id(module)
         self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None))
         if getattr(module, "_compiled_call_impl", None) is not None:

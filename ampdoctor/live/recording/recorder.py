@@ -7,6 +7,7 @@ the optimizer has stepped.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -39,11 +40,16 @@ from ampdoctor.loop.program import (
 )
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, unseen, version_of
+from ampdoctor.loop.torch_internals import in_backward, replaced, seen_backwards, transforms, unseen, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _MOST = 4096
 """Instructions without a backward that are kept: a loop that trains has far fewer between two updates."""
+_MOST_BYTES = 512 * 1024**2
+"""What the tensors that entered calls may take besides: 512 micro-batches of tokens are far below, and a GPU on which
+pictures are accumulated has a hundred times as much."""
+_IN_A_ROW = 64
+"""Calls without a backward after which those are let go of whose results the loop has dropped, as an evaluation's."""
 _RING = 4
 """Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
 
@@ -89,7 +95,11 @@ class StepRecorder:
         self.failed: str | None = None
         self._calls = 0
         self._tape = Tape(self._add, self.fail)
+        self._process = os.getpid()
         self._thread: int | None = None
+        self._few, self._light = _MOST, _MOST_BYTES  # what the tape may hold until the unused is looked for
+        self._in_a_row, self._patience = 0, _IN_A_ROW
+        self._dropped = 0
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._buffers: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         self._before: dict[int, dict[str, torch.Tensor]] = {}  # by id(call): buffers
@@ -162,8 +172,12 @@ class StepRecorder:
             self.returned(name, self._calls, output)
         self._calls += 1
         self._tape.open()
-        if len(self._tape.instructions) > _MOST:
+        if len(self._tape.instructions) > self._few or self._tape.held_bytes > self._light:
             self._forget_unused()
+        self._in_a_row += 1
+        if self._in_a_row > self._patience:
+            self._keep_used()
+            self._in_a_row, self._patience = 0, max(_IN_A_ROW, 2 * len(self._tape.instructions))
 
     def fail(self, error: Exception) -> None:
         """Record no more, because of this."""
@@ -185,7 +199,7 @@ class StepRecorder:
 
     def _is_elsewhere(self) -> bool:
         """Whether what runs is not the loop's, or this thread another than the one that trains."""
-        if self.away:
+        if self.away or os.getpid() != self._process:
             return True
         here = threading.get_ident()
         if self._thread is None or not any(thread.ident == self._thread for thread in threading.enumerate()):
@@ -264,7 +278,7 @@ class StepRecorder:
             self._add(Scaled(loss=taken, result=self._tape.make(result)[""], scale=None, line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        if not in_backward() and seen.accumulated and not self._is_elsewhere():
+        if not in_backward() and seen.accumulated and not transforms() and not self._is_elsewhere():
             self._begins(seen)
         return run()
 
@@ -272,6 +286,7 @@ class StepRecorder:
     def _begins(self, seen: SeenBackward) -> None:
         self._tape.close()
         self.backwards += 1
+        self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
         for root in roots:
             if root.numel() == 1 and not self._is_scaled(root):
@@ -346,6 +361,10 @@ class StepRecorder:
         calls = [one for one in chosen if isinstance(one, Call)]
         if any(self._has_moved(call, model) for call in calls):
             unexplained.append("weights have changed since one of its calls, which is run with what they are now")
+        if self.failed is not None:
+            unexplained.append(f"the recording has ended before it ({self.failed})")
+        if self._dropped:
+            unexplained.append(f"{self._dropped} of its backwards were let go of, to spare memory")
         if not calls:
             unexplained.append("no call of a model was recorded")
         buffers = self._before[id(calls[0])] if calls else {}
@@ -397,7 +416,8 @@ class StepRecorder:
         self._updates += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer), self._count
         self.losses.clear()
-        self.backwards = self._calls = 0
+        self.models.left_behind()
+        self.backwards = self._calls = self._dropped = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
@@ -419,7 +439,26 @@ class StepRecorder:
         return begun
 
     def _forget_unused(self) -> None:
-        """Let go of calls that led to no backward and whose results the loop has dropped."""
+        """Let go of calls that led to no backward and whose results the loop has dropped; then of the oldest backwards.
+
+        What the loop itself holds stays, and is not looked for again until there is twice as much.
+        """
+        self._keep_used()
+        backwards = [one for one in self._tape.instructions if isinstance(one, Backward)]
+        while len(backwards) > 1 and self._holds_much():
+            half = len(backwards) // 2
+            gone = {id(one) for one in backwards[:half]}
+            self._dropped += half
+            backwards = backwards[half:]
+            self._keep([one for one in self._tape.instructions if id(one) not in gone])
+        del self.losses[:-_MOST]
+        self._few = max(_MOST, 2 * len(self._tape.instructions))
+        self._light = max(_MOST_BYTES, 2 * self._tape.held_bytes)
+
+    def _holds_much(self) -> bool:
+        return len(self._tape.instructions) > _MOST // 2 or self._tape.held_bytes > _MOST_BYTES // 2
+
+    def _keep_used(self) -> None:
         instructions = self._tape.instructions
         used = sliced(instructions, [place for place, one in enumerate(instructions) if isinstance(one, Backward)])
         kept = {id(one) for one in used}
@@ -534,6 +573,5 @@ def _told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
                 told(self)
                 return _original(self, *args, **kwargs)
 
-            owner.zero_grad = zero_grad  # type: ignore[method-assign]
-            stack.callback(setattr, owner, "zero_grad", original)
+            stack.enter_context(replaced(owner, "zero_grad", zero_grad))
         yield

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ampdoctor.loop.nested import iter_tensors, map_tensors
 from ampdoctor.loop.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.torch_internals import top_function_mode, version_of
+from ampdoctor.loop.torch_internals import put_outermost, take_away, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
@@ -34,6 +34,7 @@ class Tape:
     Attributes:
         instructions: What was recorded, oldest first.
         given: The tensors from outside, by the index of their `Given`.
+        held_bytes: What they take.
         names: Of parameters and buffers, by their id.
         grad: The numbers of the made tensors that require a gradient.
     """
@@ -42,6 +43,7 @@ class Tape:
         self._recorded, self._failed = recorded, failed
         self.instructions: list[Instruction] = []
         self.given: dict[int, torch.Tensor] = {}
+        self.held_bytes = 0
         self.grad: set[int] = set()
         self._versions: dict[int, int] = {}
         self._given_by_id: dict[int, tuple[torch.Tensor, int]] = {}
@@ -74,6 +76,7 @@ class Tape:
             index = self._next
             self._next += 1
             self.given[index], self._versions[index] = tensor, version_of(tensor)
+            self.held_bytes += _bytes_of(tensor)
             self._given_by_id[key] = known = (tensor, index)
         return Given(known[1])
 
@@ -125,13 +128,12 @@ class Tape:
         """Functions are told from now on."""
         if not self._open:
             self._open = True
-            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            put_outermost(self._mode)
 
     def close(self) -> None:
-        """Functions are told no more; inside a mode of the user's own they pass through unheard."""
-        if self._open and top_function_mode() is self._mode:
+        """Functions are told no more, once the one that is being told has returned."""
+        if self._open and take_away(self._mode):
             self._open = False
-            self._mode.__exit__(None, None, None)
 
     @property
     def is_open(self) -> bool:
@@ -148,6 +150,7 @@ class Tape:
         self.instructions = list(instructions)
         wanted = {reference.index for reference in taken if isinstance(reference, Given)}
         self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
+        self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
         self._made = {key: entry for key, entry in self._made.items() if entry[0]() is not None}
@@ -217,6 +220,10 @@ class _Listening(TorchFunctionMode):
         self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._tape.function(func, args, kwargs or {})
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def mode_now() -> Mode:

@@ -13,7 +13,7 @@ FOLDERS = "ampdoctor-health"
 
 
 def usual_folder(script: str, *, is_module: bool) -> str:
-    """Returns `ampdoctor-health/<time>-<name>`, of which there is none yet.
+    """Returns `ampdoctor-health/<time>-<name>`, made where that is possible, so that no other run has it.
 
     The processes that one launcher has started share theirs: its time is that at which the launcher began.
 
@@ -28,9 +28,29 @@ def usual_folder(script: str, *, is_module: bool) -> str:
     folder = Path(FOLDERS) / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(when))}-{name}"
     count = 2
     free = folder
-    while launched is None and free.exists():
+    while launched is None and not _made(free):
         free, count = folder.with_name(f"{folder.name}-{count}"), count + 1
     return str(free)
+
+
+def give_back(folder: str) -> None:
+    """Removes a folder that `usual_folder` has made and nobody has written to."""
+    path = Path(folder)
+    if path.parent.name == FOLDERS:
+        with suppress(OSError):  # as it is not empty
+            path.rmdir()
+            path.parent.rmdir()
+
+
+def _made(folder: Path) -> bool:
+    """Whether the folder is nobody else's; where none can be made, that is said when something is to be written."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return not folder.exists()
+    except OSError:
+        return True
+    return True
 
 
 def _launched() -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import UsageError
-from ampdoctor.workflows.opening.health_folder import usual_folder
+from ampdoctor.workflows.opening.health_folder import give_back, usual_folder
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 
@@ -29,10 +29,23 @@ def test_it_is_named_for_the_time_and_the_script(script, is_module, name):
     assert re.fullmatch(rf"ampdoctor-health/2001090\d-\d{{6}}-{name}", folder)
 
 
-def test_there_is_none_of_that_name_yet():
+def test_two_runs_of_one_second_have_one_each():
     first = usual_folder("train.py", is_module=False)
-    Path(first).mkdir(parents=True)
     assert usual_folder("train.py", is_module=False) == f"{first}-2"
+    assert Path(first).is_dir()
+    assert Path(f"{first}-2").is_dir()
+
+
+def test_a_folder_that_nobody_has_written_to_is_given_back():
+    first, other = (usual_folder("train.py", is_module=False) for _ in range(2))
+    Path(other, "log.jsonl").touch()
+    give_back(first)
+    give_back(other)
+    assert not Path(first).exists()
+    assert Path(other).is_dir()
+    Path("named").mkdir()
+    give_back("named")
+    assert Path("named").is_dir()
 
 
 def test_the_processes_of_a_launcher_share_theirs(monkeypatch):

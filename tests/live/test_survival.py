@@ -1,0 +1,591 @@
+"""A watched training is left as it was, whatever happens to it, to us or to the disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.errors import StoppedError
+from ampdoctor.workflows import doctor
+from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.watching import watching
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_place():
+    """What somebody could leave behind in torch."""
+    owners = (torch.amp.GradScaler, torch.optim.Optimizer, nn.Module, nn.utils.clip_grad, nn.utils)
+    places = {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+    places["engine"] = Variable._execution_engine
+    hooks = [value for name, value in vars(modules).items() if name.startswith("_global") and isinstance(value, dict)]
+    hooks += [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
+    return places, [dict(one) for one in hooks], torch._C._len_torch_function_stack(), list(sys.meta_path)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = in_place()
+    yield
+    assert in_place() == before
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Returns a context in which what trains is watched; gives what was told, said and written."""
+
+    @contextmanager
+    def context(**options):
+        seen = SimpleNamespace(told=[], said=[], health=tmp_path / "health", log=[])
+        request = WatchRequest(**{"health": str(seen.health), "script": "train.py", **options})
+        error = None
+        with watching(request, tell=seen.told.append, say=seen.said.append) as watch:
+            seen.doctor = watch.doctor
+            try:
+                yield seen
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                watch.ended(error)
+        file = seen.health / "log.jsonl"
+        seen.log = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    return context
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+
+def train(model=None, optimizer=None, *, steps=5, bad=None, call=None):
+    """Train; the batch of the step `bad` is NaN."""
+    model = network() if model is None else model
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-2)
+    for step in range(steps):
+        x = torch.randn(4, 8) * (float("nan") if step == bad else 1)
+        loss = (model(x) if call is None else call(model, x)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def kinds(seen, kind):
+    return [line for line in seen.log if line["kind"] == kind]
+
+
+def steps_of(seen):
+    return [line["step"] for line in kinds(seen, "step")]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+def test_nothing_is_left_after_what_ends_the_loop(watched, error):
+    with pytest.raises(error), watched() as seen:
+        train(steps=3)
+        raise error
+    assert steps_of(seen) == [0, 1, 2]
+    (end,) = kinds(seen, "end")
+    assert (end.get("exit_code", 0), end["reason"]) == (
+        {KeyboardInterrupt: 130, ValueError: 1}.get(error, 0),
+        error.__name__,
+    )
+
+
+def test_what_the_script_has_put_over_ours_stays_and_calls_on(watched, monkeypatch):
+    original, before = torch.amp.GradScaler.step, nn.Module.zero_grad
+    with watched() as seen:
+        ours, clearing = torch.amp.GradScaler.step, nn.Module.zero_grad
+        monkeypatch.setattr(torch.amp.GradScaler, "step", lambda *given: ours(*given))
+        theirs = torch.amp.GradScaler.step
+    assert torch.amp.GradScaler.step is theirs
+    assert (ours, clearing) != (original, before)
+    model, scaler = network(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    scaler.scale(model(torch.randn(4, 8)).mean()).backward()
+    scaler.step(optimizer)
+    clearing(model)
+    assert seen.doctor._lines.attempted == 0
+    monkeypatch.setattr(torch.amp.GradScaler, "step", original)
+
+
+def test_the_sick_step_and_those_after_it_have_their_lines(watched):
+    with watched(every=1) as seen:
+        train(bad=2)
+    assert steps_of(seen) == [0, 1, 2, 3, 4]
+    assert [line["micro_steps"] for line in kinds(seen, "step")] == [1] * 5
+    assert [report.findings[0].where.step for report in seen.told] == [2]
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode", [_Mode, _Dispatch, lambda: torch.device("cpu")], ids=["function", "dispatch", "device"]
+)
+@pytest.mark.parametrize("around", [False, True])
+def test_modes_of_the_loops_own(watched, mode, around):
+    def call(model, x):
+        with mode():
+            out = model(x)
+            return out * 1
+        raise AssertionError
+
+    with watched() as seen:
+        if around:
+            with mode():
+                train(bad=2)
+        else:
+            train(bad=2, call=call)
+        assert torch._C._len_torch_function_stack() == 0
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+
+
+def test_a_default_device(watched):
+    with watched() as seen:
+        torch.set_default_device("cpu")
+        model = train(steps=2)
+        kept = model(torch.randn(4, 8))
+        torch.set_default_device(None)
+        train(model, steps=2)
+    assert len(steps_of(seen)) == 4
+    assert kept.shape == (4, 1)
+
+
+def test_transforms_and_tracing_are_no_part_of_a_step(watched):
+    def call(model, x):
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def of_one(held, row):
+            return torch.func.functional_call(model.eval(), held, (row[None],)).sum()
+
+        torch.func.vmap(torch.func.grad(of_one), (None, 0))(weights, x)
+        return model.train()(x) + torch.func.vmap(torch.sum)(x).mean()
+
+    with watched() as seen:
+        torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8))
+        train(bad=3, call=call)
+    assert len(steps_of(seen)) == 5
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+    assert seen.said == []
+
+
+class _Unhashable(nn.Module):
+    __hash__ = None
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def __eq__(self, other):
+        raise RuntimeError("not to be compared")
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Shapeless(_Unhashable):
+    __hash__ = nn.Module.__hash__
+
+    def __len__(self):
+        return 0
+
+    def __bool__(self):
+        raise RuntimeError("neither")
+
+    def __eq__(self, other):
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize("made", [_Unhashable, lambda: torch.jit.script(network())], ids=["unhashable", "scripted"])
+def test_a_model_that_cannot_be_recorded_is_trained_and_that_is_said(watched, made):
+    with watched() as seen:
+        model = made()
+        train(model, torch.optim.SGD([*getattr(model, "inner", model).parameters()], 1e-2), bad=3)
+    assert steps_of(seen) == [0, 1, 2, 3, 4]
+    assert "recorded no more" in seen.said[0]
+    assert [(report.verdict, report.findings) for report in seen.told] == [("inconclusive", ())]
+
+
+def test_a_model_that_is_like_nothing(watched):
+    with watched() as seen:
+        model = _Shapeless()
+        train(model, torch.optim.SGD(model.inner.parameters(), 1e-2), bad=3)
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+
+
+@pytest.mark.parametrize("form", [lambda out: None, lambda out: (o for o in [out]), lambda out: "text", lambda out: 3])
+def test_a_forward_that_returns_no_tensor(watched, form):
+    class Model(_Shapeless):
+        def forward(self, x):
+            self.out = self.inner(x)
+            return form(self.out)
+
+    def call(model, x):
+        model(x)
+        return model.out
+
+    with watched() as seen:
+        model = Model()
+        train(model, torch.optim.SGD(model.inner.parameters(), 1e-2), call=call)
+    assert len(steps_of(seen)) == 5
+    assert seen.said == seen.told == []
+
+
+def test_a_forward_that_raises_or_is_interrupted_is_forgotten(watched, recwarn):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.error = network(), None
+
+        def forward(self, x):
+            if self.error is not None:
+                raise self.error
+            return self.inner(x)
+
+    with watched() as seen:
+        model = Model()
+        for error in (ValueError, KeyboardInterrupt, None):
+            model.error = error
+            try:
+                model(torch.randn(4, 8))
+            except (ValueError, KeyboardInterrupt):
+                pass
+        train(model, steps=2)
+        model.error = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(4, 8))
+        model.error = None
+        train(model, bad=3)
+    assert len(recwarn) == 0
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+
+
+def test_without_an_optimizer_of_torchs_nothing_grows(watched):
+    with watched() as seen:
+        model = nn.Linear(8, 1)
+        recorder = seen.doctor._watch.recorder
+        for _ in range(2500):
+            model(torch.randn(4, 8)).mean().backward()
+            for p in model.parameters():
+                p.data -= 1e-2 * p.grad
+                p.grad = None
+        assert len(recorder._tape.instructions) < 4200
+        assert len(recorder.losses) <= 4096
+    assert "no optimizer of torch's was stepped" in seen.said[-1]
+
+
+def test_an_evaluation_under_autograd_lets_its_batches_go(watched):
+    with watched() as seen:
+        model = train()
+        tape, most = seen.doctor._watch.recorder._tape, 0
+        for _ in range(300):
+            model(torch.randn(4, 8))
+            most = max(most, len(tape.given))
+        assert most < 80
+        kept = [model(torch.randn(4, 8)).mean() for _ in range(300)]
+        assert len(tape.given) >= 300  # what they were made of
+        train(model, bad=1)
+    assert len(kept) == 300
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+
+
+def test_what_an_accumulation_holds_is_bounded_and_that_is_said(watched, monkeypatch):
+    from ampdoctor.live.recording import recorder
+
+    monkeypatch.setattr(recorder, "_MOST_BYTES", 64 * 1024)
+    with watched() as seen:
+        seen.doctor._watch.recorder._light = 64 * 1024
+        model = nn.Linear(256, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for at in range(100):
+            (model(torch.randn(4, 256) * (float("nan") if at == 99 else 1)).mean() / 100).backward()
+            assert seen.doctor._watch.recorder._tape.held_bytes < 80 * 1024
+        optimizer.step()
+    (report,) = seen.told
+    assert report.findings[0].code == "AMP204"
+    assert "let go of, to spare memory" in report.skipped[0].reason
+
+
+def state(model, optimizer, scaler):
+    return {
+        "model": model.state_dict(),
+        "gradients": [p.grad for p in model.parameters()],
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "unscaled": {key: dict(value) for key, value in scaler._per_optimizer_states.items()},
+        "random": (torch.get_rng_state(), random.getstate()),
+        "modes": [part.training for part in model.modules()],
+        "hooks": [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()],
+        "torch": (torch._C._len_torch_function_stack(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
+    }
+
+
+def equal(here, there):
+    if isinstance(here, torch.Tensor):
+        return torch.allclose(here, there, rtol=0, atol=0, equal_nan=True)
+    if isinstance(here, dict):
+        return here.keys() == there.keys() and all(equal(here[key], there[key]) for key in here)
+    if isinstance(here, list | tuple):
+        return len(here) == len(there) and all(map(equal, here, there))
+    return here == there
+
+
+class _After(TorchDispatchMode):
+    """Raises at some op of the look."""
+
+    def __init__(self, ops, error):
+        super().__init__()
+        self.left, self.error = ops, error
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0 or (self.left < 0 and self.error is not KeyboardInterrupt and "empty" in func.__name__):
+            raise self.error("not enough memory: you tried to allocate 1 byte")
+        return func(*args, **(kwargs or {}))
+
+
+def a_scaled_loop(scaled, states, *, bad=3):
+    """A loop under a scaler whose looks are surrounded by `states`, copies of all that it has."""
+    model, scaler = network(), torch.amp.GradScaler("cpu", enabled=scaled)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for step in range(5):
+        x = torch.randn(4, 8) * (float("nan") if step == bad else 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().pow(2).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        states["parts"] = model, optimizer, scaler
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("ops", [1, 7, 60, 200])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watched, monkeypatch, ops, scaled, error):
+    states, real = {}, doctor.look
+
+    def look(*args, **kwargs):
+        states["before"] = copy.deepcopy(state(*states["parts"]))
+        try:
+            with _After(ops, error) as mode:
+                return real(*args, **kwargs)
+        finally:
+            states["raised"] = mode.left <= 0
+            states["equal"] = equal(states["before"], state(*states["parts"]))
+
+    monkeypatch.setattr(doctor, "look", look)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt), watched() as seen:
+            a_scaled_loop(scaled, states)
+        assert seen.told == []
+        assert not list(seen.health.glob("*bundle*"))
+    else:
+        with watched() as seen:
+            a_scaled_loop(scaled, states)
+        (report,) = seen.told
+        assert (report.verdict, report.run["bundle"]) == ("sick", str(seen.health / "bundle-3"))
+        assert (seen.health / "bundle-3" / "manifest.json").is_file()
+        assert len(steps_of(seen)) == 5
+        if report.errors:
+            assert f"ampdoctor bisect-nan {seen.health / 'bundle-3'}" in seen.said[-1]
+    assert states["raised"]
+    assert states["equal"]
+
+
+def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):
+    real = doctor.look
+
+    def look(*args, **kwargs):
+        with _After(1, RuntimeError):
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(doctor, "look", look)
+    with watched() as seen:
+        model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(6):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.randn(4, 8)) * 100).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert seen.told == []
+    assert [said for said in seen.said if "may be health" in said] == seen.said != []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_a_bundle_is_whole_or_absent(watched, monkeypatch, error):
+    from ampdoctor.replay.bundles import writing
+
+    real = writing.write_safetensors
+
+    def write(path, tensors):
+        real(path, tensors)
+        raise error("no space left")
+
+    monkeypatch.setattr(writing, "write_safetensors", write)
+    try:
+        with watched() as seen:
+            train(bad=2)
+    except KeyboardInterrupt:
+        assert error is KeyboardInterrupt
+    else:
+        assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+        assert "no bundle of step 2 was kept" in seen.said[0]
+        assert len(steps_of(seen)) == 5
+    assert not list(seen.health.glob("*bundle*"))
+
+
+def test_an_error_of_ours_ends_the_watch_once_and_not_the_training(watched, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("ours")
+
+    with watched() as seen:
+        monkeypatch.setattr(seen.doctor._lines, "begins", fails)
+        monkeypatch.setattr(seen.doctor._lines, "ended", fails)
+        train()
+    assert [said for said in seen.said if "watched no more: RuntimeError: ours" in said] == seen.said[:1]
+
+
+def test_stopping_writes_all_and_ends_with_1(watched):
+    with pytest.raises(StoppedError), watched(on_sick="stop") as seen:
+        train(bad=2)
+    assert (seen.health / "bundle-2").is_dir()
+    assert [line["bundle"] for line in kinds(seen, "look")] == ["bundle-2"]
+    assert kinds(seen, "end")[0]["exit_code"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "bundle", "told"),
+    [({"bundle_max": 1000}, False, 1), ({"bundle": False}, False, 1), ({"look": "off"}, False, 0)],
+)
+def test_less_may_be_asked_for(watched, options, bundle, told):
+    with watched(**options) as seen:
+        train(bad=2)
+    assert (seen.health / "bundle-2").exists() == bundle
+    assert len(seen.told) == told
+    assert len(steps_of(seen)) == 5
+
+
+def test_a_health_folder_that_cannot_be(watched, tmp_path):
+    (tmp_path / "file").write_text("here")
+    with watched(health=str(tmp_path / "file")) as seen:
+        train(bad=2)
+    assert len(seen.told) == 1
+    assert sorted("the log" in said for said in seen.said) == [False, True]
+    assert (tmp_path / "file").read_text() == "here"
+
+
+def test_threads_and_forked_children_take_no_part_in_the_step(watched):
+    with watched() as seen:
+        model = train(steps=2)
+        thread = threading.Thread(target=train, kwargs={"steps": 2})
+        thread.start()
+        thread.join()
+        child = os.fork()
+        if child == 0:
+            train(model, steps=30)
+            os._exit(0 if len(seen.doctor._watch.recorder._tape.instructions) < 20 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        train(model, steps=2, bad=1)
+    assert len(steps_of(seen)) == 6
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+
+
+SCRIPT = """
+import os, shutil, signal, sys, time
+import torch
+from torch import nn
+
+how = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+for step in range(40):
+    if step == 20 and how not in ("sick", "look"):
+        time.sleep(0.5)  # what was handed over is on its way
+        if how.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, how))
+        if how == "raise":
+            raise ValueError("of the script's own")
+        if how == "_exit":
+            os._exit(7)
+        if how == "fork" and os.fork() == 0:
+            sys.exit(9)
+        if how == "removed":
+            shutil.rmtree(os.environ["HEALTH"])
+        if how == "chdir":
+            os.chdir("/")
+    x = torch.randn(8, 16) * (float("nan") if step == 30 and how in ("sick", "removed", "chdir") else 1)
+    loss = model(x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "lines", "ended"),
+    [
+        ("SIGKILL", -signal.SIGKILL, range(20), None),
+        ("SIGTERM", -signal.SIGTERM, range(20), None),
+        ("SIGINT", -signal.SIGINT, range(20), 130),
+        ("raise", 1, range(20), 1),
+        ("_exit", 7, range(20), None),
+        ("fork", 0, range(40), 0),
+        ("sick", 1, range(40), 0),
+        ("removed", 1, range(20, 40), 0),
+        ("chdir", 1, range(40), 0),
+    ],
+)
+def test_a_real_process_ends_as_it_would_and_its_log_is_whole(tmp_path, how, code, lines, ended):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HEALTH": str(tmp_path / "h")}
+    command = [sys.executable, "-m", "ampdoctor", "run", "--health", "h", "train.py", how]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("done\n" if code in (0, 1) and how != "raise" else "")
+    log = [json.loads(line) for line in (tmp_path / "h" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["kind"] == "step"] == list(lines)
+    assert [line.get("exit_code", 0) for line in log if line["kind"] == "end"] == ([] if ended is None else [ended])
+    assert (tmp_path / "h" / "bundle-30" / "manifest.json").is_file() == (how in ("sick", "removed", "chdir"))
+
+
+@pytest.mark.slow
+def test_runs_of_one_second_have_a_folder_each(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ampdoctor", "run", "train.py", "sick"]
+    both = [subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [one.wait() for one in both] == [1, 1]
+    folders = list((tmp_path / "ampdoctor-health").iterdir())
+    assert sorted(len(list(folder.glob("log*"))) for folder in folders) == [1, 1]
