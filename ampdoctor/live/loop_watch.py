@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.loop.program import Program
+from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.scaler_calls import told_of_scalers
 from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
 
@@ -104,15 +105,19 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's."""
-        busy, self._busy = self._busy, True
-        self.recorder.away = True
+        """Inside, nothing that runs is the loop's.
+
+        Random states are afterwards as they were: what writes a report in colours draws numbers as well.
+        """
+        busy, away = self._busy, self.recorder.away
+        self._busy = self.recorder.away = True
+        random = RandomState.capture()
         try:
             with self.recorder.pausing():
                 yield
         finally:
-            self._busy = busy
-            self.recorder.away = busy
+            random.restore()
+            self._busy, self.recorder.away = busy, away
 
     def program(self, attempt: Attempt) -> Program:
         """The step that an update is for, as it was recorded."""

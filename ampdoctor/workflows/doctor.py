@@ -32,7 +32,7 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
-from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, look
+from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
@@ -257,9 +257,9 @@ class Doctor:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
         self._numbers.look(what, _AFTER_SICK)
-        with self._watch.looking_away():
+        with self._watch.looking_away(), at_its_begin(program):
             bundle = self._bundled(program, seen) if request.bundle else None
-        self._told(program, seen, what, bundle)
+            self._told(program, seen, what, bundle)
 
     def _bundled(self, program: Program, seen: Look) -> Written | None:
         folder = Path(self._request.health) / f"bundle-{program.step}"

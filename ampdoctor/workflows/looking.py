@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,7 +77,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     )
     real = {id(p): p.grad for p in program.model.parameters() if p.grad is not None}
     try:
-        with at_its_begin(program):
+        with at_its_begin(program), _without_warnings():
             with open_replay(request) as replay:
                 session = replay.session()
                 try:
@@ -95,6 +97,25 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
     return Look(report=report, uncovered=uncovered, failed=failed is not None, seconds=time.monotonic() - began)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Inside, this thread's warnings are not shown: the step has given them when it ran.
+
+    The filters are left alone: whoever changes them has every warning shown once more.
+    """
+    shown, here = warnings.showwarning, threading.get_ident()
+
+    def of_others(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != here:
+            shown(*args, **kwargs)
+
+    warnings.showwarning = of_others
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 @contextmanager

@@ -68,6 +68,8 @@ class Watched:
 
     def enter(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
         """Note what enters; a loss without parameters is no model."""
+        if not self._inside and is_looked_at():
+            return
         if not self._inside and next(module.parameters(), None) is not None:
             self.calls += 1
             self._owed = True
@@ -96,6 +98,8 @@ class Watched:
 
     def steps(self, optimizer: torch.optim.Optimizer, *_arguments: object) -> None:
         """Note that an optimizer steps; through a scaler, that attempt is counted already."""
+        if is_looked_at():
+            return
         self.attempted[self.place(optimizer)] += not self._scaling
 
     def result(self) -> dict[str, object]:
@@ -118,6 +122,16 @@ class Watched:
             "attempted": self.attempted,
             "skipped": self.skipped,
         }
+
+
+def is_looked_at() -> bool:
+    """Whether what runs is a look at a step, in which `ampdoctor run` runs it again, and not the loop."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("ampdoctor/workflows/looking.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,6 +159,8 @@ def watching() -> Iterator[Watched]:
     step = torch.amp.GradScaler.step
 
     def noted(scaler, optimizer, *args, **kwargs):
+        if is_looked_at() or not scaler.is_enabled():
+            return step(scaler, optimizer, *args, **kwargs)
         index = watched.place(optimizer)
         if not any(scaler is known for known in watched.scalers):
             watched.scalers.append(scaler)

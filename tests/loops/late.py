@@ -81,6 +81,7 @@ _TRL = (
     "--output_dir out --fp16 --per_device_train_batch_size 1 --dataset_size 300 --max_steps 290 "
     "--save_strategy no --report_to none --seed 6"
 )
+_PEFT = "--steps 300 --bs 1"
 _LIGHTNING = "--batch-size 4 --num-classes 2 --per-class 520 --max-epochs 1 --seed 5"
 _ACCELERATE = "--num_examples 7900 --empty_every 7000 --num_epochs 1 --seed 5"
 
@@ -175,6 +176,22 @@ LATE = (
             op="aten.mul",
             line="modeling_llama.py:164",
             settles=(0, 1, 2, 3, 5, 29, 79, 225),
+        ),
+    ),
+    Late(
+        name="peft_lora",
+        sick=(*_PEFT.split(), "--unlabelled", "1"),
+        healthy=(*_PEFT.split(),),
+        frameworks=True,
+        truth=LateTruth(
+            code="AMP202",
+            step=277,
+            turn=277,
+            phase="forward",
+            module="base_model.model",
+            op="aten.nll_loss_forward",
+            line="modeling_bert.py:1126",
+            settles=(0,),
         ),
     ),
     Late(

@@ -367,7 +367,11 @@ class StepRecorder:
             unexplained.append(f"{self._dropped} of its backwards were let go of, to spare memory")
         if not calls:
             unexplained.append("no call of a model was recorded")
-        buffers = self._before[id(calls[0])] if calls else {}
+        buffers: dict[str, torch.Tensor] = {}
+        for call in reversed(calls):  # of each model, what it has before its own first call
+            inside = f"{call.model}." if call.model else ""
+            before = self._before[id(call)]
+            buffers.update((key, value) for key, value in before.items() if key.startswith(inside))
         now = dict(model.named_buffers())
         return Program(
             model=model,
@@ -490,6 +494,8 @@ class StepRecorder:
         self._order[id(instruction)] = self._count
         self._of[id(instruction)] = optimizer
         self._count += 1
+        if self._count % _MOST == 0 and len(self._tape.instructions) > _MOST:
+            self._forget_unused()
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

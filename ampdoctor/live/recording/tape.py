@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ampdoctor.loop.inert.functions import name_of
 from ampdoctor.loop.nested import iter_tensors, map_tensors
 from ampdoctor.loop.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.loop.random_state import RandomState
@@ -17,6 +18,8 @@ from ampdoctor.probes.ops.source import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
 """Parts of the names of torch's functions that draw random numbers."""
+_PICKING = ("__getitem__", "index_select", "select", "narrow", "gather", "take", "split", "chunk", "unbind", "unfold")
+"""Functions that take a part of a tensor out: of data, that part is given, and not all that it is taken of."""
 _KINDS = ("cpu", "cuda")
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -25,7 +28,9 @@ class Tape:
     """The instructions of a loop, and the names of the tensors that they speak of.
 
     Functions are told by a `TorchFunctionMode`, which is in place from the return of a model's call to the next
-    backward. Functions whose tensors all come from outside (data, noise) are not recorded: their results are given.
+    backward. Of functions whose tensors all come from outside (data, noise), those are recorded that a loss may go
+    wrong in; the results of the others are given: of what is computed without gradients, takes a part of its tensor, or
+    writes.
 
     Args:
         recorded: Told of each function that is about what is on the tape; adds it to the instructions.
@@ -53,7 +58,7 @@ class Tape:
         self.names: dict[int, str] = {}
         self._next = 0
         self._mode = _Listening(self)
-        self._open = False
+        self._open = False  # functions are told
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -153,14 +158,19 @@ class Tape:
         self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        self._made = {key: entry for key, entry in self._made.items() if entry[0]() is not None}
+        made = {made.index for one in self.instructions for made in results(one)}  # what else lives is given now
+        self._made = {
+            key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
+        }
         self._tensors = {index: there for index, there in self._tensors.items() if there() is not None}
-        self.grad &= {made.index for one in self.instructions for made in results(one)}
+        self.grad &= made
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch's, and record it where it is about what is on the tape."""
+        if not self._open:
+            return function(*args, **kwargs)
         writes = _writes(function)
-        if not self._is_about_us(args, kwargs):
+        if not self._is_about_us(args, kwargs) and not self._may_harm(function, args, writes=writes):
             if writes and args:
                 self._before_write(args[0])
             return function(*args, **kwargs)
@@ -203,6 +213,12 @@ class Tape:
                 return True
         return False
 
+    def _may_harm(self, function: Callable[..., Any], args: tuple[Any, ...], *, writes: bool) -> bool:
+        """Is this arithmetic on data, which a loss may be made of?"""
+        if writes or not torch.is_grad_enabled() or not any(isinstance(value, torch.Tensor) for value in args):
+            return False
+        return _repeatable(function)
+
     def _before_write(self, tensor: Any) -> None:
         """A given tensor is about to be written to: what was taken of it is its value until now."""
         known = self._given_by_id.pop(id(tensor), None)
@@ -236,8 +252,9 @@ def mode_now() -> Mode:
     )
 
 
-_KNOWN: dict[Any, tuple[bool, bool]] = {}
-"""What is known of a function: whether it writes to its first argument, and whether it draws random numbers."""
+_KNOWN: dict[Any, tuple[bool, bool, bool]] = {}
+"""What is known of a function: whether it writes to its first argument, whether it draws random numbers, and whether it
+computes and has a name by which a bundle finds it again (`torch.as_tensor` has none)."""
 
 
 def _writes(function: Callable[..., Any]) -> bool:
@@ -248,12 +265,17 @@ def _draws(function: Callable[..., Any]) -> bool:
     return _known(function)[1]
 
 
-def _known(function: Callable[..., Any]) -> tuple[bool, bool]:
+def _repeatable(function: Callable[..., Any]) -> bool:
+    return _known(function)[2]
+
+
+def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool]:
     known = _KNOWN.get(function)
     if known is None:
         name = str(getattr(function, "__name__", ""))
         writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
             name.endswith("_") and not name.endswith("__")
         )
-        known = _KNOWN[function] = writes, any(part in name for part in _DRAWS)
+        repeatable = name not in _PICKING and name_of(function) is not None
+        known = _KNOWN[function] = writes, any(part in name for part in _DRAWS), repeatable
     return known

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import OutputError
+from ampdoctor.loop.inert.constants import constants_of
 from ampdoctor.loop.inert.writing import NotInertError
 from ampdoctor.loop.program import Program
 from ampdoctor.replay.bundles.describing import Made, code_of, described
@@ -170,6 +171,7 @@ class Collected:
             "precision": precision,
             "autocast": autocast,
             "model": self._model,
+            "globals": constants_of(type(part) for part in program.model.modules()),
             "prepared": list(prepared_models(program.model)),
             "evaluating": [name for name, part in program.model.named_modules() if not part.training],
             "optimizer": self._optimizer,

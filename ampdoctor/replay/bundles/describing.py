@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from ampdoctor.loop.inert.modules import module_written
 from ampdoctor.loop.inert.writing import NotInertError, class_name, written
 from ampdoctor.loop.names import wrapped_as
 
 Made = Callable[[nn.Module], Mapping[str, Any] | None]
 """Returns what is known of how a module was made: see `live.recording.construction`."""
+HEADS: Mapping[str, tuple[str, str]] = {"trl:fused_lm_head": ("trl.trainer.utils", "add_fused_lm_head")}
+"""Functions of libraries that give a model another forward, by the name that a manifest has for them."""
 
 
 def described(model: nn.Module, made: Made) -> dict[str, Any]:
@@ -20,7 +24,8 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
 
     "made": a class and its arguments; "transformers": a class of the library and a configuration; "peft": LoRA around
     one; "lightning": a class and its saved hyperparameters; "wrapped": in DDP or compiled; "several": models under
-    names; "function": it takes a function of the user's, and `why` says so.
+    names; "parts": what a module holds, where its arguments are not known or cannot be written; "function": it takes a
+    function of the user's, and `why` says so.
     """
     cls = type(model)
     held = wrapped_as(model)
@@ -45,6 +50,10 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         except NotInertError as error:
             return _function(model, f"its hyperparameters hold {error}")
         return {"kind": "lightning", "class": class_name(cls), "file": _file_of(cls), "hparams": saved}
+    try:
+        return _of_parts(model, made)
+    except NotInertError:
+        pass
     if noted is not None:
         return _function(model, f"it was made with {noted['why']}")
     if cls.__module__.startswith("torch."):
@@ -66,12 +75,31 @@ def code_of(said: Any) -> str | None:
         return next((part for part in parts if part is not None), None)
     if kind in ("wrapped", "peft"):
         return code_of(said.get("module"))
-    if kind == "transformers":
+    if kind == "transformers" or (kind == "parts" and all(name.startswith("torch.") for name in _classes(said))):
         return None
     made = said.get("made", said)
     file = made.get("file") if isinstance(made, Mapping) else None
     file = file if isinstance(file, str) and file.endswith(".py") and file.isprintable() else "train.py"
-    return file if kind in ("made", "lightning") else f"{file}:make_model"
+    return file if kind in ("made", "lightning", "parts") else f"{file}:make_model"
+
+
+def _classes(tree: Any) -> Iterator[str]:
+    """The names of the classes in an entry."""
+    if isinstance(tree, Mapping):
+        yield from (value for key, value in tree.items() if key == "class" and isinstance(value, str))
+    if isinstance(tree, Mapping | list):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _classes(part)
+
+
+def _of_parts(model: nn.Module, made: Made) -> dict[str, Any]:
+    def child(module: nn.Module) -> dict[str, Any]:
+        said = described(module, made)
+        if said["kind"] == "function":
+            raise NotInertError(said["why"])
+        return said
+
+    return {"kind": "parts", "file": _file_of(type(model)), **module_written(model, child)}
 
 
 def _function(model: nn.Module, why: str) -> dict[str, Any]:
@@ -94,7 +122,21 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
         "class": name,
         "config": written(config.to_dict()),
         "attention": attention if isinstance(attention, str) else None,
+        "head": _head(model),
     }
+
+
+def _head(model: nn.Module) -> dict[str, Any] | None:
+    """Which of `HEADS` the model was given, and with what; None where its forward is its class's."""
+    own = vars(model)
+    forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # Accelerate keeps the first
+    for name, (module, function) in HEADS.items():
+        giver = getattr(sys.modules.get(module), function, None)
+        if forward is not None and giver is not None and forward.__code__ in giver.__code__.co_consts:
+            kept = inspect.getclosurevars(forward).nonlocals
+            taken = [key for key in list(inspect.signature(giver).parameters)[1:] if key in kept]
+            return {"name": name, "arguments": {key: written(kept[key]) for key in taken}}
+    return None
 
 
 def _of_peft(model: nn.Module, made: Made) -> dict[str, Any] | None:

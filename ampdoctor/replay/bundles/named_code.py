@@ -6,9 +6,10 @@ A script that trains when it is imported is not imported: its imports, functions
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,7 @@ class NamedCode:
         path: Folders that are first on `sys.path` while the code runs.
         argv0: `sys.argv[0]` while it runs.
         named: The object that the user named; None where it is a file alone.
+        trimmed: The file does more than define things, and its definitions alone were taken.
         notes: What differs from an import, in sentences.
 
     Raises:
@@ -68,7 +70,8 @@ class NamedCode:
         self.path = parsed.search_path(app_dir)
         self.argv0 = parsed.argv0
         tree = _parsed(parsed.file) if parsed.file is not None else None
-        if parsed.file is not None and tree is not None and not all(map(_is_quiet, tree.body)):
+        self.trimmed = tree is not None and not all(map(_is_quiet, tree.body))
+        if parsed.file is not None and tree is not None and self.trimmed:
             self._module = self._trimmed(parsed.file, tree)
             self.named = None if alone else self._attribute(parsed.attribute)
         else:
@@ -78,6 +81,14 @@ class NamedCode:
             if not alone:
                 self.named = found
                 self._module = _module_of(parsed) or self._module
+
+    def give(self, values: Mapping[str, Any]) -> list[str]:
+        """Give a trimmed file the global values that it lacks; returns their names. What it has stays as it is."""
+        if not self.trimmed:
+            return []
+        lacking = [name for name in values if not hasattr(builtins, name) and name not in vars(self._module)]
+        vars(self._module).update((name, values[name]) for name in lacking)
+        return lacking
 
     def find(self, module: str, qualname: str) -> Any:
         """Returns the class of this name in the code, or in a module that it has imported from its own folders."""

@@ -86,6 +86,7 @@ class Bundle:
         notes: list[str] = [] if code is None else list(code.notes)
         making = Rebuilding(self.name, code, notes.append)
         with user_code("making the bundle's model"):
+            making.give_globals(said.get("globals"))
             model = making.model(said.get("model"))
         whose = f"--model {code.spec}" if code is not None else "this transformers"
         with _Tensors(self.folder / CALLS) as calls, _Tensors(self.folder / STATE) as state:

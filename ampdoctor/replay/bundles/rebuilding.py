@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
+from ampdoctor.loop.inert.modules import module_read
 from ampdoctor.loop.inert.reading import NOTHING, UnreadableTreeError, read
 from ampdoctor.replay.bundles.classes import finding, library_of
-from ampdoctor.replay.bundles.describing import code_of
+from ampdoctor.replay.bundles.describing import HEADS, code_of
 from ampdoctor.replay.bundles.named_code import NamedCode
 from ampdoctor.replay.training_run import kind_of
 
@@ -35,6 +36,21 @@ class Rebuilding:
         self._code = code
         self._say = say
         self.find = finding(code)
+
+    def give_globals(self, said: Any) -> None:
+        """Give the script whose definitions alone were taken the values that its classes speak of, as they were.
+
+        Raises:
+            CheckpointError: The manifest's entry is malformed.
+        """
+        if self._code is None or said is None:
+            return
+        try:
+            given = self._code.give({str(name): read(tree, self.find) for name, tree in said.items()})
+        except (UnreadableTreeError, AttributeError) as error:
+            raise CheckpointError(f"{self._name}: the entry of the globals is malformed ({error}).") from None
+        if given:
+            self._say(f"of the bundle: the script's {', '.join(given[:8])}{' and more' if len(given) > 8 else ''}")
 
     def model(self, said: Any) -> nn.Module:
         """Returns a fresh model, with the weights that its constructor gives it.
@@ -74,6 +90,10 @@ class Rebuilding:
             return self._of_peft(said, depth)
         if kind == "made":
             return self._made(said["made"], said, depth)
+        if kind == "parts":
+            return module_read(
+                said, self._class(said, {"kind": kind}), self.find, lambda one: self._model(one, depth + 1)
+            )
         if kind == "lightning":
             cls = self._class(said, said)
             return _checked(cls(**{key: self._value(one, depth) for key, one in said["hparams"].items()}), self._name)
@@ -102,7 +122,16 @@ class Rebuilding:
         cls = self._class(made, said)
         args = [self._value(one, depth) for one in made["args"]]
         kwargs = {str(key): self._value(one, depth) for key, one in made["kwargs"].items()}
-        return _checked(cls(*args, **kwargs), self._name)
+        try:
+            return _checked(cls(*args, **kwargs), self._name)
+        except NameError as error:
+            if self._code is None or not self._code.trimmed:
+                raise
+            raise FactoryError(
+                f"{cls.__qualname__} speaks of {error.name!r}, which {self._code.spec} makes as it trains and the bundle "
+                f"does not hold: add a function that returns the model to that file, and name it: --model "
+                f"FILE:make_model"
+            ) from None
 
     def _value(self, tree: Any, depth: int) -> Any:
         def special(kind: str, part: Mapping[str, Any]) -> Any:
@@ -145,7 +174,7 @@ class Rebuilding:
         made = said.get("made", said)
         qualname = str(made.get("class", "")).rpartition(":")[2][:80] or "the model"
         add = f"its model is {qualname}; add --model {shlex.quote(code_of(said) or 'train.py')}"
-        if said.get("kind") in ("made", "lightning"):
+        if said.get("kind") in ("made", "lightning", "parts"):
             return add
         why = f", as {said['why']}" if isinstance(said.get("why"), str) else ""
         return f"{add}, a function that returns it{why}"
@@ -174,7 +203,23 @@ class Rebuilding:
             self._say(
                 f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise"
             )
-        return _checked(cls(config), self._name)
+        return self._with_head(_checked(cls(config), self._name), said.get("head"))
+
+    def _with_head(self, model: nn.Module, said: Mapping[str, Any] | None) -> nn.Module:
+        if said is None:
+            return model
+        if said["name"] not in HEADS:
+            raise ReplayError(f"{self._name}: its model's forward is {str(said['name'])[:80]}, which is not known here")
+        module, function = HEADS[said["name"]]
+        library = library_of(module)
+        if library is None:
+            name = module.partition(".")[0]
+            raise ReplayError(f"{self._name} needs {name}, which has given its model another forward: install it")
+        giver = getattr(library, function, None)
+        if giver is None:
+            raise ReplayError(f"{self._name}: this {module} has no {function}, which has made its model's forward")
+        giver(model, **{str(key): read(one, self.find) for key, one in said["arguments"].items()})
+        return model
 
     def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:
         library = library_of("peft")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampdoctor.errors import ReplayError
 from ampdoctor.loop.nested import iter_tensors, map_kind
 from ampdoctor.loop.program import (
     Backward,
@@ -93,7 +94,13 @@ class _Step:
         def named(reference: Reference) -> torch.Tensor:
             if isinstance(reference, Given):
                 return given[reference.index]
-            return held[reference.name] if isinstance(reference, Held) else made[reference.index]
+            if isinstance(reference, Held):
+                return held[reference.name]
+            if reference.index not in made:
+                raise ReplayError(
+                    "what the recorded step takes next, the model does not return here: its forward is another"
+                )
+            return made[reference.index]
 
         with torch.no_grad():
             for name, value in program.buffers.items():

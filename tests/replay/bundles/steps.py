@@ -17,7 +17,7 @@ class Loop:
 
     def scaler_called(self, scaler, method, argument, run):
         if method == "scale":
-            return self.recorder.scaled(scaler, argument, run)
+            return self.recorder.scaled(argument, run)
         with self.recorder.pausing():
             done = run()
         if method == "unscale_":
