@@ -245,7 +245,9 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
     source = finding.where.source
     change = f"change the code{f' at {source.file}:{source.line}' if source is not None else ''} as {finding.code} says"
     again = bundle_command(report)
-    if again and finding.where.module is not None:  # what surrounds the model is replayed as it was recorded
+    where = finding.where
+    in_model = where.module or (where.module == "" and where.phase == "forward")
+    if again and in_model:  # what surrounds the model is replayed as it was recorded
         return Step(f"{change}; the bundle shows whether that helps", again)
     return Step(f"{change}, {_then(report)}")
 
