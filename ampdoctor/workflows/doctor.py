@@ -15,6 +15,7 @@ import torch
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report.target import Kept
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.log.facts import hardware, software
@@ -29,7 +30,7 @@ from ampdoctor.loop.program import Program
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
-from ampdoctor.replay.bundles.writing import write_bundle
+from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
@@ -260,7 +261,7 @@ class Doctor:
             bundle = self._bundled(program, seen) if request.bundle else None
             self._told(program, seen, what, bundle)
 
-    def _bundled(self, program: Program, seen: Look) -> str | None:
+    def _bundled(self, program: Program, seen: Look) -> Written | None:
         folder = Path(self._request.health) / f"bundle-{program.step}"
         try:
             written = write_bundle(
@@ -278,24 +279,26 @@ class Doctor:
             why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
             self._say(f"no bundle of step {program.step} was kept: {why}")
             return None
+        if not written.replays:
+            self._say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
         for sentence in written.left_out:
             self._say(f"the bundle of step {program.step}: {sentence}")
         if seen.failed and written.replays:
             self._say(f"step {program.step} could not be run again here; elsewhere: ampdoctor bisect-nan {folder}")
-        return str(folder)
+        return written
 
-    def _told(self, program: Program, seen: Look, what: str, bundle: str | None) -> None:
+    def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
         report = seen.report
         if report is None:
             return
-        run = {**report.run, "step": program.step, "health": self._request.health, "bundle": bundle}
+        run = {**report.run, "step": program.step, "kept": self._kept(bundle)}
         target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
         self.report = replace(report, run=run, target=target)
         line = LookLine(
             step=program.step,
             verdict=report.verdict,
             findings=report.findings,
-            bundle=None if bundle is None else Path(bundle).name,
+            bundle=None if bundle is None else bundle.folder.name,
             reason=what,
             seconds=seen.seconds,
         )
@@ -304,6 +307,15 @@ class Doctor:
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
+
+    def _kept(self, bundle: Written | None) -> Kept:
+        health = Path(self._request.named or self._request.health)
+        kept = Kept(health=str(health))
+        if bundle is not None and bundle.replays:
+            kept["bundle"] = str(health / bundle.folder.name)
+            if bundle.code is not None:
+                kept["model"] = bundle.code
+        return kept
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class Watching:
         """The diagnosis of the first sick step; None as long as there is nothing to say."""
         return None if self.doctor is None else self.doctor.report
 
+    @property
+    def has_begun(self) -> bool:
+        """The script has imported torch, and there is a log."""
+        return self.doctor is not None
+
     def ended(self, error: BaseException | None) -> None:
         """The script has come to its end, or to this error."""
         if self.doctor is not None:

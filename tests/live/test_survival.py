@@ -419,7 +419,7 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
         with watched() as seen:
             a_scaled_loop(scaled, states)
         (report,) = seen.told
-        assert (report.verdict, report.run["bundle"]) == ("sick", str(seen.health / "bundle-3"))
+        assert (report.verdict, report.run["kept"]["bundle"]) == ("sick", str(seen.health / "bundle-3"))
         assert (seen.health / "bundle-3" / "manifest.json").is_file()
         assert len(steps_of(seen)) == 5
         if report.errors:

@@ -96,8 +96,10 @@ def run(
     refuse_empty("SCRIPT", script)
     given = tuple(arguments or ())
     named = _named(script, given, is_module=module)
+    health = watch.health or usual_folder(script, is_module=module)
     request = WatchRequest(
-        health=str(Path(watch.health or usual_folder(script, is_module=module)).absolute()),
+        health=str(Path(health).absolute()),
+        named=health,
         script=script,
         is_module=module,
         arguments=given,

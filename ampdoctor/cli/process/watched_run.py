@@ -87,11 +87,13 @@ class _Job:
         with contextlib.suppress(OSError):  # files are named from where the command was typed
             self.home.enter_context(contextlib.chdir(folder))
         report = None if watch is None else watch.report
-        return self._nothing_judged() if report is None else replace(report, command="run")
+        logged = watch is not None and watch.has_begun
+        return self._nothing_sick(logged=logged) if report is None else replace(report, command="run")
 
-    def _nothing_judged(self) -> Report:
+    def _nothing_sick(self, *, logged: bool) -> Report:
         target = {"factory": self.script.named, "arguments": list(self.script.arguments)}
-        return Report(command="run", target=target, verdict="not_judged")
+        run = {"kept": {"health": self.request.named}} if logged else {}
+        return Report(command="run", target=target, run=run, verdict="not_judged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

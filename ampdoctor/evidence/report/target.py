@@ -127,6 +127,20 @@ class Target(TypedDict, total=False):
     against: TargetAgainst
 
 
+class Kept(TypedDict, total=False):
+    """What a watched training has left; paths are from where its command was typed.
+
+    Attributes:
+        health: The folder of the log.
+        bundle: The bundle of the sick step; absent where it cannot be replayed.
+        model: What `--model` has to name for the bundle's model to be made again; absent where it takes no code.
+    """
+
+    health: str
+    bundle: str
+    model: str
+
+
 class Run(TypedDict, total=False):
     """How it was replayed; empty for scan.
 
@@ -138,6 +152,8 @@ class Run(TypedDict, total=False):
         autocast: Whether the run computes under autocast.
         steps: Optimizer steps that were replayed, or watched.
         steps_skipped: Of a watched loop, the steps that a scaler has skipped.
+        step: Of a watched training, the sick step.
+        kept: Of a watched training, what it has left.
         replays: Steps that were run in all, those that prove a change included.
         bad_step_replays: How often the first bad step was run as a whole, the fp32 reference included; 0 where
             none is bad.
@@ -160,6 +176,8 @@ class Run(TypedDict, total=False):
     autocast: bool
     steps: Count
     steps_skipped: Count
+    step: Count
+    kept: Kept
     replays: Count
     bad_step_replays: Count
     partial_replays: Count

@@ -12,7 +12,7 @@ from ampdoctor.errors import OutputError
 from ampdoctor.loop.inert.constants import constants_of
 from ampdoctor.loop.inert.writing import NotInertError
 from ampdoctor.loop.program import Program
-from ampdoctor.replay.bundles.describing import Made, described
+from ampdoctor.replay.bundles.describing import Made, code_of, described
 from ampdoctor.replay.bundles.instructions import instruction_out, relative
 from ampdoctor.replay.bundles.optimizers import optimizer_out
 from ampdoctor.replay.bundles.random_states import StatesOut
@@ -121,6 +121,10 @@ class Collected:
                 f"settings or state of the optimizer that are no plain values: {', '.join(said['lost'])}"
             )
         return {"name": self._program.optimizer_name, **said}
+
+    def code(self) -> str | None:
+        """What `--model` has to name."""
+        return code_of(self._model)
 
     def fit(self, max_bytes: int) -> tuple[str, ...]:
         """Leave out what goes beyond the cap; returns what is left out, in sentences.

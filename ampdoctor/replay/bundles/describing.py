@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -59,6 +59,37 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
     if cls.__module__.startswith("torch."):
         return _function(model, "it is made of torch's own layers, and its structure stands in the script alone")
     return _function(model, "nobody saw it being made")
+
+
+def code_of(said: Any) -> str | None:
+    """What `--model` has to name for a model to be made again: a file, or a function of one; None for no code at all.
+
+    Args:
+        said: The manifest's entry; nothing in it is trusted.
+    """
+    said = said if isinstance(said, Mapping) else {}
+    kind = said.get("kind")
+    if kind == "several":
+        children = said.get("children")
+        parts = [code_of(child) for child in children.values()] if isinstance(children, Mapping) else []
+        return next((part for part in parts if part is not None), None)
+    if kind in ("wrapped", "peft"):
+        return code_of(said.get("module"))
+    if kind == "transformers" or (kind == "parts" and all(name.startswith("torch.") for name in _classes(said))):
+        return None
+    made = said.get("made", said)
+    file = made.get("file") if isinstance(made, Mapping) else None
+    file = file if isinstance(file, str) and file.endswith(".py") and file.isprintable() else "train.py"
+    return file if kind in ("made", "lightning", "parts") else f"{file}:make_model"
+
+
+def _classes(tree: Any) -> Iterator[str]:
+    """The names of the classes in an entry."""
+    if isinstance(tree, Mapping):
+        yield from (value for key, value in tree.items() if key == "class" and isinstance(value, str))
+    if isinstance(tree, Mapping | list):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _classes(part)
 
 
 def _of_parts(model: nn.Module, made: Made) -> dict[str, Any]:
@@ -128,5 +159,7 @@ def _is_lightning(cls: type) -> bool:
 
 
 def _file_of(cls: type) -> str | None:
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    """The file that has a class; of torch's own layers that of the script, where they are put together."""
+    module = "__main__" if cls.__module__.startswith("torch.") else cls.__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
     return file if isinstance(file, str) else None

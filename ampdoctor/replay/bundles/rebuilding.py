@@ -13,7 +13,7 @@ from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.loop.inert.modules import module_read
 from ampdoctor.loop.inert.reading import NOTHING, UnreadableTreeError, read
 from ampdoctor.replay.bundles.classes import finding, library_of
-from ampdoctor.replay.bundles.describing import HEADS
+from ampdoctor.replay.bundles.describing import HEADS, code_of
 from ampdoctor.replay.bundles.named_code import NamedCode
 from ampdoctor.replay.training_run import kind_of
 
@@ -172,15 +172,12 @@ class Rebuilding:
         if said.get("kind") == "several":
             said = next(iter(said.get("children", {}).values()), {})
         made = said.get("made", said)
-        file = made.get("file")
-        file = file if isinstance(file, str) and file.endswith(".py") and file.isprintable() else "train.py"
         qualname = str(made.get("class", "")).rpartition(":")[2][:80] or "the model"
+        add = f"its model is {qualname}; add --model {shlex.quote(code_of(said) or 'train.py')}"
         if said.get("kind") in ("made", "lightning", "parts"):
-            return f"its model is {qualname}; add --model {shlex.quote(file)}"
+            return add
         why = f", as {said['why']}" if isinstance(said.get("why"), str) else ""
-        return (
-            f"its model is {qualname}; add --model {shlex.quote(file + ':make_model')}, a function that returns it{why}"
-        )
+        return f"{add}, a function that returns it{why}"
 
     # -- libraries ---------------------------------------------------------------------------------------------------
 

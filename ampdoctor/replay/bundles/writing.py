@@ -39,12 +39,14 @@ class Written:
         size: Bytes of its files.
         left_out: What it lacks, in sentences.
         replays: Whether the step can be run again from it.
+        code: What `--model` has to name for its model to be made again; None where it takes no code.
     """
 
     folder: Path
     size: int
     left_out: tuple[str, ...]
     replays: bool
+    code: str | None = None
 
 
 def write_bundle(
@@ -100,7 +102,7 @@ def write_bundle(
     manifest["exact"] = _exact(manifest, collected)
     text = json.dumps(manifest, allow_nan=False, indent=1)
     size = _write_whole(folder, collected, text, log)
-    return Written(folder=folder, size=size, left_out=left_out, replays=not collected.cannot)
+    return Written(folder=folder, size=size, left_out=left_out, replays=not collected.cannot, code=collected.code())
 
 
 def _scaler(scaler: Any, state: Mapping[str, Any] | None) -> dict[str, Any] | None:

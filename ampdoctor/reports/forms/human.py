@@ -19,7 +19,7 @@ from ampdoctor.reports.forms.sections import range_sections, scan_sections
 from ampdoctor.reports.forms.sections.layout import heading, labelled, listed, show, text
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import gate_words
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.next_step import bundle_command, next_step
 from ampdoctor.reports.words.paste import Setting, code_of, setting_of
 from ampdoctor.reports.words.sanitise import sanitise
 
@@ -71,7 +71,22 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     _checks(report, console, verbose)
     listed("not examined", broken, console, style="bold red")
     listed("left out", (f"{s.what}: {s.reason}" for s in report.skipped), console)
+    _kept(report, console)
     _next(report, console)
+
+
+def _kept(report: Report, console: Console) -> None:
+    """Say what a watched training has left, and how it is replayed; the command is never folded."""
+    kept = report.run.get("kept") or {}
+    if not kept.get("health"):
+        return
+    heading("kept", console)
+    show(text(f"{kept['health']}: the log; ampdoctor scan judges it"), console, indent=2, hang=2)
+    if kept.get("bundle"):
+        name = str(kept.get("model", "")).rpartition(":")[2]
+        maker = f", once {name}() returns its model" if name == "make_model" else ""
+        show(text(f"{kept['bundle']}: the step, to be replayed on any machine{maker}:"), console, indent=2, hang=2)
+        console.print(text(f"    {bundle_command(report)}"), soft_wrap=True)
 
 
 def _next(report: Report, console: Console) -> None:

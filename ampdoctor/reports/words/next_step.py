@@ -46,12 +46,16 @@ _EARLIER = Step("resume from an earlier checkpoint; the last healthy one is foun
 
 def next_step(report: Report) -> Step:
     """Return the one thing to do after this report."""
+    if not report.complete and bundle_command(report):
+        return Step("the step was not run again in place; its bundle may be, here or elsewhere", bundle_command(report))
     if not report.complete:
         return _incomplete(report)
     if report.baseline is not None and report.baseline.written:
         return Step(
             "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
         )
+    if report.verdict == "not_judged" and report.command == "run":
+        return _watched(report)
     if report.verdict == "not_judged" and report.structure is None:
         return _left_out(report)
     if report.verdict == "not_judged":
@@ -63,6 +67,20 @@ def next_step(report: Report) -> Step:
     if report.verdict == "inconclusive" and _cured(report) is None:
         return Step("nothing is settled: give what is missing, and run the same command again")
     return _set_aside(report) or _judged(report)
+
+
+def bundle_command(report: Report) -> str:
+    """The command that replays the bundle of a watched training; "" where none was kept."""
+    kept = report.run.get("kept") or {}
+    if not kept.get("bundle"):
+        return ""
+    return _command("bisect-nan", kept["bundle"], *(["--model", kept["model"]] if kept.get("model") else []))
+
+
+def _watched(report: Report) -> Step:
+    """A training in which nothing was sick."""
+    log = (report.run.get("kept") or {}).get("health")
+    return Step("nothing; its log is judged by", _command("scan", log)) if log else Step("nothing")
 
 
 def _left_out(report: Report) -> Step:
@@ -225,8 +243,13 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
-    place = f" at {source.file}:{source.line}" if source is not None else ""
-    return Step(f"change the code{place} as {finding.code} says, {_then(report)}")
+    change = f"change the code{f' at {source.file}:{source.line}' if source is not None else ''} as {finding.code} says"
+    again = bundle_command(report)
+    where = finding.where
+    in_model = where.module or (where.module == "" and where.phase == "forward")
+    if again and in_model:  # what surrounds the model is replayed as it was recorded
+        return Step(f"{change}; the bundle shows whether that helps", again)
+    return Step(f"{change}, {_then(report)}")
 
 
 def _then(report: Report) -> str:

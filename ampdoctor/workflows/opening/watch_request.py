@@ -25,7 +25,8 @@ class WatchRequest:
     """What to watch, and what to do where it falls sick.
 
     Attributes:
-        health: Folder of the log and the bundles; it need not exist yet.
+        health: Folder of the log and the bundles, absolute; it need not exist yet.
+        named: The same as it was typed, for whoever reads of it; "" for as it is.
         script: What trains, as it was typed: a script's path, or a module's name.
         is_module: It is a module's name.
         arguments: What follows it in `sys.argv`.
@@ -45,6 +46,7 @@ class WatchRequest:
     """
 
     health: str
+    named: str = ""
     script: str
     is_module: bool = False
     arguments: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ def watch(monkeypatch):
         if one.fails == "before":
             raise RuntimeError("no hooks")
         one.open += 1
-        yield (made := SimpleNamespace(report=None, ended=lambda error: None))
+        yield (made := SimpleNamespace(report=None, has_begun=True, ended=lambda error: None))
         one.open -= 1
         made.report = one.found
         if one.fails == "after":
@@ -125,6 +125,7 @@ def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tm
     report = check_report((tmp_path / "health.json").read_text())
     assert (report["command"], report["verdict"]) == ("run", "not_judged")
     assert report["target"] == {"factory": "train.py", "arguments": [moves]}
+    assert report["run"] == {"kept": {"health": watch.requests[0].named}}
     assert Path.cwd() == tmp_path / "deeper"
     os.chdir(tmp_path)
     watch.found = SICK

@@ -28,6 +28,16 @@ def test_a_finding_is_told_in_the_order_what_where_why_change_proof():
     assert positions == sorted(positions)
 
 
+def test_what_a_watched_training_has_left_stands_before_what_to_do_and_its_command_is_never_folded():
+    kept = {"health": "health", "bundle": f"health/bundle-{'9' * 60}", "model": "train.py"}
+    text = shown(replace(SICK, command="run", run={"step": 7, "kept": kept}), width=60)
+    head, _, rest = text.partition("\nkept\n")
+    assert "step 7" in head
+    assert "health" not in head
+    assert f"    ampdoctor bisect-nan {kept['bundle']} --model train.py\n" in rest
+    assert rest.index(kept["bundle"]) < rest.index("next: ")
+
+
 def test_the_address_is_complete():
     line = next(line for line in shown(SICK).splitlines() if "where" in line)
     for part in ("step 3", "micro-batch 1", "forward", "module encoder.block.3.ff.wo (call 2)", "aten.linear", "Inf"):

@@ -57,6 +57,31 @@ def test_code_is_changed_at_its_line():
     assert text == "change the code at t5.py:41 as AMP201 says, then run the same command again"
 
 
+KEPT = {"kept": {"health": "health", "bundle": "health/bundle-20", "model": "train.py"}}
+BUNDLE = "ampdoctor bisect-nan health/bundle-20 --model train.py"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"), [("block.0", BUNDLE), (None, "")], ids=["the model's code", "what surrounds it is on the tape"]
+)
+def test_a_change_of_the_models_code_is_tried_on_the_bundle(module, line):
+    code = Prescription(kind="code", value="add eps", status="intervention")
+    finding = replace(OVERFLOW, prescription=code, where=replace(OVERFLOW.where, module=module))
+    assert next_step(replace(SICK, command="run", run=KEPT, findings=(finding,))).line == line
+
+
+def test_a_step_that_could_not_be_looked_at_in_place_has_its_bundle():
+    assert next_step(replace(INCOMPLETE, command="run", run=KEPT)).line == BUNDLE
+    assert "fetch anew" in said(replace(INCOMPLETE, command="run"))
+
+
+@pytest.mark.parametrize(
+    ("kept", "step"), [({"health": "h"}, "nothing; its log is judged by: ampdoctor scan h"), ({}, "nothing")]
+)
+def test_a_training_without_anything_sick_leaves_its_log(kept, step):
+    assert said(Report(command="run", target={"factory": "train.py"}, run={"kept": kept}, verdict="not_judged")) == step
+
+
 def test_a_measurement_that_was_saved_is_made_anew_after_a_change():
     code = Prescription(kind="code", value="add eps", status="not_run")
     report = Report(command="recommend", target={"profile": "p.st"}, verdict="sick", findings=())
