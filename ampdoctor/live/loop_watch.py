@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,14 +88,25 @@ class LoopWatch:
         self._process = os.getpid()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks are in place inside, and gone afterwards whatever happens."""
+    def watching(self, *scalers: Any) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens.
+
+        Args:
+            scalers: Known beforehand; torch's own need not be.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
-            stack.enter_context(told_of_scalers(self))
+            stack.enter_context(told_of_scalers(self, *scalers))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield
+
+    def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """The loop has these parts, which it would show only when it uses them."""
+        if model is not None:
+            self.recorder.models.meet(model)
+        for optimizer in optimizers:
+            self._known_as(optimizer)
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -191,11 +202,7 @@ class LoopWatch:
             models.settle()
 
     def _attempt_of(self, optimizer: Any, scaler: Any) -> Attempt:
-        known = self._optimizers.get(id(optimizer))
-        if known is None or known.there() is not optimizer:
-            name = f"optimizer{self._names + 1}" if self._names else "optimizer"
-            self._names += 1
-            known = self._optimizers[id(optimizer)] = _Known(weakref.ref(optimizer), name)
+        known = self._known_as(optimizer)
         return Attempt(
             step=known.attempts,
             optimizer=optimizer,
@@ -204,6 +211,14 @@ class LoopWatch:
             micro_steps=self.recorder.backwards,
             seconds=None if known.last is None else time.monotonic() - known.last,
         )
+
+    def _known_as(self, optimizer: Any) -> _Known:
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.there() is not optimizer:
+            name = f"optimizer{self._names + 1}" if self._names else "optimizer"
+            self._names += 1
+            known = self._optimizers[id(optimizer)] = _Known(weakref.ref(optimizer), name)
+        return known
 
     def _is_not_ours(self) -> bool:
         """What runs is our own look, a forked child of the loop's, or on tensors without values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,16 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.live.blind_steps import BlindSteps, LateNews
+from ampdoctor.live.guard import Guard
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
+from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
@@ -36,6 +39,22 @@ _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
+_TOO_LATE = (
+    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and nothing "
+    "was run again. Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one "
+    "synchronisation a step; or the last good checkpoint with the recorded calls since"
+)
+_HELD_BACK = (
+    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next sick "
+    "one within {steps} steps is looked at, at one synchronisation a step until then"
+)
+
+_standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
+
+
+def standing() -> Doctor | None:
+    """Returns the doctor that stands by this process's training; None where none does."""
+    return next((doctor for process, doctor in _standing if process == os.getpid()), None)
 
 
 class Doctor:
@@ -48,10 +67,12 @@ class Doctor:
 
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
+        folder: Of the log and the bundles.
     """
 
     def __init__(self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]) -> None:
         self.report: Report | None = None
+        self.folder = request.health
         self._request, self._tell, self._say = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
@@ -65,20 +86,40 @@ class Doctor:
             say=say,
         )
         self._lines = StepLines(self._log)
-        self._numbers = StepNumbers(self._lines.step, self._lines.detail, every=request.every)
+        self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
-        self._late: str | None = None
+        self._guard = Guard()
+        self._blind = BlindSteps()
+        self._late: LateNews | None = None  # what has to be said of a step that is over
+        self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
 
     @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Hooks are in place inside, and gone afterwards whatever happens."""
+    def attending(
+        self,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        scalers: Iterable[Any] = (),
+    ) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens.
+
+        Args:
+            model: Known beforehand; others are met when they are first called.
+            optimizers: Known beforehand; others are met at their first step.
+            scalers: Known beforehand; torch's own need not be.
+        """
         with ExitStack() as stack:
+            entry = os.getpid(), self
+            _standing.append(entry)
+            stack.callback(_standing.remove, entry)
+            stack.callback(self._guard.release)
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
-            stack.enter_context(self._watch.watching())
+            stack.enter_context(self._watch.watching(*scalers))
+            self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
             stack.enter_context(hearing(self._clipped))
             self._watch.recorder.returned = self._returned
@@ -110,24 +151,27 @@ class Doctor:
         """As in `LoopListener`."""
         with self._harmless():
             norm = self._measured(attempt, losses)
+            asked = self._request.guard and attempt.scaler is None
+            held = asked and self._guard.hold(attempt.optimizer, losses, norm)
             if self._is_readable(attempt):
                 sick = self._sick_of(losses, norm)
                 if sick is not None:
-                    self._fall_sick(attempt, sick)
+                    self._fall_sick(attempt, sick, settles=_steps_either_way(attempt))
+            elif self.report is None:
+                self._blind.add(attempt, held=held)
+            self._attentive = max(self._attentive - 1, 0)
 
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         with self._harmless():
             self._measured(attempt, losses)
-            left = self._settling.get(attempt.name, 0)
-            if left > 0:
-                self._settling[attempt.name] = left - 1
-            elif self.report is None and self._request.look != "off":
+            if self.report is None and self._request.look != "off":
                 self._fall_sick(attempt, "its scaler skips it", settles=True)
 
     def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
         """As in `LoopListener`."""
         with self._harmless():
+            self._guard.release()
             if not skipped:
                 self._settling.pop(attempt.name, None)
             self._lines.ended(attempt, skipped=skipped)
@@ -135,6 +179,7 @@ class Doctor:
             self._numbers.begin_step(self._lines.turn)
             if not self._described:
                 self._describe(attempt)
+            self._tell_late()
 
     def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
         for loss in losses:
@@ -163,8 +208,8 @@ class Doctor:
         first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
         if first is None or self.report is not None:
             return False
-        waited = attempt.scaler is not None and getattr(attempt.optimizer, "grad_scale", None) is None
-        return first.device.type == "cpu" or waited or self._request.look == "sync"
+        waited = attempt.scaler is not None and not _steps_either_way(attempt)
+        return first.device.type == "cpu" or waited or self._request.look == "sync" or self._attentive > 0
 
     def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
         with unseen():
@@ -190,7 +235,11 @@ class Doctor:
 
     # -- the first sick step -----------------------------------------------------------------------------------------
 
-    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool = False) -> None:
+    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool) -> None:
+        left = self._settling.get(attempt.name, 0)
+        if settles and left > 0:
+            self._settling[attempt.name] = left - 1
+            return
         self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
 
     def _look_at_the_end(self) -> None:
@@ -217,6 +266,7 @@ class Doctor:
                 thresholds=request.thresholds,
                 settles=settles,
             )
+        self._attentive = 0
         if seen.report is None:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
@@ -251,21 +301,52 @@ class Doctor:
         if report is None:
             return
         run = {**report.run, "step": program.step, "health": self._request.health, "bundle": bundle}
+        self._diagnosed(replace(report, run=run), what, seconds=seen.seconds)
+
+    def _diagnosed(self, report: Report, what: str, *, seconds: float | None) -> None:
+        """Log and tell a diagnosis, whose `run` says of which step and where its bundle lies."""
         target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
-        self.report = replace(report, run=run, target=target)
+        self.report = replace(report, target=target)
+        bundle = report.run["bundle"]
         line = LookLine(
-            step=program.step,
+            step=report.run["step"],
             verdict=report.verdict,
             findings=report.findings,
             bundle=None if bundle is None else Path(bundle).name,
             reason=what,
-            seconds=seen.seconds,
+            seconds=seconds,
         )
         self._log.write(line)
         self._tell(self.report)
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
+
+    # -- numbers that arrive after the update ------------------------------------------------------------------------
+
+    def _read(self, reading: StepReading) -> None:
+        self._lines.step(reading)
+        news = self._blind.arrived(reading)
+        if news is not None and self._late is None:
+            self._late = news
+
+    def _tell_late(self) -> None:
+        """Say of a step that is over that it was sick, once."""
+        news, self._late = self._late, None
+        if news is None or self.report is not None or self._request.look == "off":
+            return
+        if news.weights == "intact":
+            if not self._attentive:
+                self._attentive = self._request.every
+                if news.what != "its scaler skips it":
+                    self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
+            return
+        self._numbers.look(news.what, _AFTER_SICK)
+        sentence = _TOO_LATE.format(step=news.step, what=news.what)
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=sentence)
+        run = {"step": news.step, "health": self._request.health, "bundle": None}
+        report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,), run=run)
+        self._diagnosed(report, news.what, seconds=None)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -295,6 +376,11 @@ class Doctor:
             self._failed = True
             self._watch.recorder.fail(error)
             self._say(f"the training is watched no more: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def _steps_either_way(attempt: Attempt) -> bool:
+    """Whether a scaler calls the optimizer whatever it has found: a fused one skips by itself, on its device."""
+    return attempt.scaler is not None and getattr(attempt.optimizer, "grad_scale", None) is not None
 
 
 def _number(variable: str, otherwise: int) -> int:

@@ -70,6 +70,11 @@ class OutermostModels:
         held = {id(p) for _, root in self.roots for p in root.parameters()}
         return all(id(tensor) in held for tensor in tensors)
 
+    def meet(self, module: nn.Module) -> None:
+        """The loop trains this module, which it would show only when it calls it."""
+        if id(module) not in self._known:
+            self._meet(module)
+
     def search(self) -> None:
         """Look at every module's calls."""
         if not self._global:
@@ -99,8 +104,7 @@ class OutermostModels:
         if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or not _has_parameters(module):
             return
         inside.modules.append(module)
-        if id(module) not in self._known:
-            self._meet(module)
+        self.meet(module)
         self._listener.entered(module)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
