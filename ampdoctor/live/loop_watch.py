@@ -175,12 +175,12 @@ class LoopWatch:
         )
 
     def _judge(self, optimizer: Any, scaler: Any) -> None:
-        with self.recorder.pausing():
-            self._attempt = attempt = self._attempt_of(optimizer, scaler)
-            if _holds_back(optimizer):
-                self._listener.held_back(attempt, self.recorder.losses)
-            else:
-                self._listener.about_to_step(attempt, self.recorder.losses)
+        self.recorder.rest()
+        self._attempt = attempt = self._attempt_of(optimizer, scaler)
+        if _holds_back(optimizer):
+            self._listener.held_back(attempt, self.recorder.losses)
+        else:
+            self._listener.about_to_step(attempt, self.recorder.losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         attempt, self._attempt = self._attempt, None

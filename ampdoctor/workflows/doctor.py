@@ -40,13 +40,13 @@ _AFTER_SICK = 3
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
 _TOO_LATE = (
-    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and nothing "
-    "was run again. Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one "
+    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
+    "nothing was run again. Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one "
     "synchronisation a step; or the last good checkpoint with the recorded calls since"
 )
 _HELD_BACK = (
-    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next sick "
-    "one within {steps} steps is looked at, at one synchronisation a step until then"
+    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
+    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
 )
 
 _standing: list[tuple[int, Doctor]] = []  # with the process that it stands in

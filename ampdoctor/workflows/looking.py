@@ -88,7 +88,10 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
 
 @contextmanager
 def at_its_begin(program: Program) -> Iterator[None]:
-    """Inside, buffers, gradients and scaler are as when the step began; afterwards as they were."""
+    """Inside, buffers, gradients and scaler are as when the step began; afterwards as they were.
+
+    What the loop has hung behind its optimizer (an average of the weights, a log) is not run.
+    """
     named = dict(program.model.named_buffers())
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]
@@ -100,9 +103,14 @@ def at_its_begin(program: Program) -> Iterator[None]:
         parameter.grad = None
     if states is not None:
         program.scaler._per_optimizer_states = type(states)(states.default_factory)  # noqa: SLF001 - torch has no other way to begin a step
+    behind = getattr(program.optimizer, "_optimizer_step_post_hooks", None)
+    if behind is not None:
+        program.optimizer._optimizer_step_post_hooks = type(behind)()  # type: ignore[union-attr]  # noqa: SLF001
     try:
         yield
     finally:
+        if behind is not None:
+            program.optimizer._optimizer_step_post_hooks = behind  # type: ignore[union-attr]  # noqa: SLF001
         with torch.no_grad():
             for buffer, value in after:
                 buffer.copy_(value)

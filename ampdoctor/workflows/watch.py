@@ -134,7 +134,7 @@ def sentence_of(report: Report) -> str:
 def _several(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
         return ()
-    found = (optimizer,) if hasattr(optimizer, "param_groups") else tuple(optimizer)
+    found = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
     if any(not hasattr(one, "param_groups") for one in found):
         raise UsageError("optimizer is neither an optimizer nor several: give one, or a list of them")
     return found

@@ -273,6 +273,10 @@ class StepRecorder:
         reference = self._tape.reference(root)
         return any(isinstance(one, Scaled) and one.result == reference for one in self._tape.instructions)
 
+    def rest(self) -> None:
+        """Functions are not recorded until a model is called again."""
+        self._tape.close()
+
     # -- updates -----------------------------------------------------------------------------------------------------
 
     @_harmless
