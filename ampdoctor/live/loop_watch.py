@@ -197,6 +197,7 @@ class LoopWatch:
         self.recorder.updated(attempt.optimizer)
         models = self.recorder.models
         if first and not models.is_root_of(_trained(attempt.optimizer)):
+            models.miss(_trained(attempt.optimizer))
             models.search()  # its models were not seen yet: the next step shows them
         elif models.searching and (not first or models.roots):
             models.settle()

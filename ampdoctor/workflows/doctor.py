@@ -94,6 +94,7 @@ class Doctor:
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
+        self._unseen = 0  # sentences on what cannot be watched that were said
 
     @contextmanager
     def attending(
@@ -179,6 +180,10 @@ class Doctor:
             self._numbers.begin_step(self._lines.turn)
             if not self._described:
                 self._describe(attempt)
+            unseen_models = self._watch.recorder.models.unseen
+            while self._unseen < len(unseen_models):
+                self._say(unseen_models[self._unseen])
+                self._unseen += 1
             self._tell_late()
 
     def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:

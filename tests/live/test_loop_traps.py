@@ -30,7 +30,11 @@ def mlp(width=8, out=1):
 
 def state(*parts):
     """Every tensor of models and optimizers, and every random state."""
-    tensors = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1].astype(int))]
+    tensors = [
+        torch.get_rng_state(),
+        torch.tensor(random.getstate()[1]),
+        torch.tensor(np.random.get_state()[1].astype(int)),
+    ]
     for part in parts:
         if isinstance(part, nn.Module):
             tensors += [*part.parameters(), *part.buffers()]
@@ -284,7 +288,7 @@ def test_a_healthy_loop_ends_as_it_would_have_and_nothing_is_said(name, tmp_path
     assert [record.getMessage() for record in caplog.records] == []
     assert equal(bare(train), left)
     assert len(lines(tmp_path)) >= 10
-    assert all(line["loss"] is None or math.isfinite(line["loss"]) for line in lines(tmp_path))
+    assert all(math.isfinite(line.get("loss", 0.0)) for line in lines(tmp_path))
 
 
 # -- scalers -------------------------------------------------------------------------------------------------------------
@@ -292,20 +296,20 @@ def test_a_healthy_loop_ends_as_it_would_have_and_nothing_is_said(name, tmp_path
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_is_counted_once_and_gradients_are_read_unscaled(fused, tmp_path):
-    """Step 3 overflows at the scale of 2^20 and not at half of it: a scaler that settles is healthy."""
+    """Step 3 leaves fp16's range at the scale of 2^10 and not at half of it: a scaler that settles is healthy."""
 
     def train(unscaled=None):
-        model, scale = nn.Linear(4, 1), scaler(2.0**20)
+        model, scale = nn.Linear(4, 1), scaler(2.0**10)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
         for step in range(6):
             optimizer.zero_grad()
-            x = torch.full((8, 4), 1e32 if step == 3 else 1.0)
-            loss = (model(x) * (3e-32 * 1e38 / 2**20 / 1e0 if step == 3 else 1.0)).mean()
-            if step == 3:
-                loss = model(torch.ones(8, 4)).mean() * (6e38 / 2**20)
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(8, 4)).sum() * (100.0 if step == 3 else 1.0)
             scale.scale(loss).backward()
             if unscaled is not None:
-                unscaled.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) / scale.get_scale())
+                unscaled.append(
+                    float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) / scale.get_scale()
+                )
             scale.step(optimizer)
             scale.update()
         return model, optimizer, scale
@@ -351,7 +355,7 @@ def test_the_last_micro_batch_alone_is_bad(tmp_path):
     (finding,) = watch.report.findings
     assert watch.report.run["step"] == 2
     assert finding.where.op == "aten.log"
-    assert finding.where.microbatch == 2
+    assert finding.where.micro_batch == 2
 
 
 # -- compiled models -----------------------------------------------------------------------------------------------------
@@ -399,7 +403,9 @@ def test_a_model_that_is_compiled_in_place_is_said_to_be_unseen(named, tmp_path,
     assert sum("Sequential.compile()" in sentence for sentence in said) == 1
     assert len(lines(tmp_path)) == 6
     assert watch.report is not None
-    assert not watch.report.findings or not any(f.prescription and f.prescription.verified for f in watch.report.findings)
+    assert not watch.report.findings or not any(
+        f.prescription and f.prescription.verified for f in watch.report.findings
+    )
 
 
 # -- what only looks like a call -----------------------------------------------------------------------------------------
@@ -433,7 +439,9 @@ def test_a_recomputation_is_no_call(reentrant, tmp_path):
     assert watch.report.run["step"] == 3
     manifest = json.loads((tmp_path / "bundle-3" / "manifest.json").read_text())
     assert json.dumps(manifest).count('"call"') <= 1 or manifest
-    assert watch.report.findings[0].where.module.startswith(("body", "")) and "sqrt" in watch.report.findings[0].where.op
+    assert (
+        watch.report.findings[0].where.module.startswith(("body", "")) and "sqrt" in watch.report.findings[0].where.op
+    )
 
 
 def test_a_gradient_penalty_is_replayed_exactly(tmp_path):

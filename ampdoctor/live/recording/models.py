@@ -29,8 +29,8 @@ class ModelListener(Protocol):
 class OutermostModels:
     """Finds the modules that a loop itself calls, and tells of their calls.
 
-    A global hook costs about a microsecond for each module of a model, and cuts the graph of a compiled one: it is there
-    until an optimizer has stepped whose models are known, and comes back with one whose models are not.
+    A global hook costs about a microsecond for each module of a model, and may cut the graph of a compiled one: it is
+    there until an optimizer has stepped whose models are known, and comes back with one whose models are not.
 
     Args:
         listener: Told of the calls.
@@ -75,11 +75,20 @@ class OutermostModels:
         if id(module) not in self._known:
             self._meet(module)
 
+    def miss(self, parameters: Any) -> None:
+        """No call of a model has been seen that holds these, and they are trained: say why, where that can be known."""
+        missed = {id(parameter) for parameter in parameters}
+        for frame in user_frames():
+            for value in (*frame.f_locals.values(), *frame.f_globals.values()):
+                if isinstance(value, nn.Module) and any(id(p) in missed for p in value.parameters()):
+                    for part in value.modules():
+                        self._note_compiled(part)
+
     def search(self) -> None:
         """Look at every module's calls."""
         if not self._global:
             self._global = [
-                register_module_forward_pre_hook(lambda module, _args: self._enter(module)),
+                register_module_forward_pre_hook(self._enter_found),
                 register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
             ]
 
@@ -107,7 +116,16 @@ class OutermostModels:
         self.meet(module)
         self._listener.entered(module)
 
-    def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _enter_found(self, module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling():  # a part of the graph else
+            self._enter(module)
+
+    def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        """Without an output the module has raised: torch then leaves out a global hook's keywords as well."""
+        if not torch.compiler.is_compiling():
+            self._leave(module, args, kwargs, output)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         modules = self._inside.modules
         if module not in modules:  # a call that was not entered as one of ours
             return
@@ -117,20 +135,16 @@ class OutermostModels:
             self._listener.left(module, args, kwargs, output)
 
     def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if not self._global:
+        if not self._global and not torch.compiler.is_compiling():
             self._enter(module)
 
     def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._global:
-            self._leave_found(module, args, kwargs, output)
+        if not self._global and not torch.compiler.is_compiling():
+            self._leave(module, args, kwargs, output)
 
     def _meet(self, module: nn.Module) -> None:
         self._known[id(module)] = weakref.ref(module, lambda _, key=id(module): self._known.pop(key, None))
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            self.unseen.append(
-                f"{type(module).__name__}.compile() has compiled the model's call, and no hook is called any more: its "
-                f"steps are not recorded (torch.compile(model) leaves hooks outside)"
-            )
+        self._note_compiled(module)
         name, root = _root_of(module)
         if not any(known is root for _, known in self.roots):
             inside = {id(part) for part in root.modules()}
@@ -140,6 +154,14 @@ class OutermostModels:
             module.register_forward_pre_hook(self._enter_known, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave_known, with_kwargs=True, always_call=True),
         ]
+
+    def _note_compiled(self, module: nn.Module) -> None:
+        sentence = (
+            f"{type(module).__name__}.compile() has compiled the module's call, and no hook is called any more: its "
+            f"calls are not recorded (torch.compile(model) leaves hooks outside)"
+        )
+        if getattr(module, "_compiled_call_impl", None) is not None and sentence not in self.unseen:
+            self.unseen.append(sentence)
 
 
 class _Inside(threading.local):
