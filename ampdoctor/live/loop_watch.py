@@ -183,10 +183,11 @@ class LoopWatch:
             self._listener.about_to_step(attempt, self.recorder.losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is None or attempt.optimizer is not optimizer or self._is_not_ours():
+        if self._is_not_ours():
             return
-        self._ended(attempt, skipped=_holds_back(optimizer))
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None and attempt.optimizer is optimizer:
+            self._ended(attempt, skipped=_holds_back(optimizer))
 
     def _ended(self, attempt: Attempt, *, skipped: bool) -> None:
         known = self._optimizers[id(attempt.optimizer)]

@@ -198,8 +198,8 @@ def checkpointed(reentrant):
 
 
 def with_closures():
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
     for _ in range(STEPS):
         x = torch.randn(8, 4)
 
@@ -355,7 +355,7 @@ def test_the_last_micro_batch_alone_is_bad(tmp_path):
     (finding,) = watch.report.findings
     assert watch.report.run["step"] == 2
     assert finding.where.op == "aten.log"
-    assert finding.where.micro_batch == 2
+    assert finding.where.call == 2
 
 
 # -- compiled models -----------------------------------------------------------------------------------------------------
@@ -437,11 +437,8 @@ def test_a_recomputation_is_no_call(reentrant, tmp_path):
 
     _, watch = watched(train, tmp_path)
     assert watch.report.run["step"] == 3
-    manifest = json.loads((tmp_path / "bundle-3" / "manifest.json").read_text())
-    assert json.dumps(manifest).count('"call"') <= 1 or manifest
-    assert (
-        watch.report.findings[0].where.module.startswith(("body", "")) and "sqrt" in watch.report.findings[0].where.op
-    )
+    assert watch.report.findings[0].where.phase == "backward"
+    assert not any("do not explain" in skipped.reason for skipped in watch.report.skipped)
 
 
 def test_a_gradient_penalty_is_replayed_exactly(tmp_path):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -29,14 +30,16 @@ class ModelListener(Protocol):
 class OutermostModels:
     """Finds the modules that a loop itself calls, and tells of their calls.
 
-    A global hook costs about a microsecond for each module of a model, and may cut the graph of a compiled one: it is
-    there until an optimizer has stepped whose models are known, and comes back with one whose models are not.
+    A global hook costs about a microsecond for each module of a model, and is a part of the graph of a compiled one: it is
+    there, outside the calls of outermost modules, until an optimizer has stepped whose models are known, and comes back
+    with one whose models are not.
 
     Args:
         listener: Told of the calls.
 
     Attributes:
         unseen: What cannot be watched, in sentences.
+        searching: Every module's calls are looked at.
     """
 
     def __init__(self, listener: ModelListener) -> None:
@@ -46,16 +49,22 @@ class OutermostModels:
         self._hooks: list[Any] = []
         self._global: list[Any] = []
         self._inside = _Inside()
+        self._told: nn.Module | None = None  # entered by a global hook, and about to be by its own
         self.unseen: list[str] = []
+        self.searching = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are told; afterwards no hook is left."""
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        quiet = warnings.filters[0]
         self.search()
         try:
             yield
         finally:
             self.settle()
+            with suppress(ValueError):  # the loop has set filters of its own
+                warnings.filters.remove(quiet)  # type: ignore[attr-defined]  # a list
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
@@ -86,6 +95,7 @@ class OutermostModels:
 
     def search(self) -> None:
         """Look at every module's calls."""
+        self.searching = True
         if not self._global:
             self._global = [
                 register_module_forward_pre_hook(self._enter_found),
@@ -94,14 +104,13 @@ class OutermostModels:
 
     def settle(self) -> None:
         """Look at the calls of the known models alone."""
+        self.searching = False
+        self._unhook()
+
+    def _unhook(self) -> None:
         for hook in self._global:
             hook.remove()
         self._global.clear()
-
-    @property
-    def searching(self) -> bool:
-        """Every module's calls are looked at."""
-        return bool(self._global)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -113,11 +122,13 @@ class OutermostModels:
         if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or not _has_parameters(module):
             return
         inside.modules.append(module)
+        self._unhook()
         self.meet(module)
         self._listener.entered(module)
 
     def _enter_found(self, module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():  # a part of the graph else
+            self._told = module if id(module) in self._known else None
             self._enter(module)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
@@ -132,14 +143,19 @@ class OutermostModels:
         while modules and modules.pop() is not module:  # those that an exception ended
             pass
         if not modules:
+            if self.searching:
+                self.search()
             self._listener.left(module, args, kwargs, output)
 
     def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if not self._global and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        told, self._told = self._told, None
+        if told is not module:
             self._enter(module)
 
     def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._global and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._leave(module, args, kwargs, output)
 
     def _meet(self, module: nn.Module) -> None:
