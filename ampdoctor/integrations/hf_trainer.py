@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
 
 
-class AmpDoctorCallback(TrainerCallback):  # type: ignore[misc]  # transformers need not be installed
+class AmpDoctorCallback(TrainerCallback):
     """Watches each training of the Trainer whose `callbacks` it is in, as `ampdoctor.watch` does.
 
     A Trainer tells its callbacks of no exception. Given to it as one of `callbacks`, this one hears of them from
@@ -34,17 +34,17 @@ class AmpDoctorCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """The diagnosis of the last training's first sick step; None as long as there is nothing to say."""
         return self._watch.report
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """The Trainer is made, and a frame above this one makes it."""
         trainer = _trainer_above(self)
         if trainer is not None:
             self._hear_of_errors(trainer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Begin."""
         self._watch.begin(model)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - the framework's seam
         """End."""
         self._watch.end(None)
 

@@ -43,14 +43,14 @@ class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # a class that is kno
         """The diagnosis of the last fit's first sick step; None as long as there is nothing to say."""
         return self._watch.report
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
         """Begin."""
         self._watch.begin(pl_module)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
         """End."""
         self._watch.end(None)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002 - the framework's seam
         """End, with what ended the fit."""
         self._watch.end(exception)

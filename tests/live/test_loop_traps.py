@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import sys
 import threading
 
 import numpy as np
@@ -58,7 +59,7 @@ def bare(train):
 def seed():
     torch.manual_seed(0)
     random.seed(0)
-    np.random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - what loops use
 
 
 def watched(train, folder, **settings):
@@ -74,7 +75,7 @@ def equal(mine, theirs):
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(mine, theirs, strict=True))
 
 
-# -- healthy loops: nothing said, nothing changed ------------------------------------------------------------------------
+# -- healthy loops: nothing said, nothing changed --------------------------------------------------------------------
 
 
 def plain():
@@ -291,7 +292,7 @@ def test_a_healthy_loop_ends_as_it_would_have_and_nothing_is_said(name, tmp_path
     assert all(math.isfinite(line.get("loss", 0.0)) for line in lines(tmp_path))
 
 
-# -- scalers -------------------------------------------------------------------------------------------------------------
+# -- scalers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -358,7 +359,7 @@ def test_the_last_micro_batch_alone_is_bad(tmp_path):
     assert finding.where.call == 2
 
 
-# -- compiled models -----------------------------------------------------------------------------------------------------
+# -- compiled models -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -408,7 +409,7 @@ def test_a_model_that_is_compiled_in_place_is_said_to_be_unseen(named, tmp_path,
     )
 
 
-# -- what only looks like a call -----------------------------------------------------------------------------------------
+# -- what only looks like a call -------------------------------------------------------------------------------------
 
 
 class Sqrt(nn.Module):
@@ -464,7 +465,7 @@ def test_a_gradient_penalty_is_replayed_exactly(tmp_path):
     assert "sqrt" in watch.report.findings[0].where.op
 
 
-# -- loops that end themselves -------------------------------------------------------------------------------------------
+# -- loops that end themselves ---------------------------------------------------------------------------------------
 
 
 def ends_at_nan(how):
@@ -484,7 +485,7 @@ def raising():
     raise FloatingPointError("the loss is not finite")
 
 
-@pytest.mark.parametrize(("how", "error"), [(raising, FloatingPointError), (lambda: exit(3), SystemExit)])
+@pytest.mark.parametrize(("how", "error"), [(raising, FloatingPointError), (lambda: sys.exit(3), SystemExit)])
 def test_a_loop_that_ends_itself_at_a_bad_loss_is_looked_at(how, error, tmp_path):
     told = []
     with pytest.raises(error), ampdoctor.watch(folder=tmp_path, tell=told.append):

@@ -106,9 +106,9 @@ def test_stop_leaves_the_loop_past_its_own_except_and_is_an_ordinary_error_outsi
         except Exception:  # noqa: BLE001 - what is tested
             taken.append("swallowed")
 
-    with pytest.raises(SickTrainingError, match=r"step 5 is sick.*aten\.log") as error:
-        with ampdoctor.watch(folder=tmp_path, on_sick="stop", tell=lambda _: None):
-            stubborn()
+    watch = ampdoctor.watch(folder=tmp_path, on_sick="stop", tell=lambda _: None)
+    with pytest.raises(SickTrainingError, match=r"step 5 is sick.*aten\.log") as error, watch:
+        stubborn()
     assert error.value.report.findings[0].where.op == "aten.log"
     assert isinstance(error.value, Exception)
     assert taken == [None] * 5
@@ -136,9 +136,13 @@ def test_arguments_that_make_no_sense_are_refused_at_once(wrong, tmp_path):
 
 
 def test_an_error_of_the_loop_goes_through_and_is_logged(tmp_path):
-    with pytest.raises(KeyError, match="mine"), ampdoctor.watch(folder=tmp_path):
+
+    def fails():
         Loop(sick=())()
         raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), ampdoctor.watch(folder=tmp_path):
+        fails()
     assert '"reason":"KeyError"' in (tmp_path / "log.jsonl").read_text().replace(" ", "")
     assert standing() is None
     with ampdoctor.watch(folder=tmp_path / "next") as watch:
@@ -223,11 +227,15 @@ def test_with_a_guard_the_next_sick_step_is_looked_at_with_weights_intact(unread
 
 def test_a_guard_is_taken_away_when_the_step_raises(tmp_path):
     loop = Loop(sick=(), fused=True)
-    with pytest.raises(TypeError), ampdoctor.watch(folder=tmp_path, guard=True):
+
+    def fails():
         loop(1)
         loop.optimizer.zero_grad()
         loop.model(torch.randn(4, 4), 1.0).sum().backward()
         loop.optimizer.step("no closure")
+
+    with pytest.raises(TypeError), ampdoctor.watch(folder=tmp_path, guard=True):
+        fails()
     assert not hasattr(loop.optimizer, "found_inf")
 
 

@@ -30,7 +30,7 @@ class ModelListener(Protocol):
 class OutermostModels:
     """Finds the modules that a loop itself calls, and tells of their calls.
 
-    A global hook costs about a microsecond for each module of a model, and is a part of the graph of a compiled one: it is
+    A global hook costs about a microsecond for each module of a model, and becomes a part of a compiled one's graph: it is
     there, outside the calls of outermost modules, until an optimizer has stepped whose models are known, and comes back
     with one whose models are not.
 

@@ -99,7 +99,7 @@ class _Step:
                 held[name].copy_(value)
         model.zero_grad(set_to_none=True)
         run = _Run(model, scaler, program, named)
-        found: dict[int, torch.Tensor] = {}
+        found: Mapping[int, torch.Tensor] = {}
         for place, mode, instruction in run.in_their_modes(program.instructions):
             found = run.one(instruction, mode)
             made.update(found)
