@@ -10,6 +10,8 @@ from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import StepReading
 
 State = Literal["changed", "intact"]
+SKIPPED = "its scaler skips it"
+"""What is not finite there may be so by the scale alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +54,10 @@ class BlindSteps:
         what = None
         if any(not math.isfinite(loss) for loss in reading.losses):
             what = "its loss is not finite"
+        elif reading.skipped:
+            what = SKIPPED
         elif reading.sick or (reading.gradient_norm is not None and not math.isfinite(reading.gradient_norm)):
             what = "its gradients are not finite"
-        elif reading.skipped:
-            what = "its scaler skips it"
         if what is None:
             return None
         intact = held or reading.skipped is True

@@ -52,8 +52,8 @@ class LoopListener(Protocol):
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """A scaler has skipped an update, and its weights are as they were."""
 
-    def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
-        """The update was made, or skipped."""
+    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
+        """The update was made, or skipped; None where only a device knows."""
 
 
 @dataclass(slots=True)
@@ -189,7 +189,7 @@ class LoopWatch:
         if attempt is not None and attempt.optimizer is optimizer:
             self._ended(attempt, skipped=_holds_back(optimizer))
 
-    def _ended(self, attempt: Attempt, *, skipped: bool) -> None:
+    def _ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
         known = self._optimizers[id(attempt.optimizer)]
         first = known.attempts == 0
         known.attempts += 1
@@ -227,11 +227,13 @@ class LoopWatch:
         return self._busy or os.getpid() != self._process or under_fake_tensors()
 
 
-def _holds_back(optimizer: Any) -> bool:
-    """Whether a fused optimizer, which a scaler calls either way, will skip by itself; False where a device knows."""
+def _holds_back(optimizer: Any) -> bool | None:
+    """Whether a fused optimizer, which a scaler calls either way, will skip by itself; None where a device knows."""
     found = getattr(optimizer, "found_inf", None)
-    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+    if not isinstance(found, torch.Tensor):
         return False
+    if found.device.type != "cpu":
+        return None
     with unseen():
         return bool(found)
 

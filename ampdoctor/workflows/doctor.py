@@ -16,7 +16,7 @@ from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
-from ampdoctor.live.blind_steps import BlindSteps, LateNews
+from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
 from ampdoctor.live.guard import Guard
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
@@ -167,13 +167,13 @@ class Doctor:
         with self._harmless():
             self._measured(attempt, losses)
             if self.report is None and self._request.look != "off":
-                self._fall_sick(attempt, "its scaler skips it", settles=True)
+                self._fall_sick(attempt, SKIPPED, settles=True)
 
-    def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
+    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """As in `LoopListener`."""
         with self._harmless():
             self._guard.release()
-            if not skipped:
+            if skipped is False:
                 self._settling.pop(attempt.name, None)
             self._lines.ended(attempt, skipped=skipped)
             self._numbers.stepped(attempt.name, skipped=skipped)
@@ -343,7 +343,7 @@ class Doctor:
         if news.weights == "intact":
             if not self._attentive:
                 self._attentive = self._request.every
-                if news.what != "its scaler skips it":
+                if news.what != SKIPPED:
                     self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)

@@ -31,11 +31,8 @@ def mlp(width=8, out=1):
 
 def state(*parts):
     """Every tensor of models and optimizers, and every random state."""
-    tensors = [
-        torch.get_rng_state(),
-        torch.tensor(random.getstate()[1]),
-        torch.tensor(np.random.get_state()[1].astype(int)),
-    ]
+    numpys = np.random.get_state()[1].astype(int)  # noqa: NPY002 - what loops use
+    tensors = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(numpys)]
     for part in parts:
         if isinstance(part, nn.Module):
             tensors += [*part.parameters(), *part.buffers()]

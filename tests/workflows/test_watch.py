@@ -275,3 +275,45 @@ def test_a_scaler_of_another_class_is_told_when_it_is_named(tmp_path):
     assert scaler.skipped == 1
     assert watch.report.run["step"] == 2
     assert set(vars(scaler)) == {"factor", "skipped"}
+
+
+@pytest.mark.parametrize("sick", [(2,), (2, 5)])
+def test_a_fused_scalers_skip_that_is_heard_late_is_not_the_weights_harm(
+    unreadable, sick, tmp_path, caplog, monkeypatch
+):
+    """The first was held back; the next one is looked at before its update, and is no scaler that settles."""
+    monkeypatch.setattr("ampdoctor.live.loop_watch._holds_back", lambda _: None)  # as where only the device knows
+    loop, scaler = Loop(sick=sick, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with ampdoctor.watch(folder=tmp_path, tell=lambda _: None) as watch:
+        for step in range(8):
+            loss = loop.model(torch.randn(16, 4), 0.0 if step in sick else 1e-3).pow(2).mean()
+            loop.optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if line["kind"] == "step" and line["skipped"]] == list(sick)
+    assert steps[-1]["accepted"] == 8 - len(sick)
+    (record,) = caplog.records
+    assert "step 2 was sick" in record.getMessage()
+    assert "intact" in record.getMessage()
+    assert all(p.isfinite().all() for p in loop.model.parameters())
+    assert (None if watch.report is None else watch.report.run["step"]) == (None if len(sick) == 1 else sick[1])
+
+
+def test_a_fused_scaler_that_settles_where_only_the_device_knows_is_healthy(unreadable, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("ampdoctor.live.loop_watch._holds_back", lambda _: None)
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    with ampdoctor.watch(folder=tmp_path) as watch:
+        for _ in range(10):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(8, 4)).sum()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 2.0**12
+    assert watch.report is None
+    assert not caplog.records

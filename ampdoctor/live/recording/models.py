@@ -30,9 +30,9 @@ class ModelListener(Protocol):
 class OutermostModels:
     """Finds the modules that a loop itself calls, and tells of their calls.
 
-    A global hook costs about a microsecond for each module of a model, and becomes a part of a compiled one's graph: it is
-    there, outside the calls of outermost modules, until an optimizer has stepped whose models are known, and comes back
-    with one whose models are not.
+    A global hook costs about a microsecond for each module of a model, and becomes a part of a compiled one's graph: it
+    is there, outside the calls of outermost modules, until an optimizer has stepped whose models are known, and comes
+    back with one whose models are not.
 
     Args:
         listener: Told of the calls.
