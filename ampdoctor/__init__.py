@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.scan import scan
     from ampdoctor.workflows.scan_several import scan_several
     from ampdoctor.workflows.scanning.against import compare
+    from ampdoctor.workflows.watch import watch
 
     __version__: str
 
@@ -37,6 +38,7 @@ __all__ = [
     "scan",
     "scan_several",
     "steps",
+    "watch",
 ]
 
 _HOME = {
@@ -50,6 +52,7 @@ _HOME = {
     "scan": "ampdoctor.workflows.scan",
     "scan_several": "ampdoctor.workflows.scan_several",
     "steps": "ampdoctor.loop.marked",
+    "watch": "ampdoctor.workflows.watch",
 }
 
 

@@ -6,6 +6,8 @@ finding, and the code under examination may raise one too. Everywhere else error
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_OK = 0
 """Nothing at or above `--fail-on`."""
 EXIT_FINDINGS = 1
@@ -85,6 +87,22 @@ class StoppedError(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(EXIT_FINDINGS)
+
+
+class SickTrainingError(AmpdoctorError):
+    """A training was ended where it fell sick, because `ampdoctor.watch(on_sick="stop")` had asked for that.
+
+    It is raised where the watch ends. Inside, `StoppedError` leaves the loop, whatever `except Exception` stands there.
+
+    Attributes:
+        report: The diagnosis, a `Report`.
+    """
+
+    kind = "sick"
+
+    def __init__(self, sentence: str, report: Any) -> None:
+        super().__init__(sentence)
+        self.report = report
 
 
 class ReplayError(AmpdoctorError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,8 +53,8 @@ class LoopListener(Protocol):
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """A scaler has skipped an update, and its weights are as they were."""
 
-    def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
-        """The update was made, or skipped."""
+    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
+        """The update was made, or skipped; None where only a device knows."""
 
 
 @dataclass(slots=True)
@@ -89,11 +89,15 @@ class LoopWatch:
         self._process = os.getpid()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks are in place inside, and gone afterwards whatever happens."""
+    def watching(self, *scalers: Any) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens.
+
+        Args:
+            scalers: Known beforehand; torch's own need not be.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
-            stack.enter_context(told_of_scalers(self))
+            stack.enter_context(told_of_scalers(self, *scalers))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(self._over)
@@ -102,6 +106,13 @@ class LoopWatch:
     def _over(self) -> None:
         """Whoever has wrapped what was in torch's place may go on calling it."""
         self._busy = self.recorder.away = True
+
+    def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """The loop has these parts, which it would show only when it uses them."""
+        if model is not None:
+            self.recorder.models.meet(model)
+        for optimizer in optimizers:
+            self._known_as(optimizer)
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -174,22 +185,21 @@ class LoopWatch:
         )
 
     def _judge(self, optimizer: Any, scaler: Any) -> None:
-        with self.recorder.pausing():
-            self._attempt = attempt = self._attempt_of(optimizer, scaler)
-            if _holds_back(optimizer):
-                self._listener.held_back(attempt, self.recorder.losses)
-            else:
-                self._listener.about_to_step(attempt, self.recorder.losses)
+        self.recorder.rest()
+        self._attempt = attempt = self._attempt_of(optimizer, scaler)
+        if _holds_back(optimizer):
+            self._listener.held_back(attempt, self.recorder.losses)
+        else:
+            self._listener.about_to_step(attempt, self.recorder.losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_not_ours():
             return
         attempt, self._attempt = self._attempt, None
-        if attempt is None or attempt.optimizer is not optimizer:
-            return
-        self._ended(attempt, skipped=_holds_back(optimizer))
+        if attempt is not None and attempt.optimizer is optimizer:
+            self._ended(attempt, skipped=_holds_back(optimizer))
 
-    def _ended(self, attempt: Attempt, *, skipped: bool) -> None:
+    def _ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
         known = self._optimizers[id(attempt.optimizer)]
         first = known.attempts == 0
         known.attempts += 1
@@ -198,16 +208,13 @@ class LoopWatch:
         self.recorder.updated(attempt.optimizer)
         models = self.recorder.models
         if first and not models.is_root_of(_trained(attempt.optimizer)):
+            models.miss(_trained(attempt.optimizer))
             models.search()  # its models were not seen yet: the next step shows them
         elif models.searching and (not first or models.roots):
             models.settle()
 
     def _attempt_of(self, optimizer: Any, scaler: Any) -> Attempt:
-        known = self._optimizers.get(id(optimizer))
-        if known is None or known.there() is not optimizer:
-            name = f"optimizer{self._names + 1}" if self._names else "optimizer"
-            self._names += 1
-            known = self._optimizers[id(optimizer)] = _Known(weakref.ref(optimizer), name)
+        known = self._known_as(optimizer)
         return Attempt(
             step=known.attempts,
             optimizer=optimizer,
@@ -217,16 +224,26 @@ class LoopWatch:
             seconds=None if known.last is None else time.monotonic() - known.last,
         )
 
+    def _known_as(self, optimizer: Any) -> _Known:
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.there() is not optimizer:
+            name = f"optimizer{self._names + 1}" if self._names else "optimizer"
+            self._names += 1
+            known = self._optimizers[id(optimizer)] = _Known(weakref.ref(optimizer), name)
+        return known
+
     def _is_not_ours(self) -> bool:
         """What runs is our own look, a forked child of the loop's, or on tensors without values."""
         return self._busy or os.getpid() != self._process or under_fake_tensors()
 
 
-def _holds_back(optimizer: Any) -> bool:
-    """Whether a fused optimizer, which a scaler calls either way, will skip by itself; False where a device knows."""
+def _holds_back(optimizer: Any) -> bool | None:
+    """Whether a fused optimizer, which a scaler calls either way, will skip by itself; None where a device knows."""
     found = getattr(optimizer, "found_inf", None)
-    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+    if not isinstance(found, torch.Tensor):
         return False
+    if found.device.type != "cpu":
+        return None
     with unseen():
         return bool(found)
 

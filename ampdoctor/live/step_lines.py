@@ -40,6 +40,7 @@ class StepLines:
         self._steps: dict[str, int] = {}
         self._accepted: dict[str, int] = {}
         self._facts: dict[tuple[str, int], _Facts] = {}
+        self._uncertain: set[tuple[str, int]] = set()
         self.attempted = self.taken = 0
 
     @property
@@ -60,15 +61,23 @@ class StepLines:
             seconds=attempt.seconds,
         )
 
-    def ended(self, attempt: Attempt, *, skipped: bool) -> None:
-        """The step was taken, or skipped."""
+    def ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
+        """The step was taken, or skipped; where only a device knows, it counts as taken until its reading arrives."""
         self.attempted += 1
-        self.taken += not skipped
         self._steps[attempt.name] = attempt.step + 1
-        self._accepted[attempt.name] = self._accepted.get(attempt.name, 0) + (not skipped)
+        self._count(attempt.name, int(not skipped))
+        if skipped is None:
+            self._uncertain.add((attempt.name, attempt.step))
+
+    def _count(self, optimizer: str, taken: int) -> None:
+        self.taken += taken
+        self._accepted[optimizer] = self._accepted.get(optimizer, 0) + taken
 
     def step(self, reading: StepReading) -> None:
         """A step's numbers have arrived."""
+        if (reading.optimizer, reading.step) in self._uncertain:
+            self._uncertain.discard((reading.optimizer, reading.step))
+            self._count(reading.optimizer, -int(bool(reading.skipped)))
         facts = self._facts.pop((reading.optimizer, reading.step), None)
         self._log.write(
             StepLine(

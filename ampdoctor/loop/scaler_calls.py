@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -31,16 +32,19 @@ class ScalerListener(Protocol):
 
 
 @contextmanager
-def told_of_scalers(listener: ScalerListener) -> Iterator[None]:
-    """Inside, each call on an enabled `torch.amp.GradScaler`, or a subclass that calls on, is told once."""
+def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
+    """Inside, each call on an enabled `torch.amp.GradScaler`, or a subclass that calls on, is told once.
+
+    Args:
+        listener: Told of the calls.
+        others: Scalers of other classes that have its methods; torch's own may be among them.
+    """
     running: list[tuple[int, str]] = []
 
-    def wrapped(method: str) -> Callable[..., Any]:
-        original = getattr(torch.amp.GradScaler, method)
-
+    def wrapped(original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             key = (id(scaler), method)
-            if key in running or not scaler.is_enabled():
+            if key in running or not _is_enabled(scaler):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)
             running.append(key)
@@ -54,5 +58,16 @@ def told_of_scalers(listener: ScalerListener) -> Iterator[None]:
 
     with ExitStack() as stack:
         for method in _METHODS:
-            stack.enter_context(replaced(torch.amp.GradScaler, method, wrapped(method)))
+            original = getattr(torch.amp.GradScaler, method)
+            stack.enter_context(replaced(torch.amp.GradScaler, method, wrapped(original, method)))
+        for scaler in others:
+            if not isinstance(scaler, torch.amp.GradScaler):
+                for method in _METHODS:
+                    setattr(scaler, method, MethodType(wrapped(getattr(type(scaler), method), method), scaler))
+                    stack.callback(vars(scaler).pop, method, None)
         yield
+
+
+def _is_enabled(scaler: Any) -> bool:
+    asked = getattr(scaler, "is_enabled", None)
+    return asked is None or bool(asked())

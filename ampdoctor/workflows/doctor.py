@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +14,17 @@ import torch
 
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.evidence.report.target import Kept
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
+from ampdoctor.live.guard import Guard
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
+from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
@@ -39,6 +42,22 @@ _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
+_TOO_LATE = (
+    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
+    "nothing was run again. Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one "
+    "synchronisation a step; or the last good checkpoint with the recorded calls since"
+)
+_HELD_BACK = (
+    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
+    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
+)
+
+_standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
+
+
+def standing() -> Doctor | None:
+    """Returns the doctor that stands by this process's training; None where none does."""
+    return next((doctor for process, doctor in _standing if process == os.getpid()), None)
 
 
 P = ParamSpec("P")
@@ -71,10 +90,12 @@ class Doctor:
 
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
+        folder: Of the log and the bundles.
     """
 
     def __init__(self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]) -> None:
         self.report: Report | None = None
+        self.folder = request.health
         self._request, self._tell, self._say = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
@@ -88,21 +109,41 @@ class Doctor:
             say=say,
         )
         self._lines = StepLines(self._log)
-        self._numbers = StepNumbers(self._lines.step, self._lines.detail, every=request.every)
+        self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
-        self._late: str | None = None
+        self._guard = Guard()
+        self._blind = BlindSteps()
+        self._late: LateNews | None = None  # what has to be said of a step that is over
+        self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
         self._said: set[str] = set()
 
     @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Hooks are in place inside, and gone afterwards whatever happens."""
+    def attending(
+        self,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        scalers: Iterable[Any] = (),
+    ) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens.
+
+        Args:
+            model: Known beforehand; others are met when they are first called.
+            optimizers: Known beforehand; others are met at their first step.
+            scalers: Known beforehand; torch's own need not be.
+        """
         with ExitStack() as stack:
+            entry = os.getpid(), self
+            _standing.append(entry)
+            stack.callback(_standing.remove, entry)
+            stack.callback(self._guard.release)
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
-            stack.enter_context(self._watch.watching())
+            stack.enter_context(self._watch.watching(*scalers))
+            self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
             stack.enter_context(hearing(self._clipped))
             self._watch.recorder.returned = self._returned
@@ -134,25 +175,27 @@ class Doctor:
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         norm = self._measured(attempt, losses)
+        held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if self._is_readable(attempt):
             sick = self._sick_of(losses, norm)
             if sick is not None:
-                self._fall_sick(attempt, sick)
+                self._fall_sick(attempt, sick, settles=_steps_either_way(attempt))
+        elif self.report is None:
+            self._blind.add(attempt, held=held)
+        self._attentive = max(self._attentive - 1, 0)
 
     @_harmless
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._measured(attempt, losses)
-        left = self._settling.get(attempt.name, 0)
-        if left > 0:
-            self._settling[attempt.name] = left - 1
-        elif self.report is None and self._request.look != "off":
-            self._fall_sick(attempt, "its scaler skips it", settles=True)
+        if self.report is None and self._request.look != "off":
+            self._fall_sick(attempt, SKIPPED, settles=True)
 
     @_harmless
-    def attempted(self, attempt: Attempt, *, skipped: bool) -> None:
+    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """As in `LoopListener`."""
-        if not skipped:
+        self._guard.release()
+        if skipped is False:
             self._settling.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
@@ -160,6 +203,7 @@ class Doctor:
         self._tell_what_ended()
         if not self._described:
             self._describe(attempt)
+        self._tell_late()
 
     def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
         for loss in losses:
@@ -188,8 +232,8 @@ class Doctor:
         first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
         if first is None or self.report is not None:
             return False
-        waited = attempt.scaler is not None and getattr(attempt.optimizer, "grad_scale", None) is None
-        return first.device.type == "cpu" or waited or self._request.look == "sync"
+        waited = attempt.scaler is not None and not _steps_either_way(attempt)
+        return first.device.type == "cpu" or waited or self._request.look == "sync" or self._attentive > 0
 
     def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
         with unseen():
@@ -215,7 +259,11 @@ class Doctor:
 
     # -- the first sick step -----------------------------------------------------------------------------------------
 
-    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool = False) -> None:
+    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool) -> None:
+        left = self._settling.get(attempt.name, 0)
+        if settles and left > 0:
+            self._settling[attempt.name] = left - 1
+            return
         self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
 
     @_harmless
@@ -248,6 +296,7 @@ class Doctor:
                 thresholds=request.thresholds,
                 settles=settles,
             )
+        self._attentive = 0
         hopeful = settles and name not in self._settling and self._sick_of(self._watch.recorder.losses, None) is None
         if seen.failed and hopeful:
             self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -292,15 +341,19 @@ class Doctor:
         if report is None:
             return
         run = {**report.run, "step": program.step, "kept": self._kept(bundle)}
+        self._diagnosed(replace(report, run=run), what, bundle=bundle, seconds=seen.seconds)
+
+    def _diagnosed(self, report: Report, what: str, *, bundle: Written | None, seconds: float | None) -> None:
+        """Log and tell a diagnosis, whose `run` says of which step and what was kept of it."""
         target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
-        self.report = replace(report, run=run, target=target)
+        self.report = replace(report, target=target)
         line = LookLine(
-            step=program.step,
+            step=report.run["step"],
             verdict=report.verdict,
             findings=report.findings,
             bundle=None if bundle is None else bundle.folder.name,
             reason=what,
-            seconds=seen.seconds,
+            seconds=seconds,
         )
         self._log.write(line)
         self._tell(self.report)
@@ -316,6 +369,32 @@ class Doctor:
             if bundle.code is not None:
                 kept["model"] = bundle.code
         return kept
+
+    # -- numbers that arrive after the update ------------------------------------------------------------------------
+
+    def _read(self, reading: StepReading) -> None:
+        self._lines.step(reading)
+        news = self._blind.arrived(reading)
+        if news is not None and self._late is None:
+            self._late = news
+
+    def _tell_late(self) -> None:
+        """Say of a step that is over that it was sick, once."""
+        news, self._late = self._late, None
+        if news is None or self.report is not None or self._request.look == "off":
+            return
+        if news.weights == "intact":
+            if not self._attentive:
+                self._attentive = self._request.every
+                if news.what != SKIPPED:
+                    self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
+            return
+        self._numbers.look(news.what, _AFTER_SICK)
+        sentence = _TOO_LATE.format(step=news.step, what=news.what)
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=sentence)
+        run = {"step": news.step, "kept": self._kept(None)}
+        report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,), run=run)
+        self._diagnosed(report, news.what, bundle=None, seconds=None)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -339,10 +418,11 @@ class Doctor:
             "the steps are recorded no more, and none can be run again": self._watch.recorder.failed,
             "the steps' numbers are taken no more": self._numbers.failed,
         }
-        for what, why in ended.items():
-            if why is not None and what not in self._said:
-                self._said.add(what)
-                self._say(f"{what}: {why}")
+        sentences = [f"{what}: {why}" for what, why in ended.items() if why is not None]
+        for sentence in (*sentences, *self._watch.recorder.models.unseen):
+            if sentence not in self._said:
+                self._said.add(sentence)
+                self._say(sentence)
 
 
 def _code_of(error: BaseException | None) -> int:
@@ -350,6 +430,11 @@ def _code_of(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
+
+
+def _steps_either_way(attempt: Attempt) -> bool:
+    """Whether a scaler calls the optimizer whatever it has found: a fused one skips by itself, on its device."""
+    return attempt.scaler is not None and getattr(attempt.optimizer, "grad_scale", None) is not None
 
 
 def _number(variable: str, otherwise: int) -> int:

@@ -123,7 +123,8 @@ def at_its_begin(program: Program) -> Iterator[None]:
     """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were.
 
     The versions of weights and buffers are put back with their values: a graph that the loop has yet to differentiate
-    (a GAN's generator, at its critic's step) has saved some of them, and its backward compares versions.
+    (a GAN's generator, at its critic's step) has saved some of them, and its backward compares versions. What the loop
+    has hung behind its optimizer (an average of the weights, a log) is not run.
     """
     with ExitStack() as stack:
         for tensor in (*program.model.parameters(), *program.model.buffers()):
@@ -137,32 +138,57 @@ def _put_back(program: Program) -> Iterator[None]:
     named = dict(program.model.named_buffers())
     after = [(named[name], named[name].clone()) for name in program.buffers]
     gradients = [(p, p.grad) for p in program.model.parameters()]
-    states = getattr(program.scaler, "_per_optimizer_states", None)
-    own = {} if program.optimizer is None else vars(program.optimizer)
-    sent = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}  # to a fused one, by a scaler
-    held: Any = {} if program.optimizer is None else program.optimizer.state
-    moments = {parameter: dict(one) for parameter, one in held.items()}
     with torch.no_grad():
         for name, value in program.buffers.items():
             named[name].copy_(value)
     for parameter, _ in gradients:
         parameter.grad = None
-    if states is not None:
-        program.scaler._per_optimizer_states = type(states)(states.default_factory)  # noqa: SLF001 - torch has no other way to begin a step
     try:
-        yield
+        with _fresh_scaler(program.scaler), _alone(program.optimizer):
+            yield
     finally:
         with torch.no_grad():
             for buffer, value in after:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        if states is not None:
-            program.scaler._per_optimizer_states = states  # noqa: SLF001
+
+
+@contextmanager
+def _fresh_scaler(scaler: Any) -> Iterator[None]:
+    """Inside, the scaler has not been asked for anything in this step."""
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:
+        yield
+        return
+    scaler._per_optimizer_states = type(states)(states.default_factory)  # noqa: SLF001 - torch has no other way
+    try:
+        yield
+    finally:
+        scaler._per_optimizer_states = states  # noqa: SLF001
+
+
+@contextmanager
+def _alone(optimizer: Any) -> Iterator[None]:
+    """Inside, nothing hangs behind the optimizer's steps, and no scaler has sent it anything."""
+    if optimizer is None:
+        yield
+        return
+    own: dict[str, Any] = vars(optimizer)
+    sent = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}  # to a fused one, by a scaler
+    moments = {parameter: dict(one) for parameter, one in optimizer.state.items()}
+    behind = own.get("_optimizer_step_post_hooks")
+    if behind is not None:
+        own["_optimizer_step_post_hooks"] = type(behind)()
+    try:
+        yield
+    finally:
+        if behind is not None:
+            own["_optimizer_step_post_hooks"] = behind
         own.update(sent)
         for parameter, one in moments.items():  # held all along, so that putting them back takes no memory
-            if program.optimizer is not None and not program.optimizer.state.get(parameter):
-                program.optimizer.state[parameter] = one
+            if not optimizer.state.get(parameter):
+                optimizer.state[parameter] = one
 
 
 def _once(program: Program) -> Callable[[], TrainingRun]:

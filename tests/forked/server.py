@@ -31,7 +31,7 @@ READ_ONCE = re.compile("(?!PYTHONPATH$|TORCHINDUCTOR_)(PYTHON|TORCH|OMP_|MKL_|CU
 
 Not those that libraries set in whoever imports them (torch's compiler, scikit-learn): tests before it may have done so.
 """
-NOT_LOADED = ("__main__", "pytest_plugin", "pytest_guard")
+NOT_LOADED = ("__main__", "pytest_plugin", "pytest_guard", "integrations.hf_trainer", "integrations.lightning")
 MOST_FILES = 253  # that Linux lets one message carry
 
 

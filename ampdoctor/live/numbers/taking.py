@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ampdoctor.live.numbers.norms import local, norms_of, total
@@ -11,6 +12,7 @@ from ampdoctor.live.numbers.sampling import sample
 from ampdoctor.live.numbers.sent import Sent
 from ampdoctor.live.numbers.updates import Updates
 from ampdoctor.numerics import extremes_of_each
+from ampdoctor.numerics.unseen import Unseen
 
 Named = Sequence[tuple[str, Tensor]]
 """Tensors and their names."""
@@ -33,7 +35,7 @@ def add_norms(sent: Sent, gradients: Named, *, fused: bool, check: bool) -> Tens
     for part in parts:
         sent.parcel.add("clip", part.clip.total)
     if parts and sent.reason is None:
-        return local(parts[0].clip.total) if len(parts) == 1 else None
+        return _one([local(part.clip.total) for part in parts])
     every = norms_of(gradients, fused=fused, check=check)
     for norms in every:
         sent.norms += norms.names
@@ -41,8 +43,16 @@ def add_norms(sent: Sent, gradients: Named, *, fused: bool, check: bool) -> Tens
         if norms.off is not None:
             sent.parcel.add("off", norms.off)
     if parts:
-        return local(parts[0].clip.total) if len(parts) == 1 else None
-    return total(every[0].vector) if len(every) == 1 else None
+        return _one([local(part.clip.total) for part in parts])
+    return _one([total(norms.vector) for norms in every])
+
+
+def _one(norms: list[Tensor]) -> Tensor | None:
+    """Returns the norm of all, from those of parts; None without a part, or where they lie on several devices."""
+    if len(norms) < 2 or len({norm.device for norm in norms}) > 1:
+        return norms[0] if len(norms) == 1 else None
+    with Unseen(norms[0]):
+        return total(torch.stack([norm.to(torch.float32) for norm in norms]))
 
 
 def add_gradients(sent: Sent, gradients: Named) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -32,14 +33,16 @@ class ModelListener(Protocol):
 class OutermostModels:
     """Finds the modules that a loop itself calls, and tells of their calls.
 
-    A global hook costs about a microsecond for each module of a model, and cuts the graph of a compiled one: it is
-    there until an optimizer has stepped whose models are known, and comes back with one whose models are not.
+    A global hook costs about a microsecond for each module of a model, and becomes a part of a compiled one's graph: it
+    is there, outside the calls of outermost modules, until an optimizer has stepped whose models are known, and comes
+    back with one whose models are not.
 
     Args:
         listener: Told of the calls.
 
     Attributes:
         unseen: What cannot be watched, in sentences.
+        searching: Every module's calls are looked at.
     """
 
     def __init__(self, listener: ModelListener) -> None:
@@ -49,16 +52,22 @@ class OutermostModels:
         self._hooks: list[Any] = []
         self._global: list[Any] = []
         self._inside = _Inside()
+        self._told: nn.Module | None = None  # entered by a global hook, and about to be by its own
         self.unseen: list[str] = []
+        self.searching = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are told; afterwards no hook is left."""
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        quiet = warnings.filters[0]
         self.search()
         try:
             yield
         finally:
             self.settle()
+            with suppress(ValueError):  # the loop has set filters of its own
+                warnings.filters.remove(quiet)  # type: ignore[attr-defined]  # a list
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
@@ -73,16 +82,35 @@ class OutermostModels:
         held = {id(p) for _, root in self.roots for p in root.parameters()}
         return all(id(tensor) in held for tensor in tensors)
 
+    def meet(self, module: nn.Module) -> None:
+        """The loop trains this module, which it would show only when it calls it."""
+        if id(module) not in self._known:
+            self._meet(module)
+
+    def miss(self, parameters: Any) -> None:
+        """No call of a model has been seen that holds these, and they are trained: say why, where that can be known."""
+        missed = {id(parameter) for parameter in parameters}
+        for frame in user_frames():
+            for value in (*frame.f_locals.values(), *frame.f_globals.values()):
+                if isinstance(value, nn.Module) and any(id(p) in missed for p in value.parameters()):
+                    for part in value.modules():
+                        self._note_compiled(part)
+
     def search(self) -> None:
         """Look at every module's calls."""
+        self.searching = True
         if not self._global:
             self._global = [
-                register_module_forward_pre_hook(lambda module, _args: self._enter(module)),
+                register_module_forward_pre_hook(self._enter_found),
                 register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
             ]
 
     def settle(self) -> None:
         """Look at the calls of the known models alone."""
+        self.searching = False
+        self._unhook()
+
+    def _unhook(self) -> None:
         for hook in self._global:
             hook.remove()
             forget_hook(hook)
@@ -91,11 +119,6 @@ class OutermostModels:
     def left_behind(self) -> None:
         """No call runs on this thread: what an interrupt has ended was not told."""
         self._inside.modules.clear()
-
-    @property
-    def searching(self) -> bool:
-        """Every module's calls are looked at."""
-        return bool(self._global)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -115,35 +138,47 @@ class OutermostModels:
             self._listener.fail(error)
             return
         inside.modules.append(module)
+        self._unhook()
         self._listener.entered(module)
 
+    def _enter_found(self, module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling():  # a part of the graph else
+            self._told = module if id(module) in self._known else None
+            self._enter(module)
+
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        modules = self._inside.modules  # a global hook gets no kwargs where the forward has raised, up to torch 2.13
+        """Without an output the module has raised: torch then leaves out a global hook's keywords as well."""
+        if not torch.compiler.is_compiling():
+            self._leave(module, args, kwargs, output)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        modules = self._inside.modules
         if not any(one is module for one in modules):  # a call that was not entered as one of ours
             return
         while modules and modules.pop() is not module:  # those that an exception ended
             pass
         if not modules:
+            if self.searching:
+                self.search()
             self._listener.left(module, args, kwargs, output)
 
     def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if not self._global:
+        if torch.compiler.is_compiling():
+            return
+        told, self._told = self._told, None
+        if told is not module:
             self._enter(module)
 
     def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._global:
-            self._leave_found(module, args, kwargs, output)
+        if not torch.compiler.is_compiling():
+            self._leave(module, args, kwargs, output)
 
     def _meet(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{type(module).__name__} is compiled by torch.jit, and takes no hooks")
         key = id(module)
         self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None))
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            self.unseen.append(
-                f"{type(module).__name__}.compile() has compiled the model's call, and no hook is called any more: its "
-                f"steps are not recorded (torch.compile(model) leaves hooks outside)"
-            )
+        self._note_compiled(module)
         name, root = _root_of(module)
         if not any(known is root for _, known in self.roots):
             inside = {id(part) for part in root.modules()}
@@ -153,6 +188,14 @@ class OutermostModels:
             module.register_forward_pre_hook(self._enter_known, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave_known, with_kwargs=True, always_call=True),
         ]
+
+    def _note_compiled(self, module: nn.Module) -> None:
+        sentence = (
+            f"{type(module).__name__}.compile() has compiled the module's call, and no hook is called any more: its "
+            f"calls are not recorded (torch.compile(model) leaves hooks outside)"
+        )
+        if getattr(module, "_compiled_call_impl", None) is not None and sentence not in self.unseen:
+            self.unseen.append(sentence)
 
 
 class _Inside(threading.local):

@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec
@@ -224,7 +224,7 @@ class StepRecorder:
             self._prefixes = [(prefix, weakref.ref(root)) for prefix, root in _prefixed(roots)]
             model = together(roots)
             self._tape.hold([*model.named_parameters(), *model.named_buffers()])
-            self._buffered = [(name, weakref.ref(part)) for name, part in model.named_modules() if part._buffers]
+            self._buffered = [(name, weakref.ref(part)) for name, part in model.named_modules() if _own_buffers(part)]
 
     def _rename(self) -> None:
         """What was recorded before another model was met speaks of the models by the names that they have now."""
@@ -246,8 +246,8 @@ class StepRecorder:
             for table in tables:
                 if was is not one and id(was) in table:
                     table[id(one)] = table.pop(id(was))
-        for key, (buffers, version) in self._before.items():
-            self._before[key] = {renamed(name): value for name, value in buffers.items()}, version
+        for key, buffers in self._before.items():
+            self._before[key] = {renamed(name): value for name, value in buffers.items()}
 
     def _name_of(self, module: nn.Module) -> str | None:
         for prefix, root in _prefixed(self.models.roots):
@@ -262,7 +262,7 @@ class StepRecorder:
         for module_name, there in self._buffered:
             module = there()
             silent = module is not None and module.training and isinstance(module, _NormBase)
-            for last, buffer in () if module is None else module._buffers.items():
+            for last, buffer in () if module is None else _own_buffers(module).items():
                 if buffer is None:
                     continue
                 known = self._buffers.get(id(buffer))
@@ -335,6 +335,10 @@ class StepRecorder:
         reference = self._tape.reference(root)
         return any(isinstance(one, Scaled) and one.result == reference for one in self._tape.instructions)
 
+    def rest(self) -> None:
+        """Functions are not recorded until a model is called again."""
+        self._tape.close()
+
     # -- updates -----------------------------------------------------------------------------------------------------
 
     @_harmless
@@ -370,7 +374,6 @@ class StepRecorder:
         model = together(roots)
         instructions = self._tape.instructions
         wanted = self._wanted(optimizer, model)
-        unexplained: list[str] = []
         if root is not None:
             instructions = [*instructions, Ended(value=self._tape.reference(root), line=None)]
             wanted.append(len(instructions) - 1)
@@ -381,20 +384,7 @@ class StepRecorder:
                 if isinstance(taken, Given):
                     indices.setdefault(taken.index, len(indices))
         given = [self._tape.given[index] for index in indices]
-        changed = sum(self._tape.is_changed(index) for index in indices)
-        if changed:
-            unexplained.append(f"{changed} of the tensors that entered it were written to afterwards")
-        if any(tensor.requires_grad and not tensor.is_leaf for tensor in given):
-            unexplained.append("a tensor that entered it hangs on what was not recorded, and gives no gradient on")
         calls = [one for one in chosen if isinstance(one, Call)]
-        if any(self._has_moved(call, model) for call in calls):
-            unexplained.append("weights have changed since one of its calls, which is run with what they are now")
-        if self.failed is not None:
-            unexplained.append(f"the recording has ended before it ({self.failed})")
-        if self._dropped:
-            unexplained.append(f"{self._dropped} of its backwards were let go of, to spare memory")
-        if not calls:
-            unexplained.append("no call of a model was recorded")
         buffers: dict[str, torch.Tensor] = {}
         for call in reversed(calls):  # of each model, what it has before its own first call
             inside = f"{call.model}." if call.model else ""
@@ -411,8 +401,31 @@ class StepRecorder:
             buffers={key: value for key, value in buffers.items() if key in now and not _same(now[key], value)},
             step=step,
             line=user_line(),
-            unexplained=(*self.models.unseen, *unexplained),
+            unexplained=(*self.models.unseen, *self._doubts(model, indices, calls)),
         )
+
+    def _doubts(self, model: nn.Module, given: Iterable[int], calls: list[Call]) -> Iterator[str]:
+        """Yields what of a step its instructions do not hold.
+
+        Args:
+            model: Of the program.
+            given: Which of the given tensors it takes.
+            calls: Those that it makes.
+        """
+        given = list(given)
+        changed = sum(map(self._tape.is_changed, given))
+        if changed:
+            yield f"{changed} of the tensors that entered it were written to afterwards"
+        if any((t := self._tape.given[index]).requires_grad and not t.is_leaf for index in given):
+            yield "a tensor that entered it hangs on what was not recorded, and gives no gradient on"
+        if any(self._has_moved(call, model) for call in calls):
+            yield "weights have changed since one of its calls, which is run with what they are now"
+        if self.failed is not None:
+            yield f"the recording has ended before it ({self.failed})"
+        if self._dropped:
+            yield f"{self._dropped} of its backwards were let go of, to spare memory"
+        if not calls:
+            yield "no call of a model was recorded"
 
     def _wanted(self, optimizer: Any, model: nn.Module) -> list[int]:
         """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
@@ -518,6 +531,11 @@ class StepRecorder:
         self._count += 1
         if self._count % _MOST == 0 and len(self._tape.instructions) > _MOST:
             self._forget_unused()
+
+
+def _own_buffers(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Those that a module has registered itself; `buffers()` walks its children too, which costs at each call."""
+    return module._buffers  # noqa: SLF001
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -45,11 +45,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
         return {"kind": "made", "made": dict(noted)}
     parameters = getattr(model, "hparams", None)
     if isinstance(parameters, Mapping) and _is_lightning(cls):
-        try:
-            saved = {str(name): written(value) for name, value in parameters.items()}
-        except NotInertError as error:
-            return _function(model, f"its hyperparameters hold {error}")
-        return {"kind": "lightning", "class": class_name(cls), "file": _file_of(cls), "hparams": saved}
+        return _of_lightning(model, parameters)
     try:
         return _of_parts(model, made)
     except NotInertError:
@@ -100,6 +96,15 @@ def _of_parts(model: nn.Module, made: Made) -> dict[str, Any]:
         return said
 
     return {"kind": "parts", "file": _file_of(type(model)), **module_written(model, child)}
+
+
+def _of_lightning(model: nn.Module, parameters: Mapping[Any, Any]) -> dict[str, Any]:
+    cls = type(model)
+    try:
+        saved = {str(name): written(value) for name, value in parameters.items()}
+    except NotInertError as error:
+        return _function(model, f"its hyperparameters hold {error}")
+    return {"kind": "lightning", "class": class_name(cls), "file": _file_of(cls), "hparams": saved}
 
 
 def _function(model: nn.Module, why: str) -> dict[str, Any]:

@@ -107,15 +107,24 @@ class _Step:
                 held[name].copy_(value)
         model.zero_grad(set_to_none=True)
         run = _Run(model, scaler, program, named)
+        found: Mapping[int, torch.Tensor] = {}
         for place, mode, instruction in run.in_their_modes(program.instructions):
-            made.update(run.one(instruction, mode))
+            found = run.one(instruction, mode)
+            made.update(found)
             for index in [index for index in made if self._last.get(index, place) <= place]:
                 del made[index]
         if program.optimizer is not None:
             with recorded_at(program.line):
                 scaler.step(program.optimizer)
                 scaler.update()
-        return run.loss
+            return run.loss
+        return _with_the_last(run.loss, found)
+
+
+def _with_the_last(loss: torch.Tensor | None, made: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """The losses and the number that a step leads up to which was never differentiated, if the last call made one."""
+    number = next((t.detach().float().reshape(()) for t in made.values() if t.numel() == 1), None)
+    return loss if number is None else number if loss is None else loss + number
 
 
 class _Run:

@@ -1,0 +1,52 @@
+"""`CallbackWatch`: a watch that a framework's events begin and end."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.workflows.watch import watch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ampdoctor.evidence.report import Report
+    from ampdoctor.workflows.watch import Watch
+
+
+class CallbackWatch:
+    """Begins with a training and ends with it, as often as there is one.
+
+    Args:
+        settings: Those of `ampdoctor.watch`, by keyword.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._stack = ExitStack()
+        self._watch: Watch | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis of the last training's first sick step; None as long as there is nothing to say."""
+        return None if self._watch is None else self._watch.report
+
+    def begin(self, model: nn.Module | None) -> None:
+        """A training begins; one that nobody has ended has ended before."""
+        self.end(None)
+        self._watch = self._stack.enter_context(watch(model, **self._settings))
+
+    def end(self, error: BaseException | None) -> None:
+        """The training has ended, in order or by an error; told twice, the first counts.
+
+        Raises:
+            SickTrainingError: It was stopped because it fell sick.
+        """
+        stack = self._stack.pop_all()
+        try:
+            stack.__exit__(
+                None if error is None else type(error), error, None if error is None else error.__traceback__
+            )
+        except BaseException as other:
+            if other is not error:
+                raise

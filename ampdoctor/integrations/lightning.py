@@ -1,0 +1,56 @@
+"""`AmpDoctorCallback` for Lightning, under either of its names."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.integrations.callback_watch import CallbackWatch
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Report
+
+_NAMES = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+
+
+def _bases() -> tuple[Any, ...]:
+    """Lightning's own class: of the package, or the packages, that the program has imported, else of one that there is.
+
+    Raises:
+        ImportError: There is none.
+    """
+    used = [name for name in _NAMES if name in sys.modules]
+    there = used or [name for name in _NAMES if find_spec(name.partition(".")[0]) is not None][:1] or list(_NAMES[:1])
+    return tuple(import_module(name).Callback for name in there)
+
+
+class AmpDoctorCallback(*_bases()):  # type: ignore[misc]  # a class that is known when the program runs
+    """Watches each fit of the Trainer whose `callbacks` it is in, as `ampdoctor.watch` does.
+
+    Args:
+        settings: Those of `ampdoctor.watch`, by keyword: `folder`, `every`, `on_sick`, `look`, `guard`, `bundle`,
+            `bundle_max`, `tell`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._watch = CallbackWatch(settings)
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis of the last fit's first sick step; None as long as there is nothing to say."""
+        return self._watch.report
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
+        """Begin."""
+        self._watch.begin(pl_module)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - the framework's seam
+        """End."""
+        self._watch.end(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002 - the framework's seam
+        """End, with what ended the fit."""
+        self._watch.end(exception)

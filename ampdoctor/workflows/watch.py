@@ -1,0 +1,148 @@
+"""`ampdoctor.watch`: what `ampdoctor run` does, from inside a loop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
+from ampdoctor.workflows.doctor import Doctor, standing
+from ampdoctor.workflows.opening.health_folder import usual_folder
+from ampdoctor.workflows.opening.watch_request import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
+
+if TYPE_CHECKING:
+    import os
+
+    from ampdoctor.evidence.report import Report
+
+_log = logging.getLogger("ampdoctor")
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """A watch that stands, or has stood, by a training.
+
+    Attributes:
+        folder: Of the log and the bundles.
+    """
+
+    folder: str
+    _doctor: Doctor = field(repr=False)
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis of the first sick step; None as long as there is nothing to say."""
+        return self._doctor.report
+
+
+@contextmanager
+def watch(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    scaler: Any = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    every: int = USUAL_EVERY,
+    on_sick: OnSick = "record",
+    look: Look = "auto",
+    guard: bool = False,
+    bundle: bool = True,
+    bundle_max: int = USUAL_BUNDLE_BYTES,
+    tell: Callable[[Report], None] | None = None,
+) -> Iterator[Watch]:
+    """Watches the loops that run inside, as `ampdoctor run` does: a context manager.
+
+    Models, optimizers and torch's own scalers are found when the loop uses them; who names them names them first. A
+    watch inside another, or under `ampdoctor run`, is that one: its own arguments are not used, and that is said.
+
+    What goes wrong in the watch itself ends the watch, with a sentence, and never the training. Sentences and, without
+    `tell`, diagnoses go to the logger "ampdoctor" as warnings: on stderr where nobody has set up logging.
+
+    Args:
+        model: Known beforehand. Give the module before `model.compile()`, or keep it as it is: no hook sees into one.
+        optimizer: Known beforehand: one, or several in the order in which they are numbered.
+        scaler: Known beforehand; needed for one that is not torch's GradScaler and has its methods.
+        folder: Of the log and the bundles; None: `ampdoctor-health/<time>-<name>`, NAME being that of the script.
+        every: Steps from one close measurement to the next.
+        on_sick: `record`: look, log, keep a bundle, and let the training go on. `stop`: the same, then leave the loop.
+        look: `auto`: look before the update wherever that costs no synchronisation of the device. `sync`: everywhere,
+            at the price of one a step. `off`: never run a step again.
+        guard: Let a fused optimizer hold a sick update back on the device.
+        bundle: Keep a bundle of the first sick step.
+        bundle_max: The most bytes that a bundle takes.
+        tell: Given the diagnosis, at the sick step; None logs its first sentence.
+
+    Yields:
+        The watch, whose `report` is there from the first sick step on.
+
+    Raises:
+        UsageError: An argument makes no sense.
+        SickTrainingError: A step was sick and `on_sick` is `stop`.
+    """
+    outer = standing()
+    if outer is not None:
+        _say("the training is watched already, and this watch is the one that stands: its arguments are not used")
+        yield Watch(outer.folder, outer)
+        return
+    script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "interactive"
+    request = WatchRequest(
+        health=str(Path(usual_folder(script, is_module=False) if folder is None else folder).absolute()),
+        script=script,
+        arguments=tuple(sys.argv[1:]),
+        command=tuple(sys.orig_argv),
+        every=every,
+        on_sick=on_sick,
+        look=look,
+        guard=guard,
+        bundle=bundle,
+        bundle_max=bundle_max,
+    )
+    optimizers = _several(optimizer)
+    doctor = Doctor(request, tell or _tell, _say)
+    with ExitStack() as stack:
+        try:
+            scalers = () if scaler is None else (scaler,)
+            stack.enter_context(doctor.attending(model=model, optimizers=optimizers, scalers=scalers))
+        except Exception as error:  # noqa: BLE001 - a training is never harmed
+            _say(f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0])
+        try:
+            yield Watch(doctor.folder, doctor)
+        except BaseException as error:
+            doctor.ended(error)
+            if isinstance(error, StoppedError) and doctor.report is not None:
+                raise SickTrainingError(sentence_of(doctor.report), doctor.report) from None
+            raise
+        doctor.ended(None)
+
+
+def sentence_of(report: Report) -> str:
+    """Returns what a report says first, with the bundle's path where there is one."""
+    said = [finding.message for finding in report.findings] or [error.message for error in report.errors]
+    first = said[0] if said else "nothing more is known of it"
+    bundle = report.run.get("bundle")
+    kept = f" (ampdoctor bisect-nan {bundle})" if bundle else ""
+    return f"step {report.run.get('step')} is sick: {first}{kept}"
+
+
+def _several(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    found = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
+    if any(not hasattr(one, "param_groups") for one in found):
+        raise UsageError("optimizer is neither an optimizer nor several: give one, or a list of them")
+    return found
+
+
+def _tell(report: Report) -> None:
+    _log.warning(sentence_of(report))
+
+
+def _say(sentence: str) -> None:
+    _log.warning(sentence)
