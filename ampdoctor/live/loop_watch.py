@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.program import Program
 from ampdoctor.loop.random_state import RandomState
+from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.scaler_calls import told_of_scalers
 from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
 

@@ -29,8 +29,8 @@ from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.program import Program
 from ampdoctor.loop.raised import describe
+from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle

@@ -14,8 +14,8 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
-from ampdoctor.loop.program import Call
 from ampdoctor.loop.raised import describe
+from ampdoctor.loop.recorded.program import Call
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.loop.program import Program
+    from ampdoctor.loop.recorded.program import Program
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
 
@@ -175,7 +175,9 @@ def _alone(optimizer: Any) -> Iterator[None]:
         yield
         return
     own: dict[str, Any] = vars(optimizer)
-    sent = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}  # to a fused one, by a scaler
+    sent: dict[str, Any] = {
+        name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own
+    }  # to a fused one, by a scaler
     moments = {parameter: dict(one) for parameter, one in optimizer.state.items()}
     behind = own.get("_optimizer_step_post_hooks")
     if behind is not None:

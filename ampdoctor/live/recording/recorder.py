@@ -23,7 +23,8 @@ from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.slicing import leads_to, sliced
 from ampdoctor.live.recording.tape import Tape, mode_now
 from ampdoctor.loop.nested import map_kind
-from ampdoctor.loop.program import (
+from ampdoctor.loop.random_state import RandomState
+from ampdoctor.loop.recorded.program import (
     Backward,
     Call,
     Clipped,
@@ -40,7 +41,6 @@ from ampdoctor.loop.program import (
     references,
     results,
 )
-from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
 from ampdoctor.loop.torch_internals import in_backward, replaced, seen_backwards, transforms, unseen, version_of
 from ampdoctor.probes.ops.source import user_line

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from ampdoctor.loop.inert.functions import name_of
 from ampdoctor.loop.nested import iter_tensors, map_tensors
-from ampdoctor.loop.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.loop.random_state import RandomState
+from ampdoctor.loop.recorded.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.loop.torch_internals import put_outermost, take_away, version_of
 from ampdoctor.probes.ops.source import user_line
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.where import Source
-from ampdoctor.loop.recorded_line import recorded_line
+from ampdoctor.loop.recorded.line import recorded_line
 from ampdoctor.package import FOLDER
 
 _OURS = str(FOLDER)

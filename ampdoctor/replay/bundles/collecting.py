@@ -11,7 +11,7 @@ import torch
 from ampdoctor.errors import OutputError
 from ampdoctor.loop.inert.constants import constants_of
 from ampdoctor.loop.inert.writing import NotInertError
-from ampdoctor.loop.program import Program
+from ampdoctor.loop.recorded.program import Program
 from ampdoctor.replay.bundles.describing import Made, code_of, described
 from ampdoctor.replay.bundles.instructions import instruction_out, relative
 from ampdoctor.replay.bundles.optimizers import optimizer_out

@@ -13,7 +13,8 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.loop.inert.functions import function_named, name_of
 from ampdoctor.loop.inert.reading import NOTHING, FindClass, UnreadableTreeError, read
 from ampdoctor.loop.inert.writing import NotInertError, Tree, written
-from ampdoctor.loop.program import (
+from ampdoctor.loop.random_state import RandomState
+from ampdoctor.loop.recorded.program import (
     Backward,
     Call,
     Clipped,
@@ -29,7 +30,6 @@ from ampdoctor.loop.program import (
     Scaled,
     Unscaled,
 )
-from ampdoctor.loop.random_state import RandomState
 
 _KINDS = ("cpu", "cuda")
 _CUDA = re.compile(r"cuda(:\d+)?")

@@ -13,7 +13,7 @@ from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.loop.inert.reading import read
-from ampdoctor.loop.program import Program
+from ampdoctor.loop.recorded.program import Program
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.named_code import NamedCode

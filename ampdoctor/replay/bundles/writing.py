@@ -19,7 +19,7 @@ import torch
 
 from ampdoctor.errors import OutputError
 from ampdoctor.loop.inert.writing import class_name, written
-from ampdoctor.loop.program import Program
+from ampdoctor.loop.recorded.program import Program
 from ampdoctor.package import version
 from ampdoctor.replay.bundles.collecting import Collected, bytes_of, shown
 from ampdoctor.replay.bundles.describing import Made

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampdoctor.loop.nested import map_tensors
-from ampdoctor.loop.program import Call, Mode, Program
+from ampdoctor.loop.recorded.program import Call, Mode, Program
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.loop.nested import iter_tensors, map_kind
-from ampdoctor.loop.program import (
+from ampdoctor.loop.recorded.line import called_as_recorded, recorded_at
+from ampdoctor.loop.recorded.program import (
     Backward,
     Call,
     Clipped,
@@ -30,7 +31,6 @@ from ampdoctor.loop.program import (
     references,
     results,
 )
-from ampdoctor.loop.recorded_line import called_as_recorded, recorded_at
 from ampdoctor.replay.training_run import TrainingRun
 
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}

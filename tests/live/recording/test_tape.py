@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.program import Call, Op
+from ampdoctor.loop.recorded.program import Call, Op
 from ampdoctor.replay.recorded.running import run_of
 
 
