@@ -206,6 +206,12 @@ class LoopWatch:
         known.last = time.monotonic()
         self._listener.attempted(attempt, skipped=skipped)
         self.recorder.updated(attempt.optimizer)
+        try:
+            self._find_models(attempt, first=first)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self.recorder.fail(error)
+
+    def _find_models(self, attempt: Attempt, *, first: bool) -> None:
         models = self.recorder.models
         if first and not models.is_root_of(_trained(attempt.optimizer)):
             models.miss(_trained(attempt.optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -103,7 +104,7 @@ def steps_of(seen):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
 def test_nothing_is_left_after_what_ends_the_loop(watched, error):
-    with pytest.raises(error), watched() as seen:
+    with pytest.raises(error), watched() as seen:  # noqa: PT012 - what ends it comes after a training
         train(steps=3)
         raise error
     assert steps_of(seen) == [0, 1, 2]
@@ -118,7 +119,7 @@ def test_what_the_script_has_put_over_ours_stays_and_calls_on(watched, monkeypat
     original, before = torch.amp.GradScaler.step, nn.Module.zero_grad
     with watched() as seen:
         ours, clearing = torch.amp.GradScaler.step, nn.Module.zero_grad
-        monkeypatch.setattr(torch.amp.GradScaler, "step", lambda *given: ours(*given))
+        monkeypatch.setattr(torch.amp.GradScaler, "step", lambda *given: ours(*given))  # noqa: PLW0108 - theirs
         theirs = torch.amp.GradScaler.step
     assert torch.amp.GradScaler.step is theirs
     assert (ours, clearing) != (original, before)
@@ -278,10 +279,8 @@ def test_a_forward_that_raises_or_is_interrupted_is_forgotten(watched, recwarn):
         model = Model()
         for error in (ValueError, KeyboardInterrupt, None):
             model.error = error
-            try:
+            with contextlib.suppress(ValueError, KeyboardInterrupt):
                 model(torch.randn(4, 8))
-            except (ValueError, KeyboardInterrupt):
-                pass
         train(model, steps=2)
         model.error = KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt):

@@ -241,7 +241,7 @@ def test_a_value_that_the_loop_looked_at_last():
 def test_nothing_is_left_in_torch():
     before = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.Tensor.backward, torch.autograd.backward
     loop = Loop()
-    with pytest.raises(RuntimeError, match="user"), loop.recorder.watching():
+    with pytest.raises(RuntimeError, match="user"), loop.recorder.watching():  # noqa: PT012
         Net()(torch.randn(4, 6))
         raise RuntimeError("user")
     after = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, torch.Tensor.backward, torch.autograd.backward

@@ -40,7 +40,7 @@ def test_a_laptop_says_step_op_and_line(sick, code, run_cli):
     (finding, *_) = report["findings"]
     assert finding["code"] == "AMP202"
     where = finding["where"]
-    assert (where["op"], where["phase"], where["global_step"]) == ("aten.log", "loss", 31000)
+    assert (where["op"], where["phase"], where["step"]) == ("aten.log", "loss", 31000)
     assert where["source"]["line"] == sick.line
     assert report["run"]["policy"] == "cuda"
     assert report["target"]["options"] == {"--model": [code.name]}
