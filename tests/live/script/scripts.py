@@ -16,7 +16,8 @@ for stream, first in ((sys.stdin, sys.__stdin__), (sys.stdout, sys.__stdout__), 
 print([thread.name for thread in threading.enumerate()], gc.isenabled(), gc.get_freeze_count())
 print(gc.get_threshold(), gc.callbacks)
 print(sorted(os.environ.items()), warnings.filters, logging.root.handlers, locale.getlocale(), os.umask(0))
-print([getattr(finder, "__name__", type(finder)) for finder in [one for one in sys.meta_path if not type(one).__module__.startswith("ampdoctor")]], os.getcwd())
+finders = [one for one in sys.meta_path if not type(one).__module__.startswith("ampdoctor")]  # waits for torch
+print([getattr(finder, "__name__", type(finder)) for finder in finders], os.getcwd())
 print(sys.getswitchinterval(), sys.getrecursionlimit())
 print([name for name in ("torch", "numpy", "rich") if name in sys.modules], sys.warnoptions, sys.dont_write_bytecode)
 """
