@@ -110,9 +110,8 @@ class Segments:
     def _begin(self, *, left: bool = False) -> None:
         names = self._names()
         self.number = 1 + max((number or 0 for _, number in filter(None, map(place_of, names))), default=0)
-        if self.path.name in names:
-            finished = self.path.with_name(log_name(self._rank, self.number))
-            self.path.rename(finished)
+        finished = self._set_aside() if self.path.name in names else None
+        if finished is not None:
             if left:  # by another process, which may still live: its file is left alone
                 self._set_aside_run()
             else:
@@ -120,6 +119,22 @@ class Segments:
             self.number += 1
         self._file = os.open(self.path, _FLAGS, 0o666)
         self._size = 0
+
+    def _set_aside(self) -> Path | None:
+        """Gives the running file a number that no other process has taken; None where another has set it aside."""
+        while True:
+            finished = self.path.with_name(log_name(self._rank, self.number))
+            try:
+                os.close(os.open(finished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            except FileExistsError:
+                self.number += 1
+                continue
+            try:
+                self.path.rename(finished)
+            except FileNotFoundError:
+                finished.unlink()
+                return None
+            return finished
 
     def _set_aside_run(self) -> None:
         """The description of another process's run goes with its log."""
