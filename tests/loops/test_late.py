@@ -31,7 +31,7 @@ def place_of(report):
     source = where["source"] or where["forward_source"]  # an op of a backward has the line that made it
     line = None if source is None else f"{Path(source['file']).name}:{source['line']}"
     kernel = error["evidence"].get("kernel") or None
-    return error["code"], where["global_step"], where["phase"], where["module"] or "", kernel, line
+    return error["code"], where["step"], where["phase"], where["module"] or "", kernel, line
 
 
 def truth_of(late):
@@ -48,7 +48,7 @@ def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alo
     report = json.loads((tmp_path / "sick" / "report.json").read_text(encoding="utf-8"))
     assert place_of(report) == truth_of(late)
 
-    bundle = Path(report["run"]["bundle"])
+    bundle = tmp_path / "sick" / report["run"]["kept"]["bundle"]
     assert bundle == tmp_path / "sick" / "health" / f"bundle-{late.truth.step}"
     again = bisected(bundle, late.path, tmp_path / "laptop")
     assert place_of(again) == truth_of(late)

@@ -34,7 +34,7 @@ def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alo
     report = json.loads((tmp_path / "sick" / "report.json").read_text(encoding="utf-8"))
     assert place_of(report) == truth_of(late)
 
-    bundle = Path(report["run"]["bundle"])
+    bundle = tmp_path / "sick" / report["run"]["kept"]["bundle"]
     assert bundle == tmp_path / "sick" / "health" / f"bundle-{late.truth.step}"
     again = bisected(bundle, late.path if late.name in OWN_MODELS else None, tmp_path / "laptop")
     assert place_of(again) == truth_of(late)
