@@ -232,8 +232,8 @@ class Doctor:
         first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
         if first is None or self.report is not None:
             return False
-        waited = attempt.scaler is not None and not _steps_either_way(attempt)
-        return first.device.type == "cpu" or waited or self._request.look == "sync" or self._attentive > 0
+        # where a scaler has waited, its gradients are finite: to read a loss as well would wait once more
+        return first.device.type == "cpu" or self._request.look == "sync" or self._attentive > 0
 
     def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
         with unseen():
@@ -243,7 +243,7 @@ class Doctor:
 
     def _clipped(self, clip: Clip) -> None:
         if clip.max_norm is not None:
-            self._watch.recorder.clipped(clip.max_norm, clip.norm_type or 2.0)
+            self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
     def _returned(self, model: str, call: int, output: Any) -> None:
         if self._numbers.looking:
@@ -286,7 +286,6 @@ class Doctor:
     def _examine(self, program: Program, what: str, *, name: str, settles: bool) -> None:
         request = self._request
         if request.look == "off":
-            self.report = None
             return
         with self._watch.looking_away():
             seen = look(

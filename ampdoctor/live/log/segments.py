@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampdoctor.evidence.run_log.files import log_name, logs_in, place_of, run_name
 from ampdoctor.live.log.limits import Limits
-from ampdoctor.live.log.thinning import details_in, thinned
+from ampdoctor.live.log.thinning import details_in, replace_whole, thinned
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
 _FLAGS |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -87,14 +87,7 @@ class Segments:
         Raises:
             OSError: It cannot be written; its earlier contents are still there.
         """
-        path = self._folder / run_name(self._rank)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            beside.write_bytes(data)
-            beside.replace(path)
-        finally:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
+        replace_whole(self._folder / run_name(self._rank), data)
 
     def close(self) -> None:
         """Lets go of the running file."""

@@ -32,7 +32,7 @@ def thinned(path: Path, *, also_fired: bool) -> int:
     out = set(sorted(steps)[-2::-2])
     kept = [line for line in lines if _step(line, also_fired=also_fired) not in out]
     if len(kept) < len(lines):
-        _replace(path, b"".join(kept))
+        replace_whole(path, b"".join(kept))
     return len(lines) - len(kept)
 
 
@@ -54,7 +54,12 @@ def _step(line: bytes, *, also_fired: bool) -> int | None:
     return None if step is None or (_FIRED.search(head) and not also_fired) else int(step[1])
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_whole(path: Path, data: bytes) -> None:
+    """Writes a file completely or not at all.
+
+    Raises:
+        OSError: It cannot be written; its earlier contents are still there.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         beside.write_bytes(data)

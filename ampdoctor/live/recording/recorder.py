@@ -10,19 +10,19 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
 from ampdoctor.live.recording.models import OutermostModels
+from ampdoctor.live.recording.naming import prefixed, renumbered, spoken, together
 from ampdoctor.live.recording.slicing import leads_to, sliced
 from ampdoctor.live.recording.tape import Tape, mode_now
-from ampdoctor.loop.nested import map_kind
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import (
     Backward,
@@ -33,16 +33,14 @@ from ampdoctor.loop.recorded.program import (
     Held,
     Instruction,
     Line,
-    Op,
     Program,
-    Reference,
     Scaled,
     Unscaled,
     references,
     results,
 )
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, replaced, seen_backwards, transforms, unseen, version_of
+from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms, unseen, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _MOST = 4096
@@ -108,7 +106,7 @@ class StepRecorder:
         self._buffered: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._ages: dict[int, int] = {}  # by id(instruction): updates before it
         self._order: dict[int, int] = {}  # by id(instruction): instructions before it
-        self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales or clips for
+        self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales for
         self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: instructions before its last update
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner of gradients: as they were cleared
         self._updates = 0
@@ -123,8 +121,8 @@ class StepRecorder:
             stack.callback(self._tape.close)
             stack.enter_context(self.models.watching())
             stack.enter_context(seen_backwards(self._backward))
-            stack.enter_context(_before_backwards(self._tape.close))
-            stack.enter_context(_told_of_zeroed(self._zeroed))
+            stack.enter_context(before_backwards(self._tape.close))
+            stack.enter_context(told_of_zeroed(self._zeroed))
             yield
 
     @contextmanager
@@ -221,7 +219,7 @@ class StepRecorder:
         if now != self._named:
             self._named = now
             self._rename()
-            self._prefixes = [(prefix, weakref.ref(root)) for prefix, root in _prefixed(roots)]
+            self._prefixes = [(prefix, weakref.ref(root)) for prefix, root in prefixed(roots)]
             model = together(roots)
             self._tape.hold([*model.named_parameters(), *model.named_buffers()])
             self._buffered = [(name, weakref.ref(part)) for name, part in model.named_modules() if _own_buffers(part)]
@@ -240,7 +238,7 @@ class StepRecorder:
             return name
 
         before = self._tape.instructions
-        self._tape.instructions = [_spoken(one, renamed) for one in before]
+        self._tape.instructions = [spoken(one, renamed) for one in before]
         tables: tuple[dict[int, Any], ...] = (self._before, self._ages, self._order, self._of)
         for was, one in zip(before, self._tape.instructions, strict=True):
             for table in tables:
@@ -250,7 +248,7 @@ class StepRecorder:
             self._before[key] = {renamed(name): value for name, value in buffers.items()}
 
     def _name_of(self, module: nn.Module) -> str | None:
-        for prefix, root in _prefixed(self.models.roots):
+        for prefix, root in prefixed(self.models.roots):
             for name, part in root.named_modules():
                 if part is module:
                     return ".".join(piece for piece in (prefix, name) if piece)
@@ -303,7 +301,7 @@ class StepRecorder:
         for loss, result in zip(losses, scaled, strict=True):
             self.losses.append(loss.detach())
             taken = self._tape.reference(loss)
-            self._add(Scaled(loss=taken, result=self._tape.make(result)[""], scale=None, line=user_line()))
+            self._add(Scaled(loss=taken, result=self._tape.make(result)[""], line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
         if not in_backward() and seen.accumulated and not transforms() and not self._is_elsewhere():
@@ -347,10 +345,19 @@ class StepRecorder:
         self._add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
-    def clipped(self, max_norm: float, norm_type: float) -> None:
-        """Gradients were clipped, of whichever optimizer."""
+    def clipped(self, gradients: Collection[int], max_norm: float, norm_type: float) -> None:
+        """Gradients were clipped by their total norm.
+
+        Args:
+            gradients: The `id` of each.
+            max_norm: The norm that they have afterwards at most.
+            norm_type: Of the norm.
+        """
         if not self._is_elsewhere():
-            self._add(Clipped(max_norm=max_norm, norm_type=norm_type, line=user_line()))
+            held = tuple(
+                Held(name) for name, tensor in self._tape.held() if tensor.is_leaf and id(tensor.grad) in gradients
+            )
+            self._add(Clipped(parameters=held, max_norm=max_norm, norm_type=norm_type, line=user_line()))
 
     def program(
         self,
@@ -396,7 +403,7 @@ class StepRecorder:
             optimizer=optimizer,
             optimizer_name=name,
             scaler=scaler,
-            instructions=tuple(_renumbered(one, indices) for one in chosen),
+            instructions=tuple(renumbered(one, indices) for one in chosen),
             given=tuple(given),
             buffers={key: value for key, value in buffers.items() if key in now and not _same(now[key], value)},
             step=step,
@@ -443,13 +450,16 @@ class StepRecorder:
         def holds(call: Call) -> bool:
             return any(id(p) in held for p in modules[call.model].parameters())
 
+        names = {name for key, name in self._tape.names.items() if key in held}
         begun = self._begun(held, optimizer)
         wanted = []
         for place, one in enumerate(instructions):
             if self._order[id(one)] < begun:
                 continue
-            if (isinstance(one, Backward) and leads_to(instructions[:place], one, self._tape.grad, holds)) or (
-                isinstance(one, Unscaled | Clipped) and self._of[id(one)] in (None, id(optimizer))
+            if (
+                (isinstance(one, Backward) and leads_to(instructions[:place], one, self._tape.grad, holds))
+                or (isinstance(one, Unscaled) and self._of[id(one)] == id(optimizer))
+                or (isinstance(one, Clipped) and any(parameter.name in names for parameter in one.parameters))
             ):
                 wanted.append(place)
         return wanted
@@ -542,95 +552,5 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the models with what their names begin with in `together`."""
-    if len(roots) == 1:
-        yield "", roots[0][1]
-        return
-    taken: set[str] = set()
-    for name, root in roots:
-        free = name.replace(".", "_") or "model"
-        while free in taken or hasattr(nn.Module, free):
-            free += "_"
-        taken.add(free)
-        yield free, root
-
-
-def together(roots: list[tuple[str, nn.Module]]) -> nn.Module:
-    """Returns the model, or a module that is never called and has several as children, under their names."""
-    named = list(_prefixed(roots))
-    if len(named) == 1:
-        return named[0][1]
-    holder = nn.Module()
-    for name, root in named:
-        holder.add_module(name, root)
-    return holder
-
-
-def _renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruction:
-    """The instruction, with given tensors by their place in the program."""
-
-    def other(reference: Any) -> Any:
-        return Given(indices[reference.index]) if isinstance(reference, Given) else reference
-
-    return _with_references(instruction, other)
-
-
-def _spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instruction:
-    """The instruction, with models, parameters and buffers by other names; itself where it speaks of none."""
-    if isinstance(instruction, Call):
-        instruction = replace(instruction, model=renamed(instruction.model))
-    if any(isinstance(reference, Held) for reference in references(instruction)):
-        return _with_references(instruction, lambda one: Held(renamed(one.name)) if isinstance(one, Held) else one)
-    return instruction
-
-
-def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> Instruction:
-    if isinstance(instruction, Call | Op):
-        args, kwargs = (map_kind(Reference, other, part) for part in (instruction.args, instruction.kwargs))
-        return replace(instruction, args=args, kwargs=kwargs)
-    if isinstance(instruction, Scaled):
-        return replace(instruction, loss=other(instruction.loss))
-    if isinstance(instruction, Ended):
-        return replace(instruction, value=other(instruction.value))
-    if isinstance(instruction, Backward):
-        roots, seeds, inputs = (
-            tuple(map(other, p)) for p in (instruction.roots, instruction.seeds, instruction.inputs)
-        )
-        return replace(instruction, roots=roots, seeds=seeds, inputs=inputs)
-    return instruction
-
-
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:
     return here.shape == there.shape and here.dtype == there.dtype and torch.equal(here, there)
-
-
-@contextmanager
-def _before_backwards(tell: Callable[[], None]) -> Iterator[None]:
-    """Inside, `tell` is called before a backward comes to a mode, from within which no mode can be left."""
-    with ExitStack() as stack:
-        for owner in (torch.Tensor, torch.autograd):
-            original = owner.backward
-
-            def backward(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                tell()
-                return _original(*args, **kwargs)
-
-            owner.backward = functools.wraps(original)(backward)  # type: ignore[method-assign,union-attr]
-            stack.callback(setattr, owner, "backward", original)
-        yield
-
-
-@contextmanager
-def _told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, a model's or an optimizer's `zero_grad` is told, whatever it is to set gradients to."""
-    with ExitStack() as stack:
-        for owner in (nn.Module, torch.optim.Optimizer):
-            original = owner.zero_grad
-
-            def zero_grad(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                told(self)
-                return _original(self, *args, **kwargs)
-
-            stack.enter_context(replaced(owner, "zero_grad", zero_grad))
-        yield

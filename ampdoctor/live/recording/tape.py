@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,13 @@ class Tape:
         """Parameters and buffers go by these names from now on."""
         self._held = {id(tensor): (weakref.ref(tensor), name) for name, tensor in named}
         self.names = {key: name for key, (_, name) in self._held.items()}
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the parameters and buffers that still live, with their names."""
+        for there, name in self._held.values():
+            tensor = there()
+            if tensor is not None:
+                yield name, tensor
 
     def reference(self, tensor: torch.Tensor) -> Reference:
         """The name of a tensor; one that is met for the first time is given."""

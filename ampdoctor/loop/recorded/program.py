@@ -117,13 +117,11 @@ class Scaled:
     Attributes:
         loss: What it was given.
         result: What it returned.
-        scale: Its scale then.
         line: The loop's line.
     """
 
     loss: Reference
     result: Made
-    scale: float | None
     line: Line
 
 
@@ -160,11 +158,13 @@ class Clipped:
     """Gradients were clipped by their total norm.
 
     Attributes:
+        parameters: Those whose gradients were, as far as the models hold them.
         max_norm: The norm that they have afterwards at most.
         norm_type: Of the norm.
         line: The loop's line.
     """
 
+    parameters: tuple[Held, ...]
     max_norm: float
     norm_type: float
     line: Line
@@ -223,6 +223,8 @@ def references(instruction: Instruction) -> list[Reference]:
         return [instruction.loss]
     if isinstance(instruction, Ended):
         return [instruction.value]
+    if isinstance(instruction, Clipped):
+        return list(instruction.parameters)
     if isinstance(instruction, Backward):
         seeds = (seed for seed in instruction.seeds if seed is not None)
         return [*instruction.roots, *seeds, *instruction.inputs]

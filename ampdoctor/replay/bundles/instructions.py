@@ -59,7 +59,7 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
                 raise NotInertError(f"{shown} of the loop is no function in torch's table")
             return {"kind": "op", "function": name, **_called_out(one, name, state), "line": line}
         case Scaled():
-            made = {"loss": _reference(one.loss), "result": one.result.index, "scale": one.scale}
+            made = {"loss": _reference(one.loss), "result": one.result.index}
             return {"kind": "scaled", **made, "line": line}
         case Backward():
             return {
@@ -77,7 +77,8 @@ def instruction_out(one: Instruction, state: Callable[[RandomState], int], base:
             return {"kind": "ended", "value": _reference(one.value), "line": line}
         case Clipped():
             norms = {"max_norm": written(float(one.max_norm)), "norm_type": written(float(one.norm_type))}
-            return {"kind": "clipped", **norms, "line": line}
+            parameters = [_reference(parameter) for parameter in one.parameters]
+            return {"kind": "clipped", "parameters": parameters, **norms, "line": line}
 
 
 def _called_out(one: Call | Op, what: str, state: Callable[[RandomState], int]) -> dict[str, Tree]:
@@ -153,8 +154,8 @@ class InstructionsIn:
         if kind in ("call", "op"):
             return self._called(tree, line)
         if kind == "scaled":
-            loss, scale = self._reference(tree["loss"]), tree["scale"]
-            return Scaled(loss=loss, result=self._make(tree["result"]), scale=scale, line=line)
+            loss = self._reference(tree["loss"])
+            return Scaled(loss=loss, result=self._make(tree["result"]), line=line)
         if kind == "backward":
             seeds = tuple(None if seed is None else self._reference(seed) for seed in tree["seeds"])
             roots = tuple(map(self._reference, tree["roots"]))
@@ -169,7 +170,11 @@ class InstructionsIn:
             return Ended(value=self._reference(tree["value"]), line=line)
         if kind == "clipped":
             norms = (float(self._value(tree[name])) for name in ("max_norm", "norm_type"))
-            return Clipped(max_norm=next(norms), norm_type=next(norms), line=line)
+            named = [self._reference(parameter) for parameter in tree["parameters"]]
+            parameters = tuple(parameter for parameter in named if isinstance(parameter, Held))
+            if len(parameters) != len(named):
+                raise ValueError("parameters")
+            return Clipped(parameters=parameters, max_norm=next(norms), norm_type=next(norms), line=line)
         raise ValueError("kind")
 
     def _called(self, tree: Mapping[str, Any], line: Line) -> Call | Op:

@@ -107,31 +107,22 @@ class _Step:
                 held[name].copy_(value)
         model.zero_grad(set_to_none=True)
         run = _Run(model, scaler, program, named)
-        found: Mapping[int, torch.Tensor] = {}
-        for place, mode, instruction in run.in_their_modes(program.instructions):
-            found = run.one(instruction, mode)
-            made.update(found)
+        for place, instruction in run.in_their_modes(program.instructions):
+            made.update(run.one(instruction))
             for index in [index for index in made if self._last.get(index, place) <= place]:
                 del made[index]
         if program.optimizer is not None:
             with recorded_at(program.line):
                 scaler.step(program.optimizer)
                 scaler.update()
-            return run.loss
-        return _with_the_last(run.loss, found)
-
-
-def _with_the_last(loss: torch.Tensor | None, made: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The losses and the number that a step leads up to which was never differentiated, if the last call made one."""
-    number = next((t.detach().float().reshape(()) for t in made.values() if t.numel() == 1), None)
-    return loss if number is None else number if loss is None else loss + number
+        return run.loss
 
 
 class _Run:
     """One run of the instructions.
 
     Attributes:
-        loss: The sum of what was differentiated so far.
+        loss: The sum of what was differentiated so far; or what the loop looked at when it ended.
     """
 
     def __init__(
@@ -140,11 +131,10 @@ class _Run:
         self._model, self._scaler, self._named = model, scaler, named
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._program = program
-        self._scaled = {one.result: one.loss for one in program.instructions if isinstance(one, Scaled)}
         self.loss: torch.Tensor | None = None
         self._losses: dict[Made, torch.Tensor] = {}
 
-    def in_their_modes(self, instructions: tuple[Instruction, ...]) -> Iterator[tuple[int, Mode | None, Instruction]]:
+    def in_their_modes(self, instructions: tuple[Instruction, ...]) -> Iterator[tuple[int, Instruction]]:
         """Yields each instruction under the autocast that it was recorded under, entered once for those in a row."""
         with ExitStack() as stack:
             entered: Mode | None = None
@@ -155,9 +145,9 @@ class _Run:
                     entered = mode
                     if mode is not None:
                         stack.enter_context(_in_mode(mode, self._device))
-                yield place, mode, one
+                yield place, one
 
-    def one(self, instruction: Instruction, mode: Mode | None) -> Mapping[int, torch.Tensor]:  # noqa: ARG002
+    def one(self, instruction: Instruction) -> Mapping[int, torch.Tensor]:
         """Run one instruction; returns the tensors that it makes, by their numbers."""
         with recorded_at(instruction.line):
             match instruction:
@@ -207,10 +197,8 @@ class _Run:
                 self.loss = loss if self.loss is None else self.loss + loss
 
     def _clip(self, instruction: Clipped) -> None:
-        optimizer = self._program.optimizer
-        if optimizer is not None:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(held, instruction.max_norm, instruction.norm_type)
+        parameters = [self._named(parameter) for parameter in instruction.parameters]
+        torch.nn.utils.clip_grad_norm_(parameters, instruction.max_norm, instruction.norm_type)
 
 
 @contextmanager

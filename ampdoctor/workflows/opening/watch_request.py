@@ -66,5 +66,7 @@ class WatchRequest:
             raise UsageError(f"on_sick {self.on_sick!r} is neither record nor stop")
         if self.look not in get_args(Look):
             raise UsageError(f"look {self.look!r} is none of auto, sync, off")
+        if self.on_sick == "stop" and self.look == "off":
+            raise UsageError("on_sick stop ends the training after a look, and look off never looks: give one of them")
         if self.bundle_max < 1:
             raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.recorded.program import Call, Ended, Op
+from ampdoctor.loop.recorded.program import Call, Clipped, Ended, Op
 from ampdoctor.loop.scaler_calls import told_of_scalers
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.replay.session import Session
@@ -113,7 +113,7 @@ def test_accumulation_with_a_clip_and_a_scaler():
             scaler.scale(F.cross_entropy(model(x), y) / 3).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        loop.recorder.clipped(0.1, 2.0)
+        loop.recorder.clipped({id(p.grad) for p in model.parameters()}, 0.1, 2.0)
         if step < 3:
             scaler.step(optimizer)
             scaler.update()
@@ -121,6 +121,24 @@ def test_accumulation_with_a_clip_and_a_scaler():
         else:
             scaler._per_optimizer_states.clear()  # the replay begins the step anew
             loop.stepped(optimizer, step, last=True)
+
+    loop.run(body)
+
+
+def test_parts_that_are_clipped_apart_are_clipped_apart_again():
+    loop, model = Loop(), Net()
+    optimizer = adam(model)
+
+    def body(step):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(16, 6)), torch.randint(0, 4, (16,))).backward()
+        for part, norm in ((model.a, 1e-2), (model.b, 1e-3)):
+            nn.utils.clip_grad_norm_(part.parameters(), norm)
+            loop.recorder.clipped({id(p.grad) for p in part.parameters()}, norm, 2.0)
+        program = loop.stepped(optimizer, step, last=step == 3)
+        if program is not None:
+            clipped = [one.parameters for one in program.instructions if isinstance(one, Clipped)]
+            assert [[held.name for held in one] for one in clipped] == [["a.weight", "a.bias"], ["b.weight", "b.bias"]]
 
     loop.run(body)
 

@@ -56,7 +56,10 @@ def test_the_processes_of_a_launcher_share_theirs(monkeypatch):
     assert usual_folder("train.py", is_module=False) == first
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"on_sick": "heal"}, {"look": "closely"}, {"bundle_max": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"every": 0}, {"on_sick": "heal"}, {"look": "closely"}, {"look": "off", "on_sick": "stop"}, {"bundle_max": 0}],
+)
 def test_a_request_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         WatchRequest(health="x", script="train.py", **wrong)
