@@ -103,19 +103,25 @@ class Segments:
     def _begin(self, *, left: bool = False) -> None:
         names = self._names()
         self.number = 1 + max((number or 0 for _, number in filter(None, map(place_of, names))), default=0)
-        finished = self._set_aside() if self.path.name in names else None
-        if finished is not None:
-            if left:  # by another process, which may still live: its file is left alone
-                self._set_aside_run()
-            else:
-                self._finished[finished] = None
-            self.number += 1
-        self._file = os.open(self.path, _FLAGS, 0o666)
-        self._size = 0
+        while True:  # another process may begin a file of the same name in between
+            finished = self._set_aside()
+            if finished is not None:
+                if left:  # by another process, which may still live: its file is left alone
+                    self._set_aside_run()
+                else:
+                    self._finished[finished] = None
+                self.number += 1
+            try:
+                self._file = os.open(self.path, _FLAGS, 0o666)
+            except FileExistsError:
+                left = True
+                continue
+            self._size = 0
+            return
 
     def _set_aside(self) -> Path | None:
-        """Gives the running file a number that no other process has taken; None where another has set it aside."""
-        while True:
+        """Gives the running file a number that no other process has taken; None where there is none."""
+        while self.path.exists():
             finished = self.path.with_name(log_name(self._rank, self.number))
             try:
                 os.close(os.open(finished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -124,15 +130,16 @@ class Segments:
                 continue
             try:
                 self.path.rename(finished)
-            except FileNotFoundError:
+            except FileNotFoundError:  # another process was faster
                 finished.unlink()
-                return None
+                break
             return finished
+        return None
 
     def _set_aside_run(self) -> None:
         """The description of another process's run goes with its log."""
         path = self._folder / run_name(self._rank)
-        if path.exists():
+        with suppress(FileNotFoundError):
             path.rename(path.with_name(run_name(self._rank, self.number)))
 
     def _thin(self) -> None:
