@@ -82,8 +82,7 @@ PRODUCTS: Final = {
 def _up(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype is not HALF:
         return value
-    # five dimensions are a 3d convolution's, whose plain half kernel knows no channels_last
-    return value.float() if value.dim() < 5 else value.to(torch.float32, memory_format=torch.contiguous_format)
+    return value.float()
 
 
 def _down(value: Any) -> Any:
