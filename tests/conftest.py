@@ -43,6 +43,17 @@ def _of_the_caller(variable):
     return variable in TERMINAL_VARIABLES or variable.startswith("AMPDOCTOR_")
 
 
+@pytest.fixture(autouse=True)
+def users_modules():
+    """No test meets the `train.py` or `net.py` that another one has imported."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and "pytest-of" in file:
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def check_report():
     """Return a function that reads JSON text strictly, holds it against the schema, and returns the object.

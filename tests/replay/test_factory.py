@@ -27,13 +27,10 @@ def run(model=None):
 
 
 @pytest.fixture(autouse=True)
-def _modules_and_path():
-    modules, path = set(sys.modules), list(sys.path)
+def _path():
+    path = list(sys.path)
     yield
     assert sys.path == path
-    for name in set(sys.modules) - modules:
-        if getattr(sys.modules[name], "__file__", None) and "pytest-of" in sys.modules[name].__file__:
-            del sys.modules[name]
 
 
 @pytest.fixture
