@@ -94,7 +94,7 @@ def test_within_half_an_ulp_of_the_truth(name, kind):
     bound = _ulp(exact) / 2 + length * 2.0**-24 * magnitudes
     assert bool((ours.double() - exact).abs()[finite].le(bound[finite]).all())
     near = (exact.abs() - LARGEST).abs() <= bound  # where the bound itself leaves both open
-    # not the plain kernels': a transposed one rounds its partial sums to half, and those of CPUs with fp16 skip inf * padding
+    # not the plain kernels': a transposed one rounds its partial sums to half, and a CPU with fp16 skips inf * padding
     assert torch.equal(torch.isnan(ours), torch.isnan(exact))
     assert torch.equal(finite | near, torch.isfinite(exact.to(HALF)) | near)
 
