@@ -154,8 +154,13 @@ def test_the_log_needs_no_torch(tmp_path):
 @pytest.mark.slow
 def test_after_kill_9_at_any_moment_the_next_process_goes_on(tmp_path):
     for attempt in range(10):
-        process = started(tmp_path, f"for step in range(10**9): log.write(StepLine(step=step)); time.sleep({1e-5})")
-        time.sleep(0.3 + 0.05 * attempt)
+        begun = tmp_path / f"begun-{attempt}"
+        process = started(
+            tmp_path,
+            f"open({str(begun)!r}, 'w').close()\nfor step in range(10**9): log.write(StepLine(step=step)); time.sleep(1e-5)",
+        )
+        until(begun.exists, seconds=60)
+        time.sleep(0.05 * (attempt + 1))
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     torn = sum(whole_or_none(text) is None for text in texts(tmp_path))
