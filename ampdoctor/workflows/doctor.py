@@ -28,6 +28,7 @@ from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.recorded.program import Program
@@ -249,7 +250,7 @@ class Doctor:
         if self._numbers.looking:
             for path, tensor in iter_tensors(output):
                 if tensor.requires_grad and tensor.is_floating_point():
-                    tensor.register_hook(self._gradient_of(model, call, f"output.{path}" if path else "output"))
+                    on_gradient(tensor, self._gradient_of(model, call, f"output.{path}" if path else "output"))
 
     def _gradient_of(self, model: str, call: int, part: str) -> Callable[[torch.Tensor], None]:
         def arrived(gradient: torch.Tensor) -> None:
