@@ -288,6 +288,11 @@ class Doctor:
         request = self._request
         if request.look == "off":
             return
+        healthy = self._sick_of(self._watch.recorder.losses, None) is None
+        hopeful = settles and name not in self._settling and healthy
+        if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
+            self._hope(program, name)
+            return
         with self._watch.looking_away():
             seen = look(
                 program,
@@ -297,18 +302,20 @@ class Doctor:
                 settles=settles,
             )
         self._attentive = 0
-        hopeful = settles and name not in self._settling and self._sick_of(self._watch.recorder.losses, None) is None
         if seen.failed and hopeful:
-            self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
-            self._settling[name] = MOST_BACKOFFS
+            self._hope(program, name)
             return
         if seen.report is None:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
         self._numbers.look(what, _AFTER_SICK)
         with self._watch.looking_away(), at_its_begin(program):
-            bundle = self._bundled(program, seen) if request.bundle else None
+            bundle = self._bundled(program, seen) if request.bundle and program.calls_models else None
             self._told(program, seen, what, bundle)
+
+    def _hope(self, program: Program, name: str) -> None:
+        self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
+        self._settling[name] = MOST_BACKOFFS
 
     def _bundled(self, program: Program, seen: Look) -> Written | None:
         folder = Path(self._request.health) / f"bundle-{program.step}"
