@@ -117,7 +117,6 @@ class StepRecorder:
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner of gradients: as they were cleared
         self._updates = 0
         self._count = 0
-        self._named = 0
         self._prefixes: list[tuple[str, weakref.ref[nn.Module]]] = []
 
     @contextmanager
@@ -221,9 +220,7 @@ class StepRecorder:
     def _name(self) -> None:
         """Give parameters and buffers their names, where a model was met since."""
         roots = self.models.roots
-        now = hash(tuple(id(root) for _, root in roots))
-        if now != self._named:
-            self._named = now
+        if [id(root) for _, root in roots] != [id(there()) for _, there in self._prefixes]:
             self._rename()
             self._prefixes = [(prefix, weakref.ref(root)) for prefix, root in prefixed(roots)]
             model = together(roots)

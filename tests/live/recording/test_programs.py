@@ -301,3 +301,25 @@ def test_masters_that_no_backward_reaches_take_all_of_the_step(skipping):
     session.attempt(0)
     assert all(map(torch.equal, real, (p.grad for p in model.parameters())))
     session.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_function_that_trains_again_has_the_names_of_its_own_variables(kept):
+    """Also where the new model lies in memory where the last one did."""
+    loop, trained = Loop(), []
+
+    def train(_step):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop.recorder.models.search()
+        for _ in range(2):
+            model(torch.ones(4)).sum().backward()
+            named = [loop.recorder.names()[id(p)] for p in model.parameters()]
+            assert named == (["model.weight", "model.bias"] if trained else ["weight", "bias"])
+            optimizer.step()
+            loop.recorder.updated(optimizer)
+        if kept:
+            trained.append(model)
+
+    loop.run(train, steps=8)
+    assert loop.recorder.failed is None
