@@ -15,7 +15,7 @@ import torch
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Report
-from ampdoctor.evidence.report.target import Kept
+from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
@@ -347,7 +347,7 @@ class Doctor:
         report = seen.report
         if report is None:
             return
-        run = {**report.run, "step": program.step, "kept": self._kept(bundle)}
+        run = {**report.run, **self._when(program.step, program.optimizer_name), "kept": self._kept(bundle)}
         self._diagnosed(replace(report, run=run), what, bundle=bundle, seconds=seen.seconds)
 
     def _diagnosed(self, report: Report, what: str, *, bundle: Written | None, seconds: float | None) -> None:
@@ -367,6 +367,10 @@ class Doctor:
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
+
+    def _when(self, step: int, optimizer: str) -> Run:
+        whose = self._watch.whose(optimizer)
+        return {"step": step} if whose is None else {"step": step, "optimizer": whose}
 
     def _kept(self, bundle: Written | None) -> Kept:
         health = Path(self._request.named or self._request.health)
@@ -399,7 +403,7 @@ class Doctor:
         self._numbers.look(news.what, _AFTER_SICK)
         sentence = _TOO_LATE.format(step=news.step, what=news.what)
         note = ErrorNote(what=f"step {news.step}", kind="too_late", message=sentence)
-        run = {"step": news.step, "kept": self._kept(None)}
+        run: Run = {**self._when(news.step, news.optimizer), "kept": self._kept(None)}
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,), run=run)
         self._diagnosed(report, news.what, bundle=None, seconds=None)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows import doctor
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -88,3 +89,23 @@ def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
     watching.ended(None)
     assert said == ["step 0 was skipped by its scaler, and could not be run again: that may be health"]
     assert [finding.code for report in told for finding in report.findings] == (["AMP204"] if sick else [])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path, check_report):
+    told = []
+    critic, actor = nn.Linear(4, 1), nn.Linear(4, 1)
+    opt_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+    opt_actor = torch.optim.Adam(actor.parameters(), lr=0.1)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    with watching.attending():
+        for step in range(2):
+            if several:
+                critic(torch.ones(4)).sum().backward()
+                opt_critic.step()
+            (actor(torch.ones(4)) / (1 - step)).sum().backward()
+            opt_actor.step()
+    watching.ended(None)
+    (report,) = told
+    said = "opt_actor (Adam, optimizer2 in the log)" if several else None
+    assert check_report(render_json(report))["run"].get("optimizer") == said
