@@ -20,11 +20,13 @@ class LateNews:
 
     Attributes:
         step: Its number.
+        optimizer: Name of the optimizer whose it was.
         what: What was not finite in it.
         weights: Whether its update was made ("changed"), or held back on the device ("intact").
     """
 
     step: int
+    optimizer: str
     what: str
     weights: State
 
@@ -61,4 +63,6 @@ class BlindSteps:
         if what is None:
             return None
         intact = held or reading.skipped is True
-        return LateNews(step=reading.step, what=what, weights="intact" if intact else "changed")
+        return LateNews(
+            step=reading.step, optimizer=reading.optimizer, what=what, weights="intact" if intact else "changed"
+        )

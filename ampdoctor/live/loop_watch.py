@@ -18,6 +18,7 @@ from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.scaler_calls import told_of_scalers
 from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
+from ampdoctor.probes.ops.source import user_frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,14 @@ class LoopWatch:
     def program(self, attempt: Attempt) -> Program:
         """The step that an update is for, as it was recorded."""
         return self.recorder.program(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
+
+    def whose(self, name: str) -> str | None:
+        """What the loop calls the optimizer of this name, and of what kind it is; None where it steps no others."""
+        living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
+        if name not in living or len(living) == 1:
+            return None
+        kind, variable = type(living[name]).__name__, _variable_of(living[name])
+        return f"{name} ({kind})" if variable in (None, name) else f"{variable} ({kind}, {name} in the log)"
 
     # -- scalers -----------------------------------------------------------------------------------------------------
 
@@ -252,6 +261,15 @@ def _holds_back(optimizer: Any) -> bool | None:
         return None
     with unseen():
         return bool(found)
+
+
+def _variable_of(optimizer: Any) -> str | None:
+    for frame in user_frames():
+        for variables in (frame.f_globals, frame.f_locals):
+            for variable, value in variables.items():
+                if value is optimizer:
+                    return variable
+    return None
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
 
 PLAIN = 1.0
@@ -98,7 +99,7 @@ class Backwards:
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 self.scaled = self._scaled_one = True
                 mark_scaled(output)
-                output.register_hook(partial(self._on_scaled, scale))
+                on_gradient(output, partial(self._on_scaled, scale))
 
     def scaled_twice(self, outputs: Any) -> bool:
         """Returns whether a part of what is to be scaled went through a scaler's `scale` in this step already."""

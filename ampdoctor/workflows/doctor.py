@@ -15,7 +15,7 @@ import torch
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Report
-from ampdoctor.evidence.report.target import Kept
+from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
@@ -28,6 +28,7 @@ from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.step_lines import StepLines
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.recorded.program import Program
@@ -249,7 +250,7 @@ class Doctor:
         if self._numbers.looking:
             for path, tensor in iter_tensors(output):
                 if tensor.requires_grad and tensor.is_floating_point():
-                    tensor.register_hook(self._gradient_of(model, call, f"output.{path}" if path else "output"))
+                    on_gradient(tensor, self._gradient_of(model, call, f"output.{path}" if path else "output"))
 
     def _gradient_of(self, model: str, call: int, part: str) -> Callable[[torch.Tensor], None]:
         def arrived(gradient: torch.Tensor) -> None:
@@ -287,6 +288,11 @@ class Doctor:
         request = self._request
         if request.look == "off":
             return
+        healthy = self._sick_of(self._watch.recorder.losses, None) is None
+        hopeful = settles and name not in self._settling and healthy
+        if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
+            self._hope(program, name)
+            return
         with self._watch.looking_away():
             seen = look(
                 program,
@@ -296,18 +302,20 @@ class Doctor:
                 settles=settles,
             )
         self._attentive = 0
-        hopeful = settles and name not in self._settling and self._sick_of(self._watch.recorder.losses, None) is None
         if seen.failed and hopeful:
-            self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
-            self._settling[name] = MOST_BACKOFFS
+            self._hope(program, name)
             return
         if seen.report is None:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
         self._numbers.look(what, _AFTER_SICK)
         with self._watch.looking_away(), at_its_begin(program):
-            bundle = self._bundled(program, seen) if request.bundle else None
+            bundle = self._bundled(program, seen) if request.bundle and program.calls_models else None
             self._told(program, seen, what, bundle)
+
+    def _hope(self, program: Program, name: str) -> None:
+        self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
+        self._settling[name] = MOST_BACKOFFS
 
     def _bundled(self, program: Program, seen: Look) -> Written | None:
         folder = Path(self._request.health) / f"bundle-{program.step}"
@@ -339,7 +347,7 @@ class Doctor:
         report = seen.report
         if report is None:
             return
-        run = {**report.run, "step": program.step, "kept": self._kept(bundle)}
+        run = {**report.run, **self._when(program.step, program.optimizer_name), "kept": self._kept(bundle)}
         self._diagnosed(replace(report, run=run), what, bundle=bundle, seconds=seen.seconds)
 
     def _diagnosed(self, report: Report, what: str, *, bundle: Written | None, seconds: float | None) -> None:
@@ -359,6 +367,10 @@ class Doctor:
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
+
+    def _when(self, step: int, optimizer: str) -> Run:
+        whose = self._watch.whose(optimizer)
+        return {"step": step} if whose is None else {"step": step, "optimizer": whose}
 
     def _kept(self, bundle: Written | None) -> Kept:
         health = Path(self._request.named or self._request.health)
@@ -391,7 +403,7 @@ class Doctor:
         self._numbers.look(news.what, _AFTER_SICK)
         sentence = _TOO_LATE.format(step=news.step, what=news.what)
         note = ErrorNote(what=f"step {news.step}", kind="too_late", message=sentence)
-        run = {"step": news.step, "kept": self._kept(None)}
+        run: Run = {**self._when(news.step, news.optimizer), "kept": self._kept(None)}
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,), run=run)
         self._diagnosed(report, news.what, bundle=None, seconds=None)
 

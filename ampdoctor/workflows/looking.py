@@ -15,7 +15,6 @@ import torch
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
 from ampdoctor.loop.raised import describe
-from ampdoctor.loop.recorded.program import Call
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
@@ -69,7 +68,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
         What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
     """
     began, failed = time.monotonic(), None
-    if not any(isinstance(one, Call) for one in program.instructions):
+    if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
         return Look(report=unseen, failed=True)
     request = ReplayRequest(

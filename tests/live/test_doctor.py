@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows import doctor
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -51,3 +52,60 @@ def trained(fused):
         scaler.update()
         skipped += scaler.get_scale() < before
     return scaler.get_scale(), skipped
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear(4, 2)])
+def test_a_bundle_that_holds_nothing_is_not_kept(model, tmp_path):
+    told, said = [], []
+    weight = torch.ones(4, requires_grad=True) if model is None else None
+    optimizer = torch.optim.SGD([weight] if model is None else model.parameters(), lr=0.1)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
+    with watching.attending():
+        batch = torch.full((4,), torch.nan)
+        (batch * weight if model is None else model(batch)).sum().backward()
+        optimizer.step()
+    watching.ended(None)
+    assert (tmp_path / "bundle-0").exists() == ("bundle" in told[0].run["kept"]) == (model is not None)
+    assert any("bisect-nan" in sentence for sentence in said) is False
+
+
+@pytest.mark.parametrize("sick", [False, True])
+def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
+    """Where it would let them step cannot be asked; a loss that is not finite is looked at."""
+    told, said = [], []
+    model = nn.Linear(4, 2).half()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer, scaler = torch.optim.SGD(masters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
+    with watching.attending():
+        for step in range(10):
+            model.zero_grad()
+            batch = torch.full((4,), torch.nan if sick and step == 9 else 1.0).half()
+            scaler.scale(model(batch).float().square().sum()).backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.float()
+            scaler.step(optimizer)
+            scaler.update()
+    watching.ended(None)
+    assert said == ["step 0 was skipped by its scaler, and could not be run again: that may be health"]
+    assert [finding.code for report in told for finding in report.findings] == (["AMP204"] if sick else [])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path, check_report):
+    told = []
+    critic, actor = nn.Linear(4, 1), nn.Linear(4, 1)
+    opt_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+    opt_actor = torch.optim.Adam(actor.parameters(), lr=0.1)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    with watching.attending():
+        for step in range(2):
+            if several:
+                critic(torch.ones(4)).sum().backward()
+                opt_critic.step()
+            (actor(torch.ones(4)) / (1 - step)).sum().backward()
+            opt_actor.step()
+    watching.ended(None)
+    (report,) = told
+    said = "opt_actor (Adam, optimizer2 in the log)" if several else None
+    assert check_report(render_json(report))["run"].get("optimizer") == said

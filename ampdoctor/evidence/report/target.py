@@ -153,6 +153,7 @@ class Run(TypedDict, total=False):
         steps: Optimizer steps that were replayed, or watched.
         steps_skipped: Of a watched loop, the steps that a scaler has skipped.
         step: Of a watched training, the sick step.
+        optimizer: Of a watched training that steps several, whose step it is: what the script calls it, and its kind.
         kept: Of a watched training, what it has left.
         replays: Steps that were run in all, those that prove a change included.
         bad_step_replays: How often the first bad step was run as a whole, the fp32 reference included; 0 where
@@ -177,6 +178,7 @@ class Run(TypedDict, total=False):
     steps: Count
     steps_skipped: Count
     step: Count
+    optimizer: str
     kept: Kept
     replays: Count
     bad_step_replays: Count

@@ -25,17 +25,20 @@ from ampdoctor.loop.recorded.program import (
 
 
 def prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the models with what their names begin with in `together`."""
+    """Yields the models with what their names begin with in `together`.
+
+    Of several by one name the newest has it: the loop's variable, as that of a function that trains twice, is that one.
+    """
     if len(roots) == 1:
         yield "", roots[0][1]
         return
-    taken: set[str] = set()
-    for name, root in roots:
+    taken: list[str] = []
+    for name, _ in reversed(roots):
         free = name.replace(".", "_") or "model"
         while free in taken or hasattr(nn.Module, free):
             free += "_"
-        taken.add(free)
-        yield free, root
+        taken.append(free)
+    yield from zip(reversed(taken), (root for _, root in roots), strict=True)
 
 
 def together(roots: list[tuple[str, nn.Module]]) -> nn.Module:

@@ -52,6 +52,10 @@ _IN_A_ROW = 64
 """Calls without a backward after which those are let go of whose results the loop has dropped, as an evaluation's."""
 _RING = 4
 """Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
+_APART = (
+    "the optimizer steps tensors of its own, as master weights are: what the loop makes of the models' gradients for "
+    "them, and their update, are not run again"
+)
 
 
 P = ParamSpec("P")
@@ -79,7 +83,8 @@ class StepRecorder:
 
     Attributes:
         models: The loop's models.
-        losses: What the backwards since the last update began from, detached, unscaled where a scaler was told.
+        losses: What the backwards since the last update began from, detached, unscaled where a scaler was told; without
+            those of which the loop has cleared the gradients, as one does that skips an update by its own judgement.
         backwards: How many backwards there were since.
         away: What runs is not the loop's.
         returned: Told of what a model's call has returned, with the model's name and the call's number.
@@ -89,6 +94,7 @@ class StepRecorder:
     def __init__(self) -> None:
         self.models = OutermostModels(self)
         self.losses: list[torch.Tensor] = []
+        self._scaled_since = 0  # losses that a scaler has scaled since the last backward
         self.backwards = 0
         self.away = False
         self.returned: Callable[[str, int, Any], None] | None = None
@@ -111,7 +117,6 @@ class StepRecorder:
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner of gradients: as they were cleared
         self._updates = 0
         self._count = 0
-        self._named = 0
         self._prefixes: list[tuple[str, weakref.ref[nn.Module]]] = []
 
     @contextmanager
@@ -215,9 +220,7 @@ class StepRecorder:
     def _name(self) -> None:
         """Give parameters and buffers their names, where a model was met since."""
         roots = self.models.roots
-        now = hash(tuple(id(root) for _, root in roots))
-        if now != self._named:
-            self._named = now
+        if [id(root) for _, root in roots] != [id(there()) for _, there in self._prefixes]:
             self._rename()
             self._prefixes = [(prefix, weakref.ref(root)) for prefix, root in prefixed(roots)]
             model = together(roots)
@@ -300,6 +303,7 @@ class StepRecorder:
             return  # an iterator that is used up
         for loss, result in zip(losses, scaled, strict=True):
             self.losses.append(loss.detach())
+            self._scaled_since += 1
             taken = self._tape.reference(loss)
             self._add(Scaled(loss=taken, result=self._tape.make(result)[""], line=user_line()))
 
@@ -312,6 +316,7 @@ class StepRecorder:
     def _begins(self, seen: SeenBackward) -> None:
         self._tape.close()
         self.backwards += 1
+        self._scaled_since = 0
         self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
         for root in roots:
@@ -371,7 +376,8 @@ class StepRecorder:
         """The running step of an optimizer, before it is taken.
 
         Args:
-            optimizer: Whose step it is; None where the loop ends before.
+            optimizer: Whose step it is; None where the loop ends before. The program has none either where it holds
+                tensors of its own, to which the loop copies what the models' gradients are.
             name: Its name.
             scaler: What steps it; None without one.
             step: The attempted step in the training.
@@ -380,6 +386,8 @@ class StepRecorder:
         roots = self.models.roots
         model = together(roots)
         instructions = self._tape.instructions
+        apart = optimizer is not None and bool(roots) and not self._is_reached(optimizer)
+        optimizer = None if apart else optimizer
         wanted = self._wanted(optimizer, model)
         if root is not None:
             instructions = [*instructions, Ended(value=self._tape.reference(root), line=None)]
@@ -408,7 +416,7 @@ class StepRecorder:
             buffers={key: value for key, value in buffers.items() if key in now and not _same(now[key], value)},
             step=step,
             line=user_line(),
-            unexplained=(*self.models.unseen, *self._doubts(model, indices, calls)),
+            unexplained=(*self.models.unseen, *([_APART] if apart else []), *self._doubts(model, indices, calls)),
         )
 
     def _doubts(self, model: nn.Module, given: Iterable[int], calls: list[Call]) -> Iterator[str]:
@@ -434,15 +442,21 @@ class StepRecorder:
         if not calls:
             yield "no call of a model was recorded"
 
+    def _is_reached(self, optimizer: Any) -> bool:
+        """Whether a backward can reach what an optimizer holds: a parameter of a model, or a leaf of the loop's ops."""
+        held = {id(p) for p in _parameters_of(optimizer)}
+        return any(id(one) in held for one in (*self._tape.given, *(tensor for _, tensor in self._tape.held())))
+
     def _wanted(self, optimizer: Any, model: nn.Module) -> list[int]:
         """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
         instructions = self._tape.instructions
         if optimizer is None:
             last = max((count for _, count in self._stepped.values()), default=0)
+            begun = self._begun({id(p) for p in model.parameters()}, last)
             return [
                 place
                 for place, one in enumerate(instructions)
-                if isinstance(one, Backward) and self._order[id(one)] >= last
+                if isinstance(one, Backward) and self._order[id(one)] >= begun
             ]
         held = {id(p) for p in _parameters_of(optimizer) if p.requires_grad}
         modules = dict(model.named_modules())
@@ -451,7 +465,7 @@ class StepRecorder:
             return any(id(p) in held for p in modules[call.model].parameters())
 
         names = {name for key, name in self._tape.names.items() if key in held}
-        begun = self._begun(held, optimizer)
+        begun = self._begun(held, self._stepped[id(optimizer)][1] if id(optimizer) in self._stepped else 0)
         wanted = []
         for place, one in enumerate(instructions):
             if self._order[id(one)] < begun:
@@ -472,7 +486,7 @@ class StepRecorder:
         self._stepped[id(optimizer)] = weakref.ref(optimizer), self._count
         self.losses.clear()
         self.models.left_behind()
-        self.backwards = self._calls = self._dropped = 0
+        self.backwards = self._calls = self._dropped = self._scaled_since = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
@@ -480,16 +494,23 @@ class StepRecorder:
     def _zeroed(self, owner: Any) -> None:
         """A model's, or an optimizer's, gradients were cleared."""
         self._cleared[id(owner)] = weakref.ref(owner), self._count
+        if len(self.losses) > self._scaled_since:
+            cleared = {id(p) for p in _parameters_of(owner)}
+            if all(id(one) in cleared for _, one in self._tape.held() if one.requires_grad):
+                del self.losses[: len(self.losses) - self._scaled_since]
 
-    def _begun(self, held: set[int], optimizer: Any) -> int:
-        """How many instructions were recorded when these parameters' gradients began to add up."""
-        begun = self._stepped[id(optimizer)][1] if id(optimizer) in self._stepped else 0
+    def _begun(self, held: set[int], begun: int) -> int:
+        """How many instructions were recorded when these parameters' gradients began to add up.
+
+        Args:
+            held: The `id` of each.
+            begun: How many were recorded at the update that used them last.
+        """
         for owner, count in self._cleared.values():
             there = owner()
             if there is None or count <= begun:
                 continue
-            cleared = there.parameters() if isinstance(there, nn.Module) else _parameters_of(there)
-            if held <= {id(p) for p in cleared}:
+            if held <= {id(p) for p in _parameters_of(there)}:
                 begun = count
         return begun
 
@@ -548,8 +569,11 @@ def _own_buffers(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._buffers  # noqa: SLF001
 
 
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _parameters_of(owner: Any) -> list[torch.Tensor]:
+    """Of a model, or of an optimizer."""
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [p for group in owner.param_groups for p in group["params"]]
 
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:

@@ -214,6 +214,11 @@ class Program:
     line: Line
     unexplained: tuple[str, ...] = ()
 
+    @property
+    def calls_models(self) -> bool:
+        """Whether there is anything to run again."""
+        return any(isinstance(one, Call) for one in self.instructions)
+
 
 def references(instruction: Instruction) -> list[Reference]:
     """Returns what an instruction takes, in its order; a tensor may occur more than once."""

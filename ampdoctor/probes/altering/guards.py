@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.probes.ops.recompute import NO_RESULT
 
 EPSILONS = (1e-6, 1e-3)
@@ -112,7 +113,7 @@ class Guard:
             return tensor.clamp(-bound, bound)
         if self.deed in ("derivative", "result") and tensor.requires_grad:
             seen = tensor.view_as(tensor)
-            seen.register_hook(lambda gradient: torch.nan_to_num(gradient, posinf=0.0, neginf=0.0))
+            on_gradient(seen, lambda gradient: torch.nan_to_num(gradient, posinf=0.0, neginf=0.0))
             return seen
         return tensor
 

@@ -18,6 +18,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.numerics import extremes, extremes_of_each, nonfinite_counts
 from ampdoctor.probes.cheap.headroom import Tightest
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
@@ -160,7 +161,7 @@ class NonFiniteProbe:
         self._flags += chain.from_iterable(extremes_of_each(tensor for _, tensor in watched))
 
     def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
-        def on_gradient(gradient: torch.Tensor) -> None:
+        def arrived(gradient: torch.Tensor) -> None:
             self._check("output_grad", name, gradient)
 
         def hook(called: nn.Module, _args: Any, output: Any) -> None:
@@ -169,7 +170,7 @@ class NonFiniteProbe:
             for tensor in tensors_in(output):
                 self._check("output", name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    handle = tensor.register_hook(on_gradient)
+                    handle = on_gradient(tensor, arrived)
                     if tensor.is_leaf:  # a module that hands out a parameter: this hook does not die with the graph
                         self._leaf_hooks.append(handle)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.loop.halt import StepHalted
 from ampdoctor.loop.torch_internals import in_backward, no_modes, sequence_number, sequence_of
 from ampdoctor.probes.cheap.nonfinite import trained_parameters
@@ -144,7 +145,7 @@ class OrderProbe:
             self.points.append(point)
             for index, tensor in enumerate(tensors):
                 if new[index] and tensor.requires_grad and torch.is_grad_enabled():
-                    handle = tensor.register_hook(self._on_arrival(point, index, tensor))
+                    handle = on_gradient(tensor, self._on_arrival(point, index, tensor))
                     if tensor.is_leaf:  # a module that hands out a parameter: the hook does not die with the graph
                         stack.callback(handle.remove)
 
@@ -276,7 +277,7 @@ def _nth_output(
         if point.kind == "output":
             arrived(tensors)
         elif point.tensor < len(tensors) and tensors[point.tensor].requires_grad:
-            handle = tensors[point.tensor].register_hook(on_arrival)
+            handle = on_gradient(tensors[point.tensor], on_arrival)
             if tensors[point.tensor].is_leaf:
                 stack.callback(handle.remove)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class GradientHooks:
             for parameter in run.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
                     at = Place(names[id(parameter)], "weight_grad", "parameter")
-                    stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)
+                    stack.callback(on_gradient(parameter, self._deliver_parameter(at)).remove)
             try:
                 yield
             finally:
@@ -149,7 +150,7 @@ class GradientHooks:
         def deliver(gradient: Tensor) -> None:
             self._on_gradient(place, first.pop() if first else self._next(place), gradient)
 
-        tensor.register_hook(deliver)
+        on_gradient(tensor, deliver)
 
     def _deliver_parameter(self, place: Place) -> Callable[[Tensor], None]:
         return lambda gradient: self._on_gradient(place, self._next(place), gradient)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.loop.gradient_hooks import on_gradient
+
 if TYPE_CHECKING:
     from ampdoctor.loop.backwards import Backwards
     from ampdoctor.replay.session import Session
@@ -33,7 +35,7 @@ def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
         with ExitStack() as stack:
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
-                    handle = parameter.register_hook(divided)
+                    handle = on_gradient(parameter, divided)
                     stack.callback(handle.remove)
             stack.enter_context(_roots_scaled(factor, backwards))
             yield

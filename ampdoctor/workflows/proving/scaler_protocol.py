@@ -13,6 +13,7 @@ from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.loop.backwards import mark_scaled, scaled_within
+from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def asked_for_unscaled(session: Session) -> Iterator[None]:
         factor = scaler.get_scale()
         for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(lambda grad: None if session.events.backwards.inside else grad / factor)
+                on_gradient(output, lambda grad: None if session.events.backwards.inside else grad / factor)
         return scaled
 
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
@@ -74,10 +75,13 @@ def scaled_once(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change 
             marked.append(True)
         scaled = scaling(scaler, outputs)
         factor = scaler.get_scale()
+
+        def divided(again: list[bool], grad: torch.Tensor) -> torch.Tensor | None:
+            return grad / factor if again else None  # filled by then, where it goes through a scaler once more
+
         for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                again = mark_scaled(output)
-                output.register_hook(lambda grad, again=again: grad / factor if again else None)
+                on_gradient(output, partial(divided, mark_scaled(output)))
         return scaled
 
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
@@ -114,7 +118,7 @@ def cleared_of_others(session: Session) -> Iterator[None]:
         for optimizer in session.optimizers.values():
             stack.callback(optimizer.register_step_post_hook(stepped).remove)
         for parameter in parameters:
-            stack.callback(parameter.register_hook(partial(arrives, parameter)).remove)
+            stack.callback(on_gradient(parameter, partial(arrives, parameter)).remove)
         yield
 
 
@@ -153,7 +157,7 @@ def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None
 
 def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     """Register a hook that runs before the hooks of the user's code; returns its handle."""
-    handle = parameter.register_hook(hook)
+    handle = on_gradient(parameter, hook)
     hooks: Any = parameter._backward_hooks  # noqa: SLF001 torch has no public way to put a tensor's hook first
     registered = list(hooks.items())
     hooks.clear()

@@ -266,3 +266,60 @@ def test_nothing_is_left_in_torch():
     assert before == after
     assert torch._C._len_torch_function_stack() == 0
     assert not nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.parametrize("skipping", [False, True])
+def test_masters_that_no_backward_reaches_take_all_of_the_step(skipping):
+    """Of a half model whose loop copies gradients to fp32 masters, and skips an update by its own judgement."""
+    loop = Loop()
+    model = nn.Linear(4, 2).bfloat16()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    programs = []
+
+    def body(step):
+        model.zero_grad()
+        (model(torch.full((3, 4), torch.nan if step == 1 else 1.0).bfloat16()).float().square().sum() * 8).backward()
+        if step == 1 and skipping:
+            return
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float() / 8
+        if step == 2:
+            programs.append(loop.recorder.program(optimizer, name="optimizer", scaler=None, step=step))
+        assert all(bool(loss.isfinite()) for loss in loop.recorder.losses) == (step != 1)
+        loop.stepped(optimizer, step, last=False)
+
+    loop.run(body, steps=3)
+    (program,) = programs
+    assert program.optimizer is None
+    assert [type(one).__name__ for one in program.instructions].count("Backward") == 1
+    assert any("master weights" in sentence for sentence in program.unexplained)
+    real = [p.grad.clone() for p in model.parameters()]
+    loop.recorder.away = True
+    session = Session(run_of(program), device=torch.device("cpu"))
+    session.has_step(0)
+    session.attempt(0)
+    assert all(map(torch.equal, real, (p.grad for p in model.parameters())))
+    session.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_function_that_trains_again_has_the_names_of_its_own_variables(kept):
+    """Also where the new model lies in memory where the last one did."""
+    loop, trained = Loop(), []
+
+    def train(_step):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop.recorder.models.search()
+        for _ in range(2):
+            model(torch.ones(4)).sum().backward()
+            named = [loop.recorder.names()[id(p)] for p in model.parameters()]
+            assert named == (["model.weight", "model.bias"] if trained else ["weight", "bias"])
+            optimizer.step()
+            loop.recorder.updated(optimizer)
+        if kept:
+            trained.append(model)
+
+    loop.run(train, steps=8)
+    assert loop.recorder.failed is None
