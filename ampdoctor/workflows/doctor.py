@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -96,7 +96,7 @@ class Doctor:
     def __init__(self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]) -> None:
         self.report: Report | None = None
         self.folder = request.health
-        self._request, self._tell, self._say = request, tell, say
+        self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
         name = Path(request.health).name
@@ -106,7 +106,7 @@ class Doctor:
             rank=_number("RANK", 0),
             world_size=max(_number("WORLD_SIZE", 1), 1),
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
-            say=say,
+            say=self._say,
         )
         self._lines = StepLines(self._log)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
@@ -355,7 +355,10 @@ class Doctor:
             seconds=seconds,
         )
         self._log.write(line)
-        self._tell(self.report)
+        try:
+            self._tell(self.report)
+        except Exception as error:  # noqa: BLE001 - the log has it, and what was asked for is done all the same
+            self._say(f"the diagnosis of step {line.step} could not be told: {describe(error)}; it is in {self.folder}")
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
@@ -396,6 +399,11 @@ class Doctor:
         self._diagnosed(report, news.what, bundle=None, seconds=None)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _say(self, sentence: str) -> None:
+        """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
+        with suppress(Exception):
+            self._hear(sentence)
 
     def _describe(self, attempt: Attempt) -> None:
         self._described = True

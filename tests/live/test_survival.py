@@ -481,6 +481,24 @@ def test_an_error_of_ours_ends_the_watch_once_and_not_the_training(watched, monk
     assert [said for said in seen.said if "watched no more: RuntimeError: ours" in said] == seen.said[:1]
 
 
+@pytest.mark.parametrize("on_sick", ["record", "stop"])
+def test_who_cannot_be_told_anything_costs_neither_the_training_nor_the_watch(tmp_path, on_sick):
+    def closed(_):
+        raise ValueError("I/O operation on closed file.")
+
+    request = WatchRequest(health=str(tmp_path), script="train.py", on_sick=on_sick)
+    ends = pytest.raises(StoppedError) if on_sick == "stop" else contextlib.nullcontext()
+    with watching(request, tell=closed, say=closed) as watch:
+        with ends:
+            train(bad=2)
+        watch.ended(None)
+        watch.doctor._log.close()
+        log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["kind"] == "look"] == [2]
+    taken = [line["step"] for line in log if line["kind"] == "step"]
+    assert taken == ([0, 1] if on_sick == "stop" else [0, 1, 2, 3, 4])
+
+
 def test_stopping_writes_all_and_ends_with_1(watched):
     with pytest.raises(StoppedError), watched(on_sick="stop") as seen:
         train(bad=2)
