@@ -27,6 +27,7 @@ from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
+from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.raised import describe
@@ -287,14 +288,18 @@ class Doctor:
         request = self._request
         if request.look == "off":
             return
-        with self._watch.looking_away():
-            seen = look(
-                program,
-                policy=policy_in_force(),
-                device=_device_of(program),
-                thresholds=request.thresholds,
-                settles=settles,
-            )
+        crowded = self._watch.recorder.is_crowded
+        if crowded:
+            seen = _not_looked_at(program, what, SEVERAL)
+        else:
+            with self._watch.looking_away():
+                seen = look(
+                    program,
+                    policy=policy_in_force(),
+                    device=_device_of(program),
+                    thresholds=request.thresholds,
+                    settles=settles,
+                )
         self._attentive = 0
         hopeful = settles and name not in self._settling and self._sick_of(self._watch.recorder.losses, None) is None
         if seen.failed and hopeful:
@@ -305,6 +310,9 @@ class Doctor:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
         self._numbers.look(what, _AFTER_SICK)
+        if crowded:
+            self._told(program, seen, what, None)
+            return
         with self._watch.looking_away(), at_its_begin(program):
             bundle = self._bundled(program, seen) if request.bundle else None
             self._told(program, seen, what, bundle)
@@ -430,6 +438,12 @@ class Doctor:
             if sentence not in self._said:
                 self._said.add(sentence)
                 self._say(sentence)
+
+
+def _not_looked_at(program: Program, what: str, why: str) -> Look:
+    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
+    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
+    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -544,6 +544,58 @@ def test_threads_and_forked_children_take_no_part_in_the_step(watched):
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_again(watched, shared):
+    """Step 3 of one is sick while the other is between its forward and its update."""
+
+    def both():
+        torch.manual_seed(0)
+        models = [network() for _ in range(2)]
+        at_once = threading.Barrier(2)
+
+        def run(number):
+            model = models[0 if shared else number]
+            optimizer = torch.optim.SGD(model.parameters(), 0.0 if shared else 1e-2)
+            generator = torch.Generator().manual_seed(number)
+            for step in range(6):
+                x = torch.randn(4, 8, generator=generator) * (float("nan") if (step, number) == (3, 1) else 1)
+                at_once.wait(10)
+                loss = (model if shared else model[:3])(x).pow(2).mean()
+                at_once.wait(10)
+                optimizer.zero_grad()
+                loss.backward()
+                at_once.wait(10)
+                optimizer.step()
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [p for model in models for p in model.parameters()]
+
+    expected = both()
+    with watched() as seen:
+        found = both()
+    assert shared or all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert steps_of(seen) == [step for step in range(6) for _ in range(2)]
+    assert [said for said in seen.said if "several threads" in said] == seen.said[:1]
+    assert [(report.verdict, report.findings) for report in seen.told] == [("sick", ())]
+    assert not list(seen.health.glob("bundle*"))
+
+
+def test_a_training_in_one_other_thread_is_looked_at(watched):
+    """The thread that has only tried the model out is none that trains."""
+    with watched() as seen:
+        model = network()
+        model(torch.randn(4, 8))
+        thread = threading.Thread(target=train, args=(model,), kwargs={"bad": 3})
+        thread.start()
+        thread.join()
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+    assert not any("thread" in said for said in seen.said)
+
+
 SCRIPT = """
 import os, shutil, signal, sys, time
 import torch
