@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -83,9 +84,8 @@ class LoopWatch:
         self._listener = listener
         self._optimizers: dict[int, _Known] = {}
         self._names = 0
-        self._stepping: tuple[Any, Any] | None = None  # the scaler whose step runs, and for which optimizer
-        self._made = False
-        self._attempt: Attempt | None = None
+        self._here = _OfThread()
+        self._telling = threading.RLock()  # the listener is told by one thread at a time
         self._busy = False
         self._process = os.getpid()
 
@@ -159,16 +159,18 @@ class LoopWatch:
             return result
         if method != "step":
             return run()
-        self._stepping, self._made = (scaler, argument), False
+        here = self._here
+        here.scaler, here.made = scaler, False
         try:
             with self.recorder.pausing():
                 result = run()
         finally:
-            self._stepping = None
-        if not self._made and hasattr(argument, "param_groups"):
-            attempt = self._attempt_of(argument, scaler)
-            self._listener.held_back(attempt, self.recorder.losses)
-            self._ended(attempt, skipped=True)
+            here.scaler = None
+        if not here.made and hasattr(argument, "param_groups"):
+            with self._telling:
+                attempt, losses = self._attempt_of(argument, scaler)
+                self._listener.held_back(attempt, losses)
+                self._ended(attempt, skipped=True)
         return result
 
     # -- optimizers --------------------------------------------------------------------------------------------------
@@ -176,8 +178,8 @@ class LoopWatch:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_not_ours():
             return None
-        self._made = True
-        scaler = self._stepping[0] if self._stepping is not None else None
+        self._here.made = True
+        scaler = self._here.scaler
         closure = next((value for value in (*args, *kwargs.values()) if callable(value)), None)
         if closure is None:
             self._judge(optimizer, scaler)
@@ -195,18 +197,21 @@ class LoopWatch:
 
     def _judge(self, optimizer: Any, scaler: Any) -> None:
         self.recorder.rest()
-        self._attempt = attempt = self._attempt_of(optimizer, scaler)
-        if _holds_back(optimizer):
-            self._listener.held_back(attempt, self.recorder.losses)
-        else:
-            self._listener.about_to_step(attempt, self.recorder.losses)
+        with self._telling:
+            attempt, losses = self._attempt_of(optimizer, scaler)
+            self._here.attempt = attempt
+            if _holds_back(optimizer):
+                self._listener.held_back(attempt, losses)
+            else:
+                self._listener.about_to_step(attempt, losses)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_not_ours():
             return
-        attempt, self._attempt = self._attempt, None
+        attempt, self._here.attempt = self._here.attempt, None
         if attempt is not None and attempt.optimizer is optimizer:
-            self._ended(attempt, skipped=_holds_back(optimizer))
+            with self._telling:
+                self._ended(attempt, skipped=_holds_back(optimizer))
 
     def _ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
         known = self._optimizers[id(attempt.optimizer)]
@@ -228,9 +233,10 @@ class LoopWatch:
         elif models.searching and (not first or models.roots):
             models.settle()
 
-    def _attempt_of(self, optimizer: Any, scaler: Any) -> Attempt:
-        known = self._known_as(optimizer)
-        return Attempt(
+    def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[Attempt, list[torch.Tensor]]:
+        """What is about to happen, and the losses that it comes of, as far as they are known."""
+        known, recorded = self._known_as(optimizer), self.recorder.trains()
+        attempt = Attempt(
             step=known.attempts,
             optimizer=optimizer,
             name=known.name,
@@ -238,6 +244,7 @@ class LoopWatch:
             micro_steps=self.recorder.backwards,
             seconds=None if known.last is None else time.monotonic() - known.last,
         )
+        return attempt, self.recorder.losses if recorded else []
 
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))
@@ -250,6 +257,21 @@ class LoopWatch:
     def _is_not_ours(self) -> bool:
         """What runs is our own look, a forked child of the loop's, or on tensors without values."""
         return self._busy or os.getpid() != self._process or under_fake_tensors()
+
+
+class _OfThread(threading.local):
+    """What runs on this thread.
+
+    Attributes:
+        scaler: The scaler whose step runs.
+        made: The optimizer was called in it.
+        attempt: The update that is about to be made.
+    """
+
+    def __init__(self) -> None:
+        self.scaler: Any = None
+        self.made = False
+        self.attempt: Attempt | None = None
 
 
 def _holds_back(optimizer: Any) -> bool | None:

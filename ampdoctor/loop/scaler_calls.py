@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -39,11 +40,11 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         listener: Told of the calls.
         others: Scalers of other classes that have its methods; torch's own may be among them.
     """
-    running: list[tuple[int, str]] = []
+    running: list[tuple[int, int, str]] = []
 
     def wrapped(original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            key = (id(scaler), method)
+            key = (threading.get_ident(), id(scaler), method)
             if key in running or not _is_enabled(scaler):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -27,6 +27,7 @@ from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
+from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
@@ -97,7 +98,7 @@ class Doctor:
     def __init__(self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]) -> None:
         self.report: Report | None = None
         self.folder = request.health
-        self._request, self._tell, self._say = request, tell, say
+        self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
         name = Path(request.health).name
@@ -107,7 +108,7 @@ class Doctor:
             rank=_number("RANK", 0),
             world_size=max(_number("WORLD_SIZE", 1), 1),
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
-            say=say,
+            say=self._say,
         )
         self._lines = StepLines(self._log)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
@@ -293,14 +294,18 @@ class Doctor:
         if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
             self._hope(program, name)
             return
-        with self._watch.looking_away():
-            seen = look(
-                program,
-                policy=policy_in_force(),
-                device=_device_of(program),
-                thresholds=request.thresholds,
-                settles=settles,
-            )
+        crowded = self._watch.recorder.is_crowded
+        if crowded:
+            seen = _not_looked_at(program, what, SEVERAL)
+        else:
+            with self._watch.looking_away():
+                seen = look(
+                    program,
+                    policy=policy_in_force(),
+                    device=_device_of(program),
+                    thresholds=request.thresholds,
+                    settles=settles,
+                )
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)
@@ -309,6 +314,9 @@ class Doctor:
             self._settling[name] = max(seen.backoffs - 1, 0)
             return
         self._numbers.look(what, _AFTER_SICK)
+        if crowded:
+            self._told(program, seen, what, None)
+            return
         with self._watch.looking_away(), at_its_begin(program):
             bundle = self._bundled(program, seen) if request.bundle and program.calls_models else None
             self._told(program, seen, what, bundle)
@@ -363,7 +371,10 @@ class Doctor:
             seconds=seconds,
         )
         self._log.write(line)
-        self._tell(self.report)
+        try:
+            self._tell(self.report)
+        except Exception as error:  # noqa: BLE001 - the log has it, and what was asked for is done all the same
+            self._say(f"the diagnosis of step {line.step} could not be told: {describe(error)}; it is in {self.folder}")
         if self._request.on_sick == "stop":
             self._log.flush()
             raise StoppedError
@@ -409,6 +420,11 @@ class Doctor:
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
+    def _say(self, sentence: str) -> None:
+        """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
+        with suppress(Exception):
+            self._hear(sentence)
+
     def _describe(self, attempt: Attempt) -> None:
         self._described = True
         roots = self._watch.recorder.models.roots
@@ -434,6 +450,12 @@ class Doctor:
             if sentence not in self._said:
                 self._said.add(sentence)
                 self._say(sentence)
+
+
+def _not_looked_at(program: Program, what: str, why: str) -> Look:
+    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
+    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
+    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -481,6 +481,24 @@ def test_an_error_of_ours_ends_the_watch_once_and_not_the_training(watched, monk
     assert [said for said in seen.said if "watched no more: RuntimeError: ours" in said] == seen.said[:1]
 
 
+@pytest.mark.parametrize("on_sick", ["record", "stop"])
+def test_who_cannot_be_told_anything_costs_neither_the_training_nor_the_watch(tmp_path, on_sick):
+    def closed(_):
+        raise ValueError("I/O operation on closed file.")
+
+    request = WatchRequest(health=str(tmp_path), script="train.py", on_sick=on_sick)
+    ends = pytest.raises(StoppedError) if on_sick == "stop" else contextlib.nullcontext()
+    with watching(request, tell=closed, say=closed) as watch:
+        with ends:
+            train(bad=2)
+        watch.ended(None)
+        watch.doctor._log.close()
+        log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["kind"] == "look"] == [2]
+    taken = [line["step"] for line in log if line["kind"] == "step"]
+    assert taken == ([0, 1] if on_sick == "stop" else [0, 1, 2, 3, 4])
+
+
 def test_stopping_writes_all_and_ends_with_1(watched):
     with pytest.raises(StoppedError), watched(on_sick="stop") as seen:
         train(bad=2)
@@ -524,6 +542,58 @@ def test_threads_and_forked_children_take_no_part_in_the_step(watched):
         train(model, steps=2, bad=1)
     assert len(steps_of(seen)) == 6
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_again(watched, shared):
+    """Step 3 of one is sick while the other is between its forward and its update."""
+
+    def both():
+        torch.manual_seed(0)
+        models = [network() for _ in range(2)]
+        at_once = threading.Barrier(2)
+
+        def run(number):
+            model = models[0 if shared else number]
+            optimizer = torch.optim.SGD(model.parameters(), 0.0 if shared else 1e-2)
+            generator = torch.Generator().manual_seed(number)
+            for step in range(6):
+                x = torch.randn(4, 8, generator=generator) * (float("nan") if (step, number) == (3, 1) else 1)
+                at_once.wait(10)
+                loss = (model if shared else model[:3])(x).pow(2).mean()
+                at_once.wait(10)
+                optimizer.zero_grad()
+                loss.backward()
+                at_once.wait(10)
+                optimizer.step()
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [p for model in models for p in model.parameters()]
+
+    expected = both()
+    with watched() as seen:
+        found = both()
+    assert shared or all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert steps_of(seen) == [step for step in range(6) for _ in range(2)]
+    assert [said for said in seen.said if "several threads" in said] == seen.said[:1]
+    assert [(report.verdict, report.findings) for report in seen.told] == [("sick", ())]
+    assert not list(seen.health.glob("bundle*"))
+
+
+def test_a_training_in_one_other_thread_is_looked_at(watched):
+    """The thread that has only tried the model out is none that trains."""
+    with watched() as seen:
+        model = network()
+        model(torch.randn(4, 8))
+        thread = threading.Thread(target=train, args=(model,), kwargs={"bad": 3})
+        thread.start()
+        thread.join()
+    assert [report.findings[0].code for report in seen.told] == ["AMP204"]
+    assert not any("thread" in said for said in seen.said)
 
 
 SCRIPT = """

@@ -92,9 +92,9 @@ def write_stdout(text: str) -> None:
     except BrokenPipeError:
         discard(stream)
         raise StdoutClosedError from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the code that ran has closed it
         discard(stream)
-        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+        raise OutputError(f"cannot write to standard output: {getattr(error, 'strerror', None) or error}") from error
 
 
 def note(text: str) -> None:
@@ -106,6 +106,8 @@ def note(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         discard(sys.stderr)
+    except Exception:  # noqa: BLE001 - the code that ran has closed it, or put an object of its own in its place
+        return
 
 
 def discard(stream: TextIO) -> None:

@@ -109,8 +109,8 @@ class WatchedRun(Examination):
             """Show it now: the training may go on for days."""
             decided = replace(self._decide(report), gate=self._gate())
             here = [place for place in destinations(self.output, self.inputs) if _is_for_people(place)]
+            job.shown.append(report)  # where stderr takes nothing, it does not take it at the end either
             deliver(decided, here, self.output)
-            job.shown.append(report)
 
         job.tell = tell
         with job.home, report_on_stderr():

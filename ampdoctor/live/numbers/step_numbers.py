@@ -130,11 +130,12 @@ class StepNumbers:
     def begin_step(self, step: int) -> None:
         """A step begins, before its first forward; what an earlier one has left behind is forgotten.
 
+        A step that another thread is about to take is not: it goes when its optimizer is about to step again.
+
         Args:
             step: Number of the attempted step, from 0.
         """
         self._step = step
-        self._open.clear()
         self._losses.clear()
         self._incoming.clear()
         self._clips.forget()

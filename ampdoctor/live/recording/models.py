@@ -52,7 +52,6 @@ class OutermostModels:
         self._hooks: list[Any] = []
         self._global: list[Any] = []
         self._inside = _Inside()
-        self._told: nn.Module | None = None  # entered by a global hook, and about to be by its own
         self.unseen: list[str] = []
         self.searching = False
 
@@ -143,7 +142,7 @@ class OutermostModels:
 
     def _enter_found(self, module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():  # a part of the graph else
-            self._told = module if id(module) in self._known else None
+            self._inside.told = module if id(module) in self._known else None
             self._enter(module)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
@@ -165,7 +164,7 @@ class OutermostModels:
     def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        told, self._told = self._told, None
+        told, self._inside.told = self._inside.told, None
         if told is not module:
             self._enter(module)
 
@@ -199,10 +198,16 @@ class OutermostModels:
 
 
 class _Inside(threading.local):
-    """The modules whose calls are running on this thread, the outermost first."""
+    """The modules whose calls are running on this thread, the outermost first.
+
+    Attributes:
+        modules: They.
+        told: Entered by a global hook, and about to be by its own.
+    """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.told: nn.Module | None = None
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.naming import prefixed, renumbered, spoken, together
 from ampdoctor.live.recording.slicing import leads_to, sliced
 from ampdoctor.live.recording.tape import Tape, mode_now
+from ampdoctor.live.recording.trainers import SEVERAL, Trainers
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import (
     Backward,
@@ -102,7 +102,7 @@ class StepRecorder:
         self._calls = 0
         self._tape = Tape(self._add, self.fail)
         self._process = os.getpid()
-        self._thread: int | None = None
+        self._trainers = Trainers()
         self._few, self._light = _MOST, _MOST_BYTES  # what the tape may hold until the unused is looked for
         self._in_a_row, self._patience = 0, _IN_A_ROW
         self._dropped = 0
@@ -146,6 +146,8 @@ class StepRecorder:
     @_harmless
     def entered(self, module: nn.Module) -> None:
         """As in `ModelListener`."""
+        if module.training:
+            self._trainers.called()
         if self._is_elsewhere():
             return
         self._tape.close()
@@ -187,9 +189,25 @@ class StepRecorder:
 
     def fail(self, error: Exception) -> None:
         """Record no more, because of this."""
-        self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]
+        self._end(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _end(self, why: str) -> None:
+        self.failed = self.failed or why
         self.away = True
+        self.losses.clear()
         self._tape.close()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether another thread is in the midst of a step: nothing may be run again beside it."""
+        return self._trainers.crowded()
+
+    def trains(self) -> bool:
+        """This thread makes a backward, or is about to make an update; returns whether its steps are recorded."""
+        self._trainers.trains()
+        if self._trainers.several and self.failed is None:
+            self._end(SEVERAL)
+        return not self._is_elsewhere()
 
     def last_value(self) -> torch.Tensor | None:
         """The last number on the tape that the loop still holds and that is not finite; None without one."""
@@ -205,12 +223,7 @@ class StepRecorder:
 
     def _is_elsewhere(self) -> bool:
         """Whether what runs is not the loop's, or this thread another than the one that trains."""
-        if self.away or os.getpid() != self._process:
-            return True
-        here = threading.get_ident()
-        if self._thread is None or not any(thread.ident == self._thread for thread in threading.enumerate()):
-            self._thread = here
-        return here != self._thread
+        return self.away or os.getpid() != self._process or not self._trainers.is_recorded()
 
     def names(self) -> Mapping[int, str]:
         """The names of parameters and buffers, by their id."""
@@ -308,12 +321,14 @@ class StepRecorder:
             self._add(Scaled(loss=taken, result=self._tape.make(result)[""], line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        if not in_backward() and seen.accumulated and not transforms() and not self._is_elsewhere():
+        if not in_backward() and seen.accumulated and not transforms() and os.getpid() == self._process:
             self._begins(seen)
         return run()
 
     @_harmless
     def _begins(self, seen: SeenBackward) -> None:
+        if not self.trains():
+            return
         self._tape.close()
         self.backwards += 1
         self._scaled_since = 0
@@ -347,7 +362,8 @@ class StepRecorder:
     @_harmless
     def unscaled(self, optimizer: Any) -> None:
         """A scaler has unscaled an optimizer's gradients."""
-        self._add(Unscaled(line=user_line()), id(optimizer))
+        if not self._is_elsewhere():
+            self._add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
     def clipped(self, gradients: Collection[int], max_norm: float, norm_type: float) -> None:
@@ -481,6 +497,10 @@ class StepRecorder:
     @_harmless
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
+        elsewhere = self._is_elsewhere()
+        self._trainers.updated()
+        if elsewhere:
+            return
         self._tape.close()
         self._updates += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer), self._count
@@ -493,6 +513,8 @@ class StepRecorder:
     @_harmless
     def _zeroed(self, owner: Any) -> None:
         """A model's, or an optimizer's, gradients were cleared."""
+        if self._is_elsewhere():
+            return
         self._cleared[id(owner)] = weakref.ref(owner), self._count
         if len(self.losses) > self._scaled_since:
             cleared = {id(p) for p in _parameters_of(owner)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -58,7 +59,7 @@ class Tape:
         self.names: dict[int, str] = {}
         self._next = 0
         self._mode = _Listening(self)
-        self._open = False  # functions are told
+        self._open: int | None = None  # the thread whose functions are told: each has modes of its own
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -138,19 +139,20 @@ class Tape:
 
     def open(self) -> None:
         """Functions are told from now on."""
-        if not self._open:
-            self._open = True
+        if not self.is_open:
+            take_away(self._mode)  # another thread's functions were told since
+            self._open = threading.get_ident()
             put_outermost(self._mode)
 
     def close(self) -> None:
         """Functions are told no more, once the one that is being told has returned."""
-        if self._open and take_away(self._mode):
-            self._open = False
+        if take_away(self._mode) and self.is_open:
+            self._open = None
 
     @property
     def is_open(self) -> bool:
-        """Functions are told."""
-        return self._open
+        """This thread's functions are told."""
+        return self._open == threading.get_ident()
 
     def keep(self, instructions: Iterable[Instruction], taken: Iterable[Reference]) -> None:
         """Forget everything but these instructions and the given tensors that they take.
@@ -174,7 +176,7 @@ class Tape:
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch's, and record it where it is about what is on the tape."""
-        if not self._open:
+        if not self.is_open:
             return function(*args, **kwargs)
         writes = _writes(function)
         if not self._is_about_us(args, kwargs) and not self._may_harm(function, args, writes=writes):

@@ -26,6 +26,18 @@ FOUND = Finding(
 )
 SICK = Report(command="watch", target={"factory": "train.py"}, verdict="sick", findings=(FOUND,))
 
+SICK_SCRIPT = """
+import sys
+import torch
+{statement}
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for value in (1.0, float("nan"), 1.0):
+    model(torch.full((1, 2), value)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
 
 @pytest.fixture
 def watch(monkeypatch):
@@ -117,6 +129,14 @@ def test_the_scripts_own_end_goes_first(run, watch, statement, code):
     assert (answered, out) == (code, f"{[statement]}\n")
     assert "ampdoctor" not in err
     assert watch.open == 0
+
+
+@pytest.mark.parametrize("statement", ["sys.stderr.close()", "import os; os.dup2(os.open('/dev/full', 1), 2)"])
+def test_where_stderr_takes_nothing_the_script_ends_as_it_would(run_cli, tmp_path, statement):
+    (tmp_path / "train.py").write_text(SICK_SCRIPT.format(statement=statement))
+    done = run_cli("run", "--health", "kept", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "trained\n", "")
+    assert '"kind":"look"' in (tmp_path / "kept" / "log.jsonl").read_text()
 
 
 def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tmp_path, check_report):
