@@ -158,7 +158,7 @@ class LoopWatch:
             self._stepping = None
         if not self._made and hasattr(argument, "param_groups"):
             attempt = self._attempt_of(argument, scaler)
-            self._listener.held_back(attempt, self.recorder.losses)
+            self._listener.held_back(attempt, self.recorder.losses(attempt.optimizer))
             self._ended(attempt, skipped=True)
         return result
 
@@ -188,9 +188,9 @@ class LoopWatch:
         self.recorder.rest()
         self._attempt = attempt = self._attempt_of(optimizer, scaler)
         if _holds_back(optimizer):
-            self._listener.held_back(attempt, self.recorder.losses)
+            self._listener.held_back(attempt, self.recorder.losses(attempt.optimizer))
         else:
-            self._listener.about_to_step(attempt, self.recorder.losses)
+            self._listener.about_to_step(attempt, self.recorder.losses(attempt.optimizer))
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_not_ours():
@@ -226,7 +226,7 @@ class LoopWatch:
             optimizer=optimizer,
             name=known.name,
             scaler=scaler,
-            micro_steps=self.recorder.backwards,
+            micro_steps=self.recorder.micro_steps(optimizer),
             seconds=None if known.last is None else time.monotonic() - known.last,
         )
 

@@ -147,6 +147,7 @@ class Doctor:
             stack.enter_context(self._numbers.watching())
             stack.enter_context(hearing(self._clipped))
             self._watch.recorder.returned = self._returned
+            self._watch.recorder.cleared = self._numbers.cleared
             self._numbers.begin_step(0)
             yield
 
@@ -276,7 +277,7 @@ class Doctor:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
         with unseen():
-            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses)
+            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses(None))
         root = None if sick else recorder.last_value()
         if sick or root is not None:
             step = self._lines.turn
@@ -296,7 +297,8 @@ class Doctor:
                 settles=settles,
             )
         self._attentive = 0
-        hopeful = settles and name not in self._settling and self._sick_of(self._watch.recorder.losses, None) is None
+        losses = self._watch.recorder.losses(program.optimizer)
+        hopeful = settles and name not in self._settling and self._sick_of(losses, None) is None
         if seen.failed and hopeful:
             self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
             self._settling[name] = MOST_BACKOFFS

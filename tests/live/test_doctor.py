@@ -51,3 +51,103 @@ def trained(fused):
         scaler.update()
         skipped += scaler.get_scale() < before
     return scaler.get_scale(), skipped
+
+
+def by_zero_grad(model, optimizer):
+    optimizer.zero_grad()
+
+
+def by_zeros(model, optimizer):
+    model.zero_grad(set_to_none=False)
+
+
+def by_hand(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def by_hand_with_zeros(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+
+
+@pytest.fixture
+def attended(tmp_path):
+    """What a loop is told that is given to it, as (verdict, step); and the doctor."""
+
+    def attend(loop):
+        told = []
+        watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+        with watching.attending():
+            loop()
+        watching.ended(None)
+        return [(report.verdict, report.run["step"]) for report in told], watching
+
+    return attend
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("clear", [by_zero_grad, by_zeros, by_hand, by_hand_with_zeros])
+def test_gradients_that_the_loop_has_thrown_away_are_no_step_s(clear, clipped, scaled, attended):
+    """A loop that leaves a sick batch out by itself trains on, and its next step is healthy."""
+
+    def loop():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        for step in range(4):
+            x = torch.full((2, 4), float("nan") if step == 1 else 1.0)
+            loss = model(x).pow(2).mean()
+            scaler.scale(loss).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if loss.isfinite():
+                scaler.step(optimizer)
+            else:
+                clear(model, optimizer)
+            if clipped or loss.isfinite():
+                scaler.update()
+            optimizer.zero_grad(set_to_none=clear in (by_zero_grad, by_hand))
+
+    told, watching = attended(loop)
+    assert told == []
+    assert watching._lines.attempted == 3
+
+
+def gan(thrown_away, sick):
+    """A turn in which the loop throws one model's gradients away, and one model's loss is NaN."""
+
+    def loop():
+        torch.manual_seed(0)
+        models = {"critic": nn.Linear(4, 1), "generator": nn.Linear(4, 4)}
+        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+        for turn in range(3):
+            for name, model in models.items():
+                noise = torch.randn(2, 4) * (float("nan") if (turn, name) == (1, sick) else 1.0)
+                made = models["generator"](noise)
+                models["critic"](made.detach() if name == "critic" else made).pow(2).mean().backward(
+                    inputs=list(model.parameters())
+                )
+            for name, optimizer in optimizers.items():
+                if turn == 1 and name == thrown_away:
+                    optimizer.zero_grad()
+            for name, optimizer in reversed(optimizers.items()):
+                if turn != 1 or name != thrown_away:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize("model", ["critic", "generator"])
+def test_what_was_thrown_away_of_one_model_is_no_alarm_at_another_s_step(model, attended):
+    told, _ = attended(gan(model, sick=model))
+    assert told == []
+
+
+@pytest.mark.parametrize(("thrown_away", "sick"), [("critic", "generator"), ("generator", "critic")])
+def test_what_was_thrown_away_of_one_model_hides_nothing_of_another(thrown_away, sick, attended):
+    told, _ = attended(gan(thrown_away, sick))
+    assert [verdict for verdict, _ in told] == ["sick"]

@@ -33,7 +33,9 @@ from ampdoctor.loop.recorded.program import (
     Held,
     Instruction,
     Line,
+    Made,
     Program,
+    Reference,
     Scaled,
     Unscaled,
     references,
@@ -79,19 +81,19 @@ class StepRecorder:
 
     Attributes:
         models: The loop's models.
-        losses: What the backwards since the last update began from, detached, unscaled where a scaler was told.
-        backwards: How many backwards there were since.
+        backwards: How many backwards there were since the last update.
         away: What runs is not the loop's.
         returned: Told of what a model's call has returned, with the model's name and the call's number.
+        cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
         failed: What ended the recording; None while all is well.
     """
 
     def __init__(self) -> None:
         self.models = OutermostModels(self)
-        self.losses: list[torch.Tensor] = []
         self.backwards = 0
         self.away = False
         self.returned: Callable[[str, int, Any], None] | None = None
+        self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None
         self._calls = 0
         self._tape = Tape(self._add, self.fail)
@@ -109,6 +111,9 @@ class StepRecorder:
         self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales for
         self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: instructions before its last update
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner of gradients: as they were cleared
+        self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
+        self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
+        self._filled: set[int] = set()  # owners of gradients that held some after the last backward
         self._updates = 0
         self._count = 0
         self._named = 0
@@ -299,25 +304,29 @@ class StepRecorder:
         elif not isinstance(losses, list | tuple):
             return  # an iterator that is used up
         for loss, result in zip(losses, scaled, strict=True):
-            self.losses.append(loss.detach())
-            taken = self._tape.reference(loss)
-            self._add(Scaled(loss=taken, result=self._tape.make(result)[""], line=user_line()))
+            taken, made = self._tape.reference(loss), self._tape.make(result)[""]
+            self._scaled_losses[made.index] = loss.detach()
+            self._add(Scaled(loss=taken, result=made, line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        if not in_backward() and seen.accumulated and not transforms() and not self._is_elsewhere():
-            self._begins(seen)
-        return run()
+        if in_backward() or not seen.accumulated or transforms() or self._is_elsewhere():
+            return run()
+        self._begins(seen)
+        result = run()
+        self._has_run()
+        return result
 
     @_harmless
     def _begins(self, seen: SeenBackward) -> None:
         self._tape.close()
+        for owner in self._owners():
+            if id(owner) in self._filled and not _hold_gradients(owner):
+                self._zeroed(owner, by_hand=True)
         self.backwards += 1
         self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
-        for root in roots:
-            if root.numel() == 1 and not self._is_scaled(root):
-                self.losses.append(root.detach())
         name = self._tape.reference
+        self._losses.append((self._count, [loss for root in roots for loss in self._losses_of(root, name(root))]))
         self._add(
             Backward(
                 roots=tuple(map(name, roots)),
@@ -329,9 +338,53 @@ class StepRecorder:
             )
         )
 
-    def _is_scaled(self, root: torch.Tensor) -> bool:
-        reference = self._tape.reference(root)
-        return any(isinstance(one, Scaled) and one.result == reference for one in self._tape.instructions)
+    @_harmless
+    def _has_run(self) -> None:
+        """A backward has added to gradients."""
+        self._filled = {id(owner) for owner in self._owners() if _hold_gradients(owner)}
+
+    def _owners(self) -> list[Any]:
+        """Who holds gradients: the optimizers, or before the first update the models."""
+        optimizers = [there for reference, _ in self._stepped.values() if (there := reference()) is not None]
+        return optimizers or [root for _, root in self.models.roots]
+
+    def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
+        """What a backward from here differentiates, before a scaler has scaled it, or a part of that was taken."""
+        if isinstance(reference, Made) and self._scaled_losses:
+            if reference.index in self._scaled_losses:
+                return [self._scaled_losses.pop(reference.index)]
+            instructions = self._tape.instructions
+            made = {one.index: place for place, each in enumerate(instructions) for one in results(each)}
+            behind = sliced(instructions, [made[reference.index]]) if reference.index in made else []
+            scaled = [one.result.index for one in behind if isinstance(one, Scaled)]
+            if any(index in self._scaled_losses for index in scaled):
+                return [self._scaled_losses.pop(index) for index in scaled if index in self._scaled_losses]
+        return [root.detach()] if root.numel() == 1 else []
+
+    def losses(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+        """What the gradients that an optimizer holds came of, detached, unscaled where a scaler was told.
+
+        Args:
+            optimizer: Whose; None for all.
+        """
+        begun = self._adding_up(optimizer)
+        losses = [loss for count, losses in self._losses if begun is None or count in begun for loss in losses]
+        return [*losses, *self._scaled_losses.values()]
+
+    def micro_steps(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many backwards an optimizer's gradients add up, or another's beside it, since the last update."""
+        begun = self._adding_up(optimizer)
+        return self.backwards if begun is None else sum(count in begun for count, _ in self._losses)
+
+    def _adding_up(self, optimizer: Any) -> set[int] | None:
+        """When the backwards began whose gradients an optimizer holds; None for all since the last update.
+
+        A loop that leaves a batch out by itself clears the gradients after its backward.
+        """
+        first = self._losses[0][0] if self._losses else self._count
+        if all(count <= first for _, count in self._cleared.values()):
+            return None
+        return {self._order[id(self._tape.instructions[place])] for place in self._wanted(optimizer)}
 
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""
@@ -380,7 +433,7 @@ class StepRecorder:
         roots = self.models.roots
         model = together(roots)
         instructions = self._tape.instructions
-        wanted = self._wanted(optimizer, model)
+        wanted = self._wanted(optimizer)
         if root is not None:
             instructions = [*instructions, Ended(value=self._tape.reference(root), line=None)]
             wanted.append(len(instructions) - 1)
@@ -434,11 +487,13 @@ class StepRecorder:
         if not calls:
             yield "no call of a model was recorded"
 
-    def _wanted(self, optimizer: Any, model: nn.Module) -> list[int]:
+    def _wanted(self, optimizer: Any) -> list[int]:
         """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
         instructions = self._tape.instructions
+        model = together(self.models.roots)
         if optimizer is None:
-            last = max((count for _, count in self._stepped.values()), default=0)
+            trained = {id(p) for p in model.parameters() if p.requires_grad}
+            last = max((self._begun(trained, None), *(count for _, count in self._stepped.values())))
             return [
                 place
                 for place, one in enumerate(instructions)
@@ -447,17 +502,23 @@ class StepRecorder:
         held = {id(p) for p in _parameters_of(optimizer) if p.requires_grad}
         modules = dict(model.named_modules())
 
+        names = {name for key, name in self._tape.names.items() if key in held}
+
         def holds(call: Call) -> bool:
             return any(id(p) in held for p in modules[call.model].parameters())
 
-        names = {name for key, name in self._tape.names.items() if key in held}
+        def adds(place: int, one: Backward) -> bool:
+            if one.inputs:
+                return any(isinstance(taken, Held) and taken.name in names for taken in one.inputs)
+            return leads_to(instructions[:place], one, self._tape.grad, holds)
+
         begun = self._begun(held, optimizer)
         wanted = []
         for place, one in enumerate(instructions):
             if self._order[id(one)] < begun:
                 continue
             if (
-                (isinstance(one, Backward) and leads_to(instructions[:place], one, self._tape.grad, holds))
+                (isinstance(one, Backward) and adds(place, one))
                 or (isinstance(one, Unscaled) and self._of[id(one)] == id(optimizer))
                 or (isinstance(one, Clipped) and any(parameter.name in names for parameter in one.parameters))
             ):
@@ -470,16 +531,21 @@ class StepRecorder:
         self._tape.close()
         self._updates += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer), self._count
-        self.losses.clear()
+        self._losses.clear()
+        self._scaled_losses.clear()
+        self._filled.clear()
         self.models.left_behind()
         self.backwards = self._calls = self._dropped = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
     @_harmless
-    def _zeroed(self, owner: Any) -> None:
-        """A model's, or an optimizer's, gradients were cleared."""
+    def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
+        """A model's, or an optimizer's, gradients are cleared."""
+        if self.cleared is not None:
+            self.cleared(_parameters_of(owner), by_hand)
         self._cleared[id(owner)] = weakref.ref(owner), self._count
+        self._filled.discard(id(owner))
 
     def _begun(self, held: set[int], optimizer: Any) -> int:
         """How many instructions were recorded when these parameters' gradients began to add up."""
@@ -488,8 +554,7 @@ class StepRecorder:
             there = owner()
             if there is None or count <= begun:
                 continue
-            cleared = there.parameters() if isinstance(there, nn.Module) else _parameters_of(there)
-            if held <= {id(p) for p in cleared}:
+            if held <= {id(p) for p in _parameters_of(there)}:
                 begun = count
         return begun
 
@@ -506,7 +571,7 @@ class StepRecorder:
             self._dropped += half
             backwards = backwards[half:]
             self._keep([one for one in self._tape.instructions if id(one) not in gone])
-        del self.losses[:-_MOST]
+        del self._losses[:-_MOST]
         self._few = max(_MOST, 2 * len(self._tape.instructions))
         self._light = max(_MOST_BYTES, 2 * self._tape.held_bytes)
 
@@ -548,8 +613,24 @@ def _own_buffers(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._buffers  # noqa: SLF001
 
 
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def _parameters_of(owner: Any) -> list[torch.Tensor]:
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [p for group in owner.param_groups for p in group["params"]]
+
+
+def _hold_gradients(owner: Any) -> bool:
+    """Whether an owner's gradients are there, and are not all zeros, which a device would have to be waited for."""
+    with unseen():
+        return any(
+            (gradient := p.grad) is not None
+            and (gradient.device.type != "cpu" or type(gradient) is not torch.Tensor or _any(gradient))
+            for p in reversed(_parameters_of(owner))
+        )
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    return gradient.layout != torch.strided or bool(gradient.any())
 
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:
