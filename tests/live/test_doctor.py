@@ -151,3 +151,33 @@ def test_what_was_thrown_away_of_one_model_is_no_alarm_at_another_s_step(model, 
 def test_what_was_thrown_away_of_one_model_hides_nothing_of_another(thrown_away, sick, attended):
     told, _ = attended(gan(thrown_away, sick))
     assert [verdict for verdict, _ in told] == ["sick"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_scale": 2.0**24, "backoff_factor": 0.999},
+        {"init_scale": 16.0, "growth_factor": 1e30, "growth_interval": 1},
+    ],
+)
+def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(settings, attended):
+    """Where the scaler goes from there, its own settings decide, and no step after this one was replayed."""
+
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", **settings)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().pow(2).mean() * 100
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, watching = attended(loop)
+    (finding,) = watching.report.findings
+    assert finding.prescription.kind == "init_scale"
+    assert finding.prescription.status == "not_run"
+    assert "this step, which is finite with it" in finding.prescription.reason
