@@ -144,6 +144,7 @@ class LoopWatch:
             return self.recorder.scaled(argument, run)
         if method == "unscale_":
             self._listener.unscaling(argument)
+            self.recorder.unscaling()
             with self.recorder.pausing():
                 result = run()
             self.recorder.unscaled(argument)

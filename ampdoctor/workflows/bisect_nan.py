@@ -94,7 +94,15 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
             report = _searched(replay, progress, set_aside, None)
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
-    return counted_from(report, replay.first_step or 0)
+    return _as_in_its_loop(counted_from(report, replay.first_step or 0), replay.finite_again)
+
+
+def _as_in_its_loop(report: Report, finite_again: str | None) -> Report:
+    """A recorded step that is finite here is not healthy where it was sick, and finite when it was run again there."""
+    if finite_again is None or report.verdict == "sick":
+        return report
+    note = ErrorNote(what="the recorded step", kind="not_reproduced", message=finite_again)
+    return replace(report, verdict="not_reproduced", complete=False, errors=(*report.errors, note))
 
 
 def _searched(

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.live.loop_watch import LoopWatch
+from ampdoctor.live.numbers.clipping import hearing
 from ampdoctor.workflows import doctor
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 
@@ -181,3 +185,75 @@ def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(settings, at
     assert finding.prescription.kind == "init_scale"
     assert finding.prescription.status == "not_run"
     assert "this step, which is finite with it" in finding.prescription.reason
+
+
+def by_nan(model):
+    model.weight.grad.add_(float("nan"))
+
+
+def by_factor(model):
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 1e30 * 1e30
+
+
+def by_own_clipping(model):
+    total = torch.zeros(())
+    model.weight.grad.mul_(1.0 / total).mul_(0.0)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("edit", [by_nan, by_factor, by_own_clipping])
+def test_gradients_that_the_loop_has_changed_are_no_fault_of_the_hardware(edit, clipped, attended, tmp_path):
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            if step == 2:
+                edit(model)
+            if clipped:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    told, watching = attended(loop)
+    assert told == [("not_reproduced", 2)]
+    (error,) = watching.report.errors
+    assert "step 2 was not finite" in error.message
+    assert "gradients of weight" in error.message
+    assert "changed between the backward and the step, by the loop's own code or a hook" in error.message
+    assert "hardware" not in error.message
+    replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / "bundle-2"), device="cpu"))
+    assert (replayed.verdict, replayed.errors[0].message) == ("not_reproduced", error.message)
+
+
+def test_what_only_clipping_has_changed_is_not_taken_for_the_loop_s_own_change():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    edited = []
+
+    class Listens:
+        def unscaling(self, optimizer):
+            pass
+
+        def about_to_step(self, attempt, losses):
+            edited.append(watch.program(attempt).edited)
+
+        held_back = about_to_step
+
+        def attempted(self, attempt, *, skipped):
+            pass
+
+    watch = LoopWatch(Listens())
+    with watch.watching(), hearing(lambda clip: watch.recorder.clipped(clip.gradients, clip.max_norm, 2.0)):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            for _ in range(2):
+                scaler.scale(model(torch.randn(8, 4)).pow(2).mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    assert edited == [(), (), ()]

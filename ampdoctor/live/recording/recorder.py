@@ -114,6 +114,8 @@ class StepRecorder:
         self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
         self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
         self._filled: set[int] = set()  # owners of gradients that held some after the last backward
+        self._as_left: dict[int, tuple[int, int]] = {}  # by parameter: its gradient, and how often that was written to
+        self._edited: set[int] = set()  # parameters whose gradient the loop itself has changed since
         self._updates = 0
         self._count = 0
         self._named = 0
@@ -322,6 +324,7 @@ class StepRecorder:
         for owner in self._owners():
             if id(owner) in self._filled and not _hold_gradients(owner):
                 self._zeroed(owner, by_hand=True)
+        self._find_edited()
         self.backwards += 1
         self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
@@ -342,6 +345,24 @@ class StepRecorder:
     def _has_run(self) -> None:
         """A backward has added to gradients."""
         self._filled = {id(owner) for owner in self._owners() if _hold_gradients(owner)}
+        self._leave_gradients()
+
+    def _leave_gradients(self) -> None:
+        """These are the gradients as a backward, or a scaler, has left them."""
+        self._as_left = {
+            id(p): (id(gradient), version_of(gradient))
+            for owner in self._owners()
+            for p in _parameters_of(owner)
+            if (gradient := p.grad) is not None
+        }
+
+    def _find_edited(self) -> None:
+        """Note whose gradients are no more as they were left."""
+        for owner in self._owners() if self._as_left else ():
+            for p in _parameters_of(owner):
+                left, gradient = self._as_left.get(id(p)), p.grad
+                if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
+                    self._edited.add(id(p))
 
     def _owners(self) -> list[Any]:
         """Who holds gradients: the optimizers, or before the first update the models."""
@@ -393,13 +414,19 @@ class StepRecorder:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     @_harmless
+    def unscaling(self) -> None:
+        """A scaler is about to unscale gradients."""
+        self._find_edited()
+
+    @_harmless
     def unscaled(self, optimizer: Any) -> None:
         """A scaler has unscaled an optimizer's gradients."""
+        self._leave_gradients()
         self._add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
     def clipped(self, gradients: Collection[int], max_norm: float, norm_type: float) -> None:
-        """Gradients were clipped by their total norm.
+        """Gradients are about to be clipped by their total norm.
 
         Args:
             gradients: The `id` of each.
@@ -407,6 +434,10 @@ class StepRecorder:
             norm_type: Of the norm.
         """
         if not self._is_elsewhere():
+            self._find_edited()
+            self._as_left = {
+                key: (gradient, version + (gradient in gradients)) for key, (gradient, version) in self._as_left.items()
+            }
             held = tuple(
                 Held(name) for name, tensor in self._tape.held() if tensor.is_leaf and id(tensor.grad) in gradients
             )
@@ -451,6 +482,7 @@ class StepRecorder:
             before = self._before[id(call)]
             buffers.update((key, value) for key, value in before.items() if key.startswith(inside))
         now = dict(model.named_buffers())
+        self._find_edited()
         return Program(
             model=model,
             optimizer=optimizer,
@@ -461,6 +493,7 @@ class StepRecorder:
             buffers={key: value for key, value in buffers.items() if key in now and not _same(now[key], value)},
             step=step,
             line=user_line(),
+            edited=tuple(name for key, name in self._tape.names.items() if key in self._edited),
             unexplained=(*self.models.unseen, *self._doubts(model, indices, calls)),
         )
 
@@ -534,6 +567,7 @@ class StepRecorder:
         self._losses.clear()
         self._scaled_losses.clear()
         self._filled.clear()
+        self._forget_gradients(optimizer)
         self.models.left_behind()
         self.backwards = self._calls = self._dropped = 0
         oldest = self._updates - _RING
@@ -546,6 +580,12 @@ class StepRecorder:
             self.cleared(_parameters_of(owner), by_hand)
         self._cleared[id(owner)] = weakref.ref(owner), self._count
         self._filled.discard(id(owner))
+        self._forget_gradients(owner)
+
+    def _forget_gradients(self, owner: Any) -> None:
+        for p in _parameters_of(owner):
+            self._as_left.pop(id(p), None)
+            self._edited.discard(id(p))
 
     def _begun(self, held: set[int], optimizer: Any) -> int:
         """How many instructions were recorded when these parameters' gradients began to add up."""
