@@ -35,6 +35,7 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
+from ampdoctor.workflows.last_update import LastUpdate
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -111,6 +112,7 @@ class Doctor:
         self._lines = StepLines(self._log)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
+        self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
         self._blind = BlindSteps()
         self._late: LateNews | None = None  # what has to be said of a step that is over
@@ -181,6 +183,8 @@ class Doctor:
             sick = self._sick_of(losses, norm)
             if sick is not None:
                 self._fall_sick(attempt, sick, settles=_steps_either_way(attempt))
+            elif self.report is None:
+                self._last[attempt.name] = LastUpdate.of(attempt)
         elif self.report is None:
             self._blind.add(attempt, held=held)
         self._attentive = max(self._attentive - 1, 0)
@@ -198,6 +202,8 @@ class Doctor:
         self._guard.release()
         if skipped is False:
             self._settling.pop(attempt.name, None)
+        else:
+            self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
         self._numbers.begin_step(self._lines.turn)
@@ -296,6 +302,11 @@ class Doctor:
                 thresholds=request.thresholds,
                 settles=settles,
             )
+        if seen.report is not None:
+            report, parameters = seen.report, dict(program.model.named_parameters())
+            for update in self._last.values():
+                report = update.explained(report, parameters)
+            seen = replace(seen, report=report)
         self._attentive = 0
         losses = self._watch.recorder.losses(program.optimizer)
         hopeful = settles and name not in self._settling and self._sick_of(losses, None) is None

@@ -6,6 +6,7 @@ from torch import nn
 
 from ampdoctor.live.loop_watch import LoopWatch
 from ampdoctor.live.numbers.clipping import hearing
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows import doctor
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -257,3 +258,73 @@ def test_what_only_clipping_has_changed_is_not_taken_for_the_loop_s_own_change()
             scaler.step(optimizer)
             scaler.update()
     assert edited == [(), (), ()]
+
+
+def with_lr(model, optimizer):
+    optimizer.param_groups[0]["lr"] = float("inf")
+
+
+def with_no_eps(model, optimizer):
+    """A unit that no batch reaches: its gradient is 0, and so is the mean of its squares."""
+    optimizer.param_groups[0]["eps"] = 0.0
+    optimizer.state[model[0].bias]["exp_avg_sq"].zero_()
+    with torch.no_grad():
+        model[0].bias.fill_(-1e4)
+
+
+def with_eps_too_small(model, optimizer):
+    with_no_eps(model, optimizer)
+    optimizer.param_groups[0]["eps"] = 1e-60
+
+
+def by_writing(model, optimizer):
+    """What the loop does to the weights once they are updated."""
+    optimizer.register_step_post_hook(lambda *_: model[0].bias.data.fill_(float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (with_lr, "made the weights so: lr is inf"),
+        (with_no_eps, "its exp_avg_sq is 0 in 4 places where the weights are lost, and eps is 0"),
+        (with_eps_too_small, "and eps=1e-60 is 0 in float32"),
+        (by_writing, "made the weights so, or what the loop did to the weights after it"),
+    ],
+)
+def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, attended, check_report):
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            if step == 1:
+                fault(model, optimizer)
+                if fault in (with_no_eps, with_eps_too_small):
+                    model[0].bias.grad.zero_()
+                    optimizer.state[model[0].bias]["exp_avg"].zero_()
+            optimizer.step()
+            if step == 1:
+                optimizer.param_groups[0]["lr"] = 0.1
+
+    told, watching = attended(loop)
+    assert told == [("sick", 2)]
+    check_report(render_json(watching.report))
+    (finding,) = [one for one in watching.report.findings if one.where.tensor == "0.bias"]
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "Adam.step")
+    assert "after step 1: the gradients of that step were finite, and its update (Adam, lr=" in finding.message
+    assert finding.message.endswith(reason)
+
+
+def test_a_weight_that_no_update_has_touched_is_not_put_down_to_one(attended):
+    def loop():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model.weight[0, 0] = float("nan")
+        model(torch.randn(8, 4)).mean().backward()
+        optimizer.step()
+
+    _, watching = attended(loop)
+    assert {one.where.phase for one in watching.report.findings} == {"checkpoint"}
