@@ -153,6 +153,7 @@ class LoopWatch:
             return self.recorder.scaled(argument, run)
         if method == "unscale_":
             self._listener.unscaling(argument)
+            self.recorder.unscaling()
             with self.recorder.pausing():
                 result = run()
             self.recorder.unscaled(argument)
@@ -241,10 +242,10 @@ class LoopWatch:
             optimizer=optimizer,
             name=known.name,
             scaler=scaler,
-            micro_steps=self.recorder.backwards,
+            micro_steps=self.recorder.micro_steps(optimizer),
             seconds=None if known.last is None else time.monotonic() - known.last,
         )
-        return attempt, self.recorder.losses if recorded else []
+        return attempt, self.recorder.losses(optimizer) if recorded else []
 
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))

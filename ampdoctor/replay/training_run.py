@@ -53,6 +53,8 @@ class TrainingRun:
         move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
         load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
         notes: What a report says about how the run was made, a sentence each.
+        finite_again: Of a recorded step that was not finite in its loop and was when it was run again there: that, in a
+            sentence. None for any other run.
         counters: `counters(numbers) -> those that were put`, where a checkpoint's numbers have to reach the loop's own
             variables of the same names.
         first_step: The step of the training that the run's step 0 is; None: as many as the checkpoint says, or 0.
@@ -78,6 +80,7 @@ class TrainingRun:
     move: Callable[[Any, Any], Any] | None = None
     load: Callable[[TrainingRun, Any], None] | None = None
     notes: tuple[str, ...] = ()
+    finite_again: str | None = None
     counters: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
     first_step: int | None = None
 

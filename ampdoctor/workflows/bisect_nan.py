@@ -51,7 +51,7 @@ from ampdoctor.workflows.opening.unexamined import saw_anything, unexamined
 from ampdoctor.workflows.opening.until_sick import LAST, elsewhere, interrupted, only_looked_at
 from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.one_cause import led_on, told_once
-from ampdoctor.workflows.proving.proof import proof_of
+from ampdoctor.workflows.proving.proof import as_far_as_replayed, proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
 from ampdoctor.workflows.proving.way_back import WayBack
@@ -94,7 +94,15 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
             report = _searched(replay, progress, set_aside, None)
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
-    return counted_from(report, replay.first_step or 0)
+    return _as_in_its_loop(counted_from(report, replay.first_step or 0), replay.finite_again)
+
+
+def _as_in_its_loop(report: Report, finite_again: str | None) -> Report:
+    """A recorded step that is finite here is not healthy where it was sick, and finite when it was run again there."""
+    if finite_again is None or report.verdict == "sick":
+        return report
+    note = ErrorNote(what="the recorded step", kind="not_reproduced", message=finite_again)
+    return replace(report, verdict="not_reproduced", complete=False, errors=(*report.errors, note))
 
 
 def _searched(
@@ -550,7 +558,7 @@ class _Search:
         )
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, replayed_here(self.replay, self.session, len(self.outcomes))))
-        findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
+        findings = tuple(as_far_as_replayed(self.replay.located(f)) for f in sorted(found, key=_worst_first))
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]

@@ -37,6 +37,7 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
+from ampdoctor.workflows.last_update import LastUpdate
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -113,6 +114,7 @@ class Doctor:
         self._lines = StepLines(self._log)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
+        self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
         self._blind = BlindSteps()
         self._late: LateNews | None = None  # what has to be said of a step that is over
@@ -149,6 +151,7 @@ class Doctor:
             stack.enter_context(self._numbers.watching())
             stack.enter_context(hearing(self._clipped))
             self._watch.recorder.returned = self._returned
+            self._watch.recorder.cleared = self._numbers.cleared
             self._numbers.begin_step(0)
             yield
 
@@ -182,6 +185,8 @@ class Doctor:
             sick = self._sick_of(losses, norm)
             if sick is not None:
                 self._fall_sick(attempt, sick, settles=_steps_either_way(attempt))
+            elif self.report is None:
+                self._last[attempt.name] = LastUpdate.of(attempt)
         elif self.report is None:
             self._blind.add(attempt, held=held)
         self._attentive = max(self._attentive - 1, 0)
@@ -199,6 +204,8 @@ class Doctor:
         self._guard.release()
         if skipped is False:
             self._settling.pop(attempt.name, None)
+        else:
+            self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
         self._numbers.begin_step(self._lines.turn)
@@ -278,7 +285,7 @@ class Doctor:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
         with unseen():
-            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses)
+            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses(None))
         root = None if sick else recorder.last_value()
         if sick or root is not None:
             step = self._lines.turn
@@ -289,7 +296,8 @@ class Doctor:
         request = self._request
         if request.look == "off":
             return
-        healthy = self._sick_of(self._watch.recorder.losses, None) is None
+        losses = self._watch.recorder.losses(program.optimizer)
+        healthy = self._sick_of(losses, None) is None
         hopeful = settles and name not in self._settling and healthy
         if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
             self._hope(program, name)
@@ -306,6 +314,11 @@ class Doctor:
                     thresholds=request.thresholds,
                     settles=settles,
                 )
+        if seen.report is not None:
+            report, parameters = seen.report, dict(program.model.named_parameters())
+            for update in self._last.values():
+                report = update.explained(report, parameters)
+            seen = replace(seen, report=report)
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)

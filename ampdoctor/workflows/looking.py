@@ -91,7 +91,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
         failed = ErrorNote(what="the recorded step", kind="not_replayed", message=said)
         report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(failed,)), ()
     if not report.findings and not report.errors:
-        report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program),))
+        report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program, uncovered),))
     left_out = (*_not_replayed(program, uncovered), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
@@ -251,12 +251,20 @@ def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
     return bool((mine - other).norm() <= AGREE * other.norm())
 
 
-def _finite_again(program: Program) -> ErrorNote:
+def _finite_again(program: Program, uncovered: Sequence[str]) -> ErrorNote:
     """The step was not finite, and is when it is run again: something else than its calls made it so."""
+    edited = [name for name in program.edited if name in uncovered]
     said = (
         f"step {program.step} was not finite in the loop, and is finite when it is run again from its recorded calls: "
-        f"its kernels are not deterministic, the hardware erred, or what was not recorded made it so"
     )
+    if edited:
+        said += (
+            f"the gradients of {_listed(edited)} were changed between the backward and the step, by the loop's own "
+            "code or a hook"
+        )
+    else:
+        written = " (code that writes to a gradient's .data)" if uncovered else ""
+        said += f"what was not recorded made it so{written}, its kernels are not deterministic, or the hardware erred"
     return ErrorNote(what=f"step {program.step}", kind="not_reproduced", message=said)
 
 
@@ -272,7 +280,10 @@ def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:
 def _not_replayed(program: Program, uncovered: Sequence[str]) -> list[Skipped]:
     found = [Skipped(what="part of the step", reason=reason, kind="not_replayed") for reason in program.unexplained]
     if uncovered:
-        some = ", ".join(uncovered[:4]) + (f" and {len(uncovered) - 4} more" if len(uncovered) > 4 else "")
-        reason = f"the recorded calls do not explain the gradient of {some}: nothing is proved of it"
+        reason = f"the recorded calls do not explain the gradient of {_listed(uncovered)}: nothing is proved of it"
         found.append(Skipped(what="part of the step", reason=reason, kind="not_replayed"))
     return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

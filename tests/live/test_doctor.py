@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.live.loop_watch import LoopWatch
+from ampdoctor.live.numbers.clipping import hearing
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows import doctor
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 
@@ -109,3 +113,275 @@ def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path,
     (report,) = told
     said = "opt_actor (Adam, optimizer2 in the log)" if several else None
     assert check_report(render_json(report))["run"].get("optimizer") == said
+
+
+def by_zero_grad(model, optimizer):
+    optimizer.zero_grad()
+
+
+def by_zeros(model, optimizer):
+    model.zero_grad(set_to_none=False)
+
+
+def by_hand(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def by_hand_with_zeros(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+
+
+@pytest.fixture
+def attended(tmp_path):
+    """What a loop is told that is given to it, as (verdict, step); and the doctor."""
+
+    def attend(loop):
+        told = []
+        watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+        with watching.attending():
+            loop()
+        watching.ended(None)
+        return [(report.verdict, report.run["step"]) for report in told], watching
+
+    return attend
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("clear", [by_zero_grad, by_zeros, by_hand, by_hand_with_zeros])
+def test_gradients_that_the_loop_has_thrown_away_are_no_step_s(clear, clipped, scaled, attended):
+    """A loop that leaves a sick batch out by itself trains on, and its next step is healthy."""
+
+    def loop():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        for step in range(4):
+            x = torch.full((2, 4), float("nan") if step == 1 else 1.0)
+            loss = model(x).pow(2).mean()
+            scaler.scale(loss).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if loss.isfinite():
+                scaler.step(optimizer)
+            else:
+                clear(model, optimizer)
+            if clipped or loss.isfinite():
+                scaler.update()
+            optimizer.zero_grad(set_to_none=clear in (by_zero_grad, by_hand))
+
+    told, watching = attended(loop)
+    assert told == []
+    assert watching._lines.attempted == 3
+
+
+def gan(thrown_away, sick):
+    """A turn in which the loop throws one model's gradients away, and one model's loss is NaN."""
+
+    def loop():
+        torch.manual_seed(0)
+        models = {"critic": nn.Linear(4, 1), "generator": nn.Linear(4, 4)}
+        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+        for turn in range(3):
+            for name, model in models.items():
+                noise = torch.randn(2, 4) * (float("nan") if (turn, name) == (1, sick) else 1.0)
+                made = models["generator"](noise)
+                models["critic"](made.detach() if name == "critic" else made).pow(2).mean().backward(
+                    inputs=list(model.parameters())
+                )
+            for name, optimizer in optimizers.items():
+                if turn == 1 and name == thrown_away:
+                    optimizer.zero_grad()
+            for name, optimizer in reversed(optimizers.items()):
+                if turn != 1 or name != thrown_away:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize("model", ["critic", "generator"])
+def test_what_was_thrown_away_of_one_model_is_no_alarm_at_another_s_step(model, attended):
+    told, _ = attended(gan(model, sick=model))
+    assert told == []
+
+
+@pytest.mark.parametrize(("thrown_away", "sick"), [("critic", "generator"), ("generator", "critic")])
+def test_what_was_thrown_away_of_one_model_hides_nothing_of_another(thrown_away, sick, attended):
+    told, _ = attended(gan(thrown_away, sick))
+    assert [verdict for verdict, _ in told] == ["sick"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_scale": 2.0**24, "backoff_factor": 0.999},
+        {"init_scale": 16.0, "growth_factor": 1e30, "growth_interval": 1},
+    ],
+)
+def test_a_scale_with_which_one_step_is_well_is_no_verified_setting(settings, attended):
+    """Where the scaler goes from there, its own settings decide, and no step after this one was replayed."""
+
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", **settings)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().pow(2).mean() * 100
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    _, watching = attended(loop)
+    (finding,) = watching.report.findings
+    assert finding.prescription.kind == "init_scale"
+    assert finding.prescription.status == "not_run"
+    assert "this step, which is finite with it" in finding.prescription.reason
+
+
+def by_nan(model):
+    model.weight.grad.add_(float("nan"))
+
+
+def by_factor(model):
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 1e30 * 1e30
+
+
+def by_own_clipping(model):
+    total = torch.zeros(())
+    model.weight.grad.mul_(1.0 / total).mul_(0.0)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("edit", [by_nan, by_factor, by_own_clipping])
+def test_gradients_that_the_loop_has_changed_are_no_fault_of_the_hardware(edit, clipped, attended, tmp_path):
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            if step == 2:
+                edit(model)
+            if clipped:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    told, watching = attended(loop)
+    assert told == [("not_reproduced", 2)]
+    (error,) = watching.report.errors
+    assert "step 2 was not finite" in error.message
+    assert "gradients of weight" in error.message
+    assert "changed between the backward and the step, by the loop's own code or a hook" in error.message
+    assert "hardware" not in error.message
+    replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / "bundle-2"), device="cpu"))
+    assert (replayed.verdict, replayed.errors[0].message) == ("not_reproduced", error.message)
+
+
+def test_what_only_clipping_has_changed_is_not_taken_for_the_loop_s_own_change():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    edited = []
+
+    class Listens:
+        def unscaling(self, optimizer):
+            pass
+
+        def about_to_step(self, attempt, losses):
+            edited.append(watch.program(attempt).edited)
+
+        held_back = about_to_step
+
+        def attempted(self, attempt, *, skipped):
+            pass
+
+    watch = LoopWatch(Listens())
+    with watch.watching(), hearing(lambda clip: watch.recorder.clipped(clip.gradients, clip.max_norm, 2.0)):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            for _ in range(2):
+                scaler.scale(model(torch.randn(8, 4)).pow(2).mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    assert edited == [(), (), ()]
+
+
+def with_lr(model, optimizer):
+    optimizer.param_groups[0]["lr"] = float("inf")
+
+
+def with_no_eps(model, optimizer):
+    """A unit that no batch reaches: its gradient is 0, and so is the mean of its squares."""
+    optimizer.param_groups[0]["eps"] = 0.0
+    optimizer.state[model[0].bias]["exp_avg_sq"].zero_()
+    with torch.no_grad():
+        model[0].bias.fill_(-1e4)
+
+
+def with_eps_too_small(model, optimizer):
+    with_no_eps(model, optimizer)
+    optimizer.param_groups[0]["eps"] = 1e-60
+
+
+def by_writing(model, optimizer):
+    """What the loop does to the weights once they are updated."""
+    optimizer.register_step_post_hook(lambda *_: model[0].bias.data.fill_(float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (with_lr, "made the weights so: lr is inf"),
+        (with_no_eps, "its exp_avg_sq is 0 in 4 places where the weights are lost, and eps is 0"),
+        (with_eps_too_small, "and eps=1e-60 is 0 in float32"),
+        (by_writing, "made the weights so, or what the loop did to the weights after it"),
+    ],
+)
+def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, attended, check_report):
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            if step == 1:
+                fault(model, optimizer)
+                if fault in (with_no_eps, with_eps_too_small):
+                    model[0].bias.grad.zero_()
+                    optimizer.state[model[0].bias]["exp_avg"].zero_()
+            optimizer.step()
+            if step == 1:
+                optimizer.param_groups[0]["lr"] = 0.1
+
+    told, watching = attended(loop)
+    assert told == [("sick", 2)]
+    check_report(render_json(watching.report))
+    (finding,) = [one for one in watching.report.findings if one.where.tensor == "0.bias"]
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "Adam.step")
+    assert "after step 1: the gradients of that step were finite, and its update (Adam, lr=" in finding.message
+    assert finding.message.endswith(reason)
+
+
+def test_a_weight_that_no_update_has_touched_is_not_put_down_to_one(attended):
+    def loop():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model.weight[0, 0] = float("nan")
+        model(torch.randn(8, 4)).mean().backward()
+        optimizer.step()
+
+    _, watching = attended(loop)
+    assert {one.where.phase for one in watching.report.findings} == {"checkpoint"}

@@ -43,6 +43,9 @@ class Clippings:
     def __init__(self) -> None:
         self._heard: list[Heard] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._heard)
+
     def add(self, clip: Clip) -> None:
         """A clipping is about to be made."""
         self._heard.append(Heard(clip))
@@ -54,7 +57,7 @@ class Clippings:
                 heard.scaled = True
 
     def forget(self, gradients: AbstractSet[int] | None = None) -> None:
-        """A step has used these gradients (None: all), whose ids may be others' from here on."""
+        """A step has used these gradients (None: all), or they are cleared: their ids may be others' from here on."""
         self._heard = [h for h in self._heard if gradients is not None and not h.clip.gradients & gradients]
 
     def norm_of(self, gradients: AbstractSet[int]) -> Norm:

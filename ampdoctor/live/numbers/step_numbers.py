@@ -168,6 +168,18 @@ class StepNumbers:
         self._clips.carry_scale({id(p.grad) for p in parameters if p.grad is not None})
 
     @_harmless
+    def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - as it is told
+        """Gradients are about to be cleared, or were: what clipping heard of them is no step's.
+
+        Args:
+            parameters: Theirs.
+            by_hand: They were, and may be gone: others may have their ids from here on.
+        """
+        if self._clips:
+            gradients = {id(p.grad) for p in parameters if p.grad is not None}
+            self._clips.forget(None if by_hand and not gradients else gradients)
+
+    @_harmless
     def incoming(self, module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> None:
         """The gradient of a module's output has come back, in a step that is `looking`; arguments as of `arrived`."""
         if not self.looking or len(self._incoming) >= MOST_INCOMING:

@@ -33,7 +33,9 @@ from ampdoctor.loop.recorded.program import (
     Held,
     Instruction,
     Line,
+    Made,
     Program,
+    Reference,
     Scaled,
     Unscaled,
     references,
@@ -83,21 +85,19 @@ class StepRecorder:
 
     Attributes:
         models: The loop's models.
-        losses: What the backwards since the last update began from, detached, unscaled where a scaler was told; without
-            those of which the loop has cleared the gradients, as one does that skips an update by its own judgement.
-        backwards: How many backwards there were since.
+        backwards: How many backwards there were since the last update.
         away: What runs is not the loop's.
         returned: Told of what a model's call has returned, with the model's name and the call's number.
+        cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
         failed: What ended the recording; None while all is well.
     """
 
     def __init__(self) -> None:
         self.models = OutermostModels(self)
-        self.losses: list[torch.Tensor] = []
-        self._scaled_since = 0  # losses that a scaler has scaled since the last backward
         self.backwards = 0
         self.away = False
         self.returned: Callable[[str, int, Any], None] | None = None
+        self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None
         self._calls = 0
         self._tape = Tape(self._add, self.fail)
@@ -115,6 +115,11 @@ class StepRecorder:
         self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales for
         self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: instructions before its last update
         self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner of gradients: as they were cleared
+        self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
+        self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
+        self._filled: set[int] = set()  # owners of gradients that held some after the last backward
+        self._as_left: dict[int, tuple[int, int]] = {}  # by parameter: its gradient, and how often that was written to
+        self._edited: set[int] = set()  # parameters whose gradient the loop itself has changed since
         self._updates = 0
         self._count = 0
         self._prefixes: list[tuple[str, weakref.ref[nn.Module]]] = []
@@ -194,7 +199,7 @@ class StepRecorder:
     def _end(self, why: str) -> None:
         self.failed = self.failed or why
         self.away = True
-        self.losses.clear()
+        self._losses.clear()
         self._tape.close()
 
     @property
@@ -315,29 +320,32 @@ class StepRecorder:
         elif not isinstance(losses, list | tuple):
             return  # an iterator that is used up
         for loss, result in zip(losses, scaled, strict=True):
-            self.losses.append(loss.detach())
-            self._scaled_since += 1
-            taken = self._tape.reference(loss)
-            self._add(Scaled(loss=taken, result=self._tape.make(result)[""], line=user_line()))
+            taken, made = self._tape.reference(loss), self._tape.make(result)[""]
+            self._scaled_losses[made.index] = loss.detach()
+            self._add(Scaled(loss=taken, result=made, line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
-        if not in_backward() and seen.accumulated and not transforms() and os.getpid() == self._process:
-            self._begins(seen)
-        return run()
+        if in_backward() or not seen.accumulated or transforms() or os.getpid() != self._process:
+            return run()
+        self._begins(seen)
+        result = run()
+        self._has_run()
+        return result
 
     @_harmless
     def _begins(self, seen: SeenBackward) -> None:
         if not self.trains():
             return
         self._tape.close()
+        for owner in self._owners():
+            if id(owner) in self._filled and not _hold_gradients(owner):
+                self._zeroed(owner, by_hand=True)
+        self._find_edited()
         self.backwards += 1
-        self._scaled_since = 0
         self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
-        for root in roots:
-            if root.numel() == 1 and not self._is_scaled(root):
-                self.losses.append(root.detach())
         name = self._tape.reference
+        self._losses.append((self._count, [loss for root in roots for loss in self._losses_of(root, name(root))]))
         self._add(
             Backward(
                 roots=tuple(map(name, roots)),
@@ -349,9 +357,71 @@ class StepRecorder:
             )
         )
 
-    def _is_scaled(self, root: torch.Tensor) -> bool:
-        reference = self._tape.reference(root)
-        return any(isinstance(one, Scaled) and one.result == reference for one in self._tape.instructions)
+    @_harmless
+    def _has_run(self) -> None:
+        """A backward has added to gradients."""
+        self._filled = {id(owner) for owner in self._owners() if _hold_gradients(owner)}
+        self._leave_gradients()
+
+    def _leave_gradients(self) -> None:
+        """These are the gradients as a backward, or a scaler, has left them."""
+        self._as_left = {
+            id(p): (id(gradient), version_of(gradient))
+            for owner in self._owners()
+            for p in _parameters_of(owner)
+            if (gradient := p.grad) is not None
+        }
+
+    def _find_edited(self) -> None:
+        """Note whose gradients are no more as they were left."""
+        for owner in self._owners() if self._as_left else ():
+            for p in _parameters_of(owner):
+                left, gradient = self._as_left.get(id(p)), p.grad
+                if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
+                    self._edited.add(id(p))
+
+    def _owners(self) -> list[Any]:
+        """Who holds gradients: the optimizers, or before the first update the models."""
+        optimizers = [there for reference, _ in self._stepped.values() if (there := reference()) is not None]
+        return optimizers or [root for _, root in self.models.roots]
+
+    def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
+        """What a backward from here differentiates, before a scaler has scaled it, or a part of that was taken."""
+        if isinstance(reference, Made) and self._scaled_losses:
+            if reference.index in self._scaled_losses:
+                return [self._scaled_losses.pop(reference.index)]
+            instructions = self._tape.instructions
+            made = {one.index: place for place, each in enumerate(instructions) for one in results(each)}
+            behind = sliced(instructions, [made[reference.index]]) if reference.index in made else []
+            scaled = [one.result.index for one in behind if isinstance(one, Scaled)]
+            if any(index in self._scaled_losses for index in scaled):
+                return [self._scaled_losses.pop(index) for index in scaled if index in self._scaled_losses]
+        return [root.detach()] if root.numel() == 1 else []
+
+    def losses(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+        """What the gradients that an optimizer holds came of, detached, unscaled where a scaler was told.
+
+        Args:
+            optimizer: Whose; None for all.
+        """
+        begun = self._adding_up(optimizer)
+        losses = [loss for count, losses in self._losses if begun is None or count in begun for loss in losses]
+        return [*losses, *self._scaled_losses.values()]
+
+    def micro_steps(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many backwards an optimizer's gradients add up, or another's beside it, since the last update."""
+        begun = self._adding_up(optimizer)
+        return self.backwards if begun is None else sum(count in begun for count, _ in self._losses)
+
+    def _adding_up(self, optimizer: Any) -> set[int] | None:
+        """When the backwards began whose gradients an optimizer holds; None for all since the last update.
+
+        A loop that leaves a batch out by itself clears the gradients after its backward.
+        """
+        first = self._losses[0][0] if self._losses else self._count
+        if all(count <= first for _, count in self._cleared.values()):
+            return None
+        return {self._order[id(self._tape.instructions[place])] for place in self._wanted(optimizer)}
 
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""
@@ -360,14 +430,21 @@ class StepRecorder:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     @_harmless
+    def unscaling(self) -> None:
+        """A scaler is about to unscale gradients."""
+        self._find_edited()
+
+    @_harmless
     def unscaled(self, optimizer: Any) -> None:
         """A scaler has unscaled an optimizer's gradients."""
-        if not self._is_elsewhere():
-            self._add(Unscaled(line=user_line()), id(optimizer))
+        if self._is_elsewhere():
+            return
+        self._leave_gradients()
+        self._add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
     def clipped(self, gradients: Collection[int], max_norm: float, norm_type: float) -> None:
-        """Gradients were clipped by their total norm.
+        """Gradients are about to be clipped by their total norm.
 
         Args:
             gradients: The `id` of each.
@@ -375,6 +452,10 @@ class StepRecorder:
             norm_type: Of the norm.
         """
         if not self._is_elsewhere():
+            self._find_edited()
+            self._as_left = {
+                key: (gradient, version + (gradient in gradients)) for key, (gradient, version) in self._as_left.items()
+            }
             held = tuple(
                 Held(name) for name, tensor in self._tape.held() if tensor.is_leaf and id(tensor.grad) in gradients
             )
@@ -404,7 +485,7 @@ class StepRecorder:
         instructions = self._tape.instructions
         apart = optimizer is not None and bool(roots) and not self._is_reached(optimizer)
         optimizer = None if apart else optimizer
-        wanted = self._wanted(optimizer, model)
+        wanted = self._wanted(optimizer)
         if root is not None:
             instructions = [*instructions, Ended(value=self._tape.reference(root), line=None)]
             wanted.append(len(instructions) - 1)
@@ -422,6 +503,7 @@ class StepRecorder:
             before = self._before[id(call)]
             buffers.update((key, value) for key, value in before.items() if key.startswith(inside))
         now = dict(model.named_buffers())
+        self._find_edited()
         return Program(
             model=model,
             optimizer=optimizer,
@@ -432,6 +514,7 @@ class StepRecorder:
             buffers={key: value for key, value in buffers.items() if key in now and not _same(now[key], value)},
             step=step,
             line=user_line(),
+            edited=() if apart else tuple(name for key, name in self._tape.names.items() if key in self._edited),
             unexplained=(*self.models.unseen, *([_APART] if apart else []), *self._doubts(model, indices, calls)),
         )
 
@@ -463,12 +546,13 @@ class StepRecorder:
         held = {id(p) for p in _parameters_of(optimizer)}
         return any(id(one) in held for one in (*self._tape.given, *(tensor for _, tensor in self._tape.held())))
 
-    def _wanted(self, optimizer: Any, model: nn.Module) -> list[int]:
+    def _wanted(self, optimizer: Any) -> list[int]:
         """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
         instructions = self._tape.instructions
+        model = together(self.models.roots)
         if optimizer is None:
-            last = max((count for _, count in self._stepped.values()), default=0)
-            begun = self._begun({id(p) for p in model.parameters()}, last)
+            trained = {id(p) for p in model.parameters() if p.requires_grad}
+            begun = self._begun(trained, max((count for _, count in self._stepped.values()), default=0))
             return [
                 place
                 for place, one in enumerate(instructions)
@@ -477,17 +561,23 @@ class StepRecorder:
         held = {id(p) for p in _parameters_of(optimizer) if p.requires_grad}
         modules = dict(model.named_modules())
 
+        names = {name for key, name in self._tape.names.items() if key in held}
+
         def holds(call: Call) -> bool:
             return any(id(p) in held for p in modules[call.model].parameters())
 
-        names = {name for key, name in self._tape.names.items() if key in held}
+        def adds(place: int, one: Backward) -> bool:
+            if one.inputs:
+                return any(isinstance(taken, Held) and taken.name in names for taken in one.inputs)
+            return leads_to(instructions[:place], one, self._tape.grad, holds)
+
         begun = self._begun(held, self._stepped[id(optimizer)][1] if id(optimizer) in self._stepped else 0)
         wanted = []
         for place, one in enumerate(instructions):
             if self._order[id(one)] < begun:
                 continue
             if (
-                (isinstance(one, Backward) and leads_to(instructions[:place], one, self._tape.grad, holds))
+                (isinstance(one, Backward) and adds(place, one))
                 or (isinstance(one, Unscaled) and self._of[id(one)] == id(optimizer))
                 or (isinstance(one, Clipped) and any(parameter.name in names for parameter in one.parameters))
             ):
@@ -504,22 +594,30 @@ class StepRecorder:
         self._tape.close()
         self._updates += 1
         self._stepped[id(optimizer)] = weakref.ref(optimizer), self._count
-        self.losses.clear()
+        self._losses.clear()
+        self._scaled_losses.clear()
+        self._filled.clear()
+        self._forget_gradients(optimizer)
         self.models.left_behind()
-        self.backwards = self._calls = self._dropped = self._scaled_since = 0
+        self.backwards = self._calls = self._dropped = 0
         oldest = self._updates - _RING
         self._keep([one for one in self._tape.instructions if self._ages[id(one)] > oldest])
 
     @_harmless
-    def _zeroed(self, owner: Any) -> None:
-        """A model's, or an optimizer's, gradients were cleared."""
+    def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
+        """A model's, or an optimizer's, gradients are cleared."""
         if self._is_elsewhere():
             return
+        if self.cleared is not None:
+            self.cleared(_parameters_of(owner), by_hand)
         self._cleared[id(owner)] = weakref.ref(owner), self._count
-        if len(self.losses) > self._scaled_since:
-            cleared = {id(p) for p in _parameters_of(owner)}
-            if all(id(one) in cleared for _, one in self._tape.held() if one.requires_grad):
-                del self.losses[: len(self.losses) - self._scaled_since]
+        self._filled.discard(id(owner))
+        self._forget_gradients(owner)
+
+    def _forget_gradients(self, owner: Any) -> None:
+        for p in _parameters_of(owner):
+            self._as_left.pop(id(p), None)
+            self._edited.discard(id(p))
 
     def _begun(self, held: set[int], begun: int) -> int:
         """How many instructions were recorded when these parameters' gradients began to add up.
@@ -549,7 +647,7 @@ class StepRecorder:
             self._dropped += half
             backwards = backwards[half:]
             self._keep([one for one in self._tape.instructions if id(one) not in gone])
-        del self.losses[:-_MOST]
+        del self._losses[:-_MOST]
         self._few = max(_MOST, 2 * len(self._tape.instructions))
         self._light = max(_MOST_BYTES, 2 * self._tape.held_bytes)
 
@@ -596,6 +694,20 @@ def _parameters_of(owner: Any) -> list[torch.Tensor]:
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
     return [p for group in owner.param_groups for p in group["params"]]
+
+
+def _hold_gradients(owner: Any) -> bool:
+    """Whether an owner's gradients are there, and are not all zeros, which a device would have to be waited for."""
+    with unseen():
+        return any(
+            (gradient := p.grad) is not None
+            and (gradient.device.type != "cpu" or type(gradient) is not torch.Tensor or _any(gradient))
+            for p in reversed(_parameters_of(owner))
+        )
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    return gradient.layout != torch.strided or bool(gradient.any())
 
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:

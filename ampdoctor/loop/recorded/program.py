@@ -200,6 +200,8 @@ class Program:
         buffers: Buffers of the model as they were before the first instruction, of those that have changed since.
         step: The attempted step in the training, from 0.
         line: Where the optimizer steps.
+        edited: Parameters whose gradient the loop has changed between its backward and its step, other than by clipping
+            and by a scaler.
         unexplained: What of the step the instructions do not hold, in sentences.
     """
 
@@ -212,6 +214,7 @@ class Program:
     buffers: Mapping[str, torch.Tensor]
     step: int
     line: Line
+    edited: tuple[str, ...] = ()
     unexplained: tuple[str, ...] = ()
 
     @property

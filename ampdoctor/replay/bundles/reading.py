@@ -93,7 +93,9 @@ class Bundle:
             put_weights(model, said, state.made, whose)
             program = self._program(model, calls, state, making.find, notes.append)
         notes += self._notes()
-        return _with(run_of(program), notes)
+        run = run_of(program)
+        run.finite_again = self._finite_again()
+        return _with(run, notes)
 
     def _program(
         self,
@@ -138,6 +140,13 @@ class Bundle:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
+
+    def _finite_again(self) -> str | None:
+        """What was said of a step that was finite when it was run again in its loop."""
+        told = self.manifest.get("diagnosis")
+        errors = told.get("errors") if isinstance(told, dict) else None
+        notes = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
+        return next((str(one.get("message"))[:600] for one in notes if one.get("kind") == "not_reproduced"), None)
 
     def _notes(self) -> list[str]:
         said = self.manifest

@@ -117,6 +117,8 @@ def _judged(report: Report) -> Step:
 def _incomplete(report: Report) -> Step:
     if any(error.kind == "interrupted" for error in report.errors):
         return Step("give the same command more time, or start it from a later checkpoint")
+    if any(error.kind == "not_reproduced" for error in report.errors):
+        return Step("look at what the loop does between its backward and its step, which no replay runs")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
     more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
     return Step(f"mend or fetch anew {what}{more}, then run the same command again")
@@ -212,13 +214,12 @@ def _sick(report: Report) -> Step:
     if prescription is None:
         return _its_page(finding)
     code = code_of(prescription, setting_of(report), finding.cause)
-    proved = "cure this run" if finding.severity == "error" else f"mend what {finding.code} says"
     if prescription.verified and code.apply:
-        return Step(f"paste the lines shown once the model is built: they are proved to {proved}")
+        return Step(f"paste the lines shown once the model is built: {_proved('they are', 'them', finding, report)}")
     if prescription.verified and prescription.kind == "scaler" and code.torch:
-        return Step(f"put the scaler shown into the training loop: it is proved to {proved}")
+        return Step(f"put the scaler shown into the training loop: {_proved('it is', 'it', finding, report)}")
     if prescription.verified:
-        return Step(f"{words.change(prescription)}: that is proved to {proved}")
+        return Step(f"{words.change(prescription)}: {_proved('that is', 'it', finding, report)}")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
         return Step("find where it breaks", _replay("bisect-nan", report.target))
     if finding.code == _NOT_FINITE_IN_FP32:
@@ -230,6 +231,18 @@ def _sick(report: Report) -> Step:
     if code == Code():  # a replay has disproved it
         return _its_page(finding)
     return Step(f"paste the lines shown, which no replay has proved, {_then(report)}")
+
+
+def _proved(they_are: str, them: str, finding: Finding, report: Report) -> str:
+    """How far a change is proved: a step that was recorded, or is the last, shows that step and none after it."""
+    shown = report.proof
+    made = finding.prescription
+    if shown is not None and made is not None and (shown.kind, shown.value) == (made.kind, made.value):
+        alone = sum(step.with_ is not None for step in shown.steps) + shown.omitted == 1
+        if alone and finding.severity == "error":
+            return f"with {them} this step, replayed, stays finite"
+    proved = "cure this run" if finding.severity == "error" else f"mend what {finding.code} says"
+    return f"{they_are} proved to {proved}"
 
 
 def _ruins(finding: Finding) -> bool:

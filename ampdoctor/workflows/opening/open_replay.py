@@ -72,6 +72,7 @@ class OpenReplay:
         scaler: The run's own loss scaler before step 0; None if it has none, or a disabled one.
         refused: Settings of that scaler that torch refuses, and what replaces them.
         first_step: The training's step that a recorded step is; None for a run that begins by itself.
+        finite_again: As of the run: a recorded step was sick in its loop, and finite when it was run again there.
         other_names: Each name of a module or tensor with several names, with the others.
     """
 
@@ -87,6 +88,7 @@ class OpenReplay:
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
     first_step: int | None = None
+    finite_again: str | None = None
     _not_as_it_was: tuple[str, ...] = ()
 
     def session(self) -> Session:
@@ -161,6 +163,7 @@ class OpenReplay:
             begin_anew(session, request, self.notes.append)
         self.notes += run.notes
         self.first_step = run.first_step
+        self.finite_again = run.finite_again
         self.other_names = other_names(session.model)
         self.notes += (
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"

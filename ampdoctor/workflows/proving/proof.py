@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
@@ -19,6 +20,14 @@ STEPS_BEFORE = 3
 """Number of steps without the change that are shown before the first with it: they show how the run failed."""
 MOST_STEPS = 200
 """Maximum number of steps that are shown; of a longer replay, the first and the last half."""
+
+
+_SETTINGS = ("init_scale", "scaler")
+"""Changes of what the scaler goes on from: one step shows what the scale does to it, and not where the scale goes."""
+_ONE_STEP = (
+    "beyond this step, which is finite with it: where the scaler's growth and backoff take the scale from there is not "
+    "known"
+)
 
 
 def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
@@ -37,6 +46,16 @@ def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | 
         skipped=outcome.skipped,
         finite=not sinks,
     )
+
+
+def as_far_as_replayed(finding: Finding) -> Finding:
+    """Returns the finding; a scaler's setting with which nothing but one step was replayed is not verified."""
+    change = finding.prescription
+    if change is None or not change.verified or change.kind not in _SETTINGS or change.proof is None:
+        return finding
+    if len(change.proof.changed) > 1:
+        return finding
+    return replace(finding, prescription=replace(change, status="not_run", reason=_ONE_STEP))
 
 
 def proof_of(findings: Sequence[Finding]) -> ProofSection | None:

@@ -157,7 +157,8 @@ def test_after_kill_9_at_any_moment_the_next_process_goes_on(tmp_path):
         begun = tmp_path / f"begun-{attempt}"
         process = started(
             tmp_path,
-            f"open({str(begun)!r}, 'w').close()\nfor step in range(10**9): log.write(StepLine(step=step)); time.sleep(1e-5)",
+            f"open({str(begun)!r}, 'w').close()\n"
+            "for step in range(10**9): log.write(StepLine(step=step)); time.sleep(1e-5)",
         )
         until(begun.exists, seconds=60)
         time.sleep(0.05 * (attempt + 1))

@@ -8,6 +8,7 @@ import pytest
 
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import BaselineSection, Prescription, Report, Skipped
+from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
 from ampdoctor.evidence.report.scaler import EmittedSettings
 from ampdoctor.evidence.report.scans import ChangedTensor, StructureSection, TrendSection
 from ampdoctor.reports.words.next_step import next_step
@@ -35,6 +36,16 @@ def scanned(*verdicts, first_sick=None, count=None):
 
 def test_a_proved_change_is_pasted():
     assert said(SICK).startswith("paste the lines shown")
+
+
+def test_a_change_that_one_step_was_replayed_with_is_no_cure_of_the_run():
+    cure = OVERFLOW.prescription
+    figures = StepFigures(loss=1.0, scale=None, gradient_norm=1.0, skipped=False, finite=True)
+    steps = tuple(ProofStep(step=step, without=figures, with_=figures, fp32=figures) for step in (4, 5))
+    proof = ProofSection(fingerprint="", kind=cure.kind, value=cure.value, status="verified", steps=steps, omitted=0)
+    assert said(replace(SICK, proof=proof)).endswith("they are proved to cure this run")
+    alone = replace(proof, steps=(replace(steps[0], with_=None), steps[1]))
+    assert said(replace(SICK, proof=alone)).endswith("with them this step, replayed, stays finite")
 
 
 @pytest.mark.parametrize("severity", ["warning", "note"])

@@ -1,0 +1,119 @@
+"""Weights that are not finite before a step whose predecessor was well: what is known of the update between the two."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.loop.torch_internals import unseen
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Finding, Report
+    from ampdoctor.live.loop_watch import Attempt
+
+_SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
+"""Settings that a sentence names, of the optimizers that have them."""
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+"""State of torch's optimizers whose root an update is divided by, with eps added to it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastUpdate:
+    """The settings with which an optimizer has made its last update, of gradients that were finite.
+
+    Attributes:
+        step: Of the update.
+        optimizer: Whose.
+        settings: Of each of its groups; a scheduler may have changed them since.
+    """
+
+    step: int
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    settings: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> LastUpdate:
+        """The update that is about to be made."""
+        groups = attempt.optimizer.param_groups
+        settings = tuple({key: group[key] for key in _SHOWN if key in group} for group in groups)
+        return cls(attempt.step, weakref.ref(attempt.optimizer), settings)
+
+    def explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
+        """Returns the report; where a weight is not finite before the step, this update is named.
+
+        Args:
+            report: Of a step after it, whose weights are as it has left them.
+            parameters: Of the step's model, by name.
+        """
+        return replace(report, findings=tuple(self._told(finding, parameters) for finding in report.findings))
+
+    def _told(self, finding: Finding, parameters: Mapping[str, torch.Tensor]) -> Finding:
+        where, optimizer = finding.where, self.optimizer()
+        parameter = parameters.get(where.tensor or "")
+        if where.phase != "checkpoint" or parameter is None or optimizer is None:
+            return finding
+        settings = self._settings_of(parameter, optimizer)
+        if settings is None:
+            return finding
+        state = optimizer.state.get(parameter, {})
+        if parameter.grad is None and not state:
+            return finding  # it was not updated
+        with unseen(), torch.no_grad():
+            lost = int(parameter.isfinite().logical_not().sum())
+            why = list(_reasons(parameter, settings, state))
+        if not lost:
+            return finding
+        kind = type(optimizer).__name__
+        shown = ", ".join([kind, *(f"{key}={_text(value)}" for key, value in settings.items())])
+        after = "" if why else ", or what the loop did to the weights after it"
+        message = (
+            f"{where.tensor} holds {lost} non-finite values after step {self.step}: the gradients of that step were "
+            f"finite, and its update ({shown}) made the weights so{after}{': ' if why else ''}{'; '.join(why)}"
+        )
+        return replace(
+            finding,
+            message=message,
+            cause=None,
+            where=replace(where, step=self.step, phase="optimizer", op=f"{kind}.step"),
+            evidence={**finding.evidence, "settings": {key: _text(value) for key, value in settings.items()}},
+            help="Mend what the update was made with, and go on from a checkpoint before it.",
+        )
+
+    def _settings_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Mapping[str, Any] | None:
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=False):
+            if any(one is parameter for one in group["params"]):
+                return settings
+        return None
+
+
+def _reasons(parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what of an optimizer's settings and state makes an update of finite gradients non-finite."""
+    for key, value in settings.items():
+        if isinstance(value, torch.Tensor | float) and not math.isfinite(value):
+            yield f"{key} is {_text(value)}"
+    lost = parameter.isfinite().logical_not()
+    for key, held in state.items():
+        if not isinstance(held, torch.Tensor) or held.shape != parameter.shape or not held.is_floating_point():
+            continue
+        dtype = str(held.dtype).removeprefix("torch.")
+        if count := int(held.isfinite().logical_not().sum()):
+            yield f"its {key}, in {dtype}, holds {count} non-finite values"
+        eps = settings.get("eps")
+        if key in _SQUARES and isinstance(eps, float) and float(torch.tensor(eps, dtype=held.dtype)) == 0.0:
+            zeros = int(((held == 0) & lost).sum())
+            small = "eps is 0" if eps == 0.0 else f"eps={eps:g} is 0 in {dtype}"
+            if zeros:
+                yield f"its {key} is 0 in {zeros} places where the weights are lost, and {small}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return (
+        f"{float(value):g}" if isinstance(value, torch.Tensor | float) and not isinstance(value, bool) else str(value)
+    )
