@@ -61,9 +61,18 @@ class LoopListener(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of an optimizer."""
+    """What is known of an optimizer, and of the one that it has taken the place of.
+
+    Attributes:
+        there: The optimizer.
+        trained: Its parameters, by their id.
+        name: Its name.
+        attempts: Its updates so far.
+        last: When the last of them ended.
+    """
 
     there: weakref.ref[Any]
+    trained: dict[int, weakref.ref[torch.Tensor]]
     name: str
     attempts: int = 0
     last: float | None = None
@@ -250,10 +259,27 @@ class LoopWatch:
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))
         if known is None or known.there() is not optimizer:
-            name = f"optimizer{self._names + 1}" if self._names else "optimizer"
-            self._names += 1
-            known = self._optimizers[id(optimizer)] = _Known(weakref.ref(optimizer), name)
+            there = weakref.ref(optimizer)
+            trained = {id(p): weakref.ref(p) for group in optimizer.param_groups for p in group["params"]}
+            known = self._followed_by(trained)
+            if known is None:
+                name = f"optimizer{self._names + 1}" if self._names else "optimizer"
+                self._names += 1
+                known = _Known(there, trained, name)
+            known.there, known.trained = there, trained
+            self._optimizers[id(optimizer)] = known
         return known
+
+    def _followed_by(self, trained: dict[int, weakref.ref[torch.Tensor]]) -> _Known | None:
+        """Who has trained these parameters before: a loop that unfreezes a layer makes a new optimizer, and goes on.
+
+        Two that take turns over the same parameters are both met in the first turn.
+        """
+        for known in self._optimizers.values():
+            shared = (there for key, there in known.trained.items() if key in trained)
+            if known.attempts > 1 and any((p := there()) is not None and trained[id(p)]() is p for there in shared):
+                return known
+        return None
 
     def _is_not_ours(self) -> bool:
         """What runs is our own look, a forked child of the loop's, or on tensors without values."""

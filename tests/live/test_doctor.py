@@ -385,3 +385,24 @@ def test_a_weight_that_no_update_has_touched_is_not_put_down_to_one(attended):
 
     _, watching = attended(loop)
     assert {one.where.phase for one in watching.report.findings} == {"checkpoint"}
+
+
+def test_a_penalty_on_gradients_is_replayed_from_its_bundle_as_in_place(attended, tmp_path):
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4, requires_grad=True)
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            slope = slope - slope if step == 1 else slope
+            (out.pow(2).mean() + (slope.pow(2).sum(1).sqrt() - 1).pow(2).mean()).backward()
+            optimizer.step()
+
+    told, watching = attended(loop)
+    assert told == [("sick", 1)]
+    replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / "bundle-1"), device="cpu", compare_steps=0))
+    assert [one.message for one in replayed.findings] == [one.message for one in watching.report.findings]
+    assert replayed.findings[0].where.op == "aten.sqrt"

@@ -11,6 +11,8 @@ from torch.overrides import get_overridable_functions, resolve_name
 
 _ALSO = ("unflatten", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 """Methods of tensors that make tensors, and are told of, but stand in no table of torch's."""
+_NAMELESS: dict[Callable[..., Any], str] = {torch.autograd.grad: "torch.autograd.grad"}
+"""Functions that are told of, and that torch itself finds no name for: a penalty on gradients is made of them."""
 
 
 @cache
@@ -23,13 +25,14 @@ def _table() -> dict[str, Callable[..., Any]]:
                 found.setdefault(name, function)
     for name in _ALSO:
         found[f"torch.Tensor.{name}"] = getattr(torch.Tensor, name)
+    found |= {name: function for function, name in _NAMELESS.items()}
     return found
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
     """Returns the name by which `function_named` finds a function of torch's; None for any other."""
     try:
-        name = resolve_name(function)
+        name = _NAMELESS.get(function) or resolve_name(function)
     except (AttributeError, TypeError):
         return None
     return name if name is not None and _table().get(name) == function else None
