@@ -7,6 +7,7 @@ from torch import nn
 from ampdoctor.live.loop_watch import LoopWatch
 from ampdoctor.live.numbers.clipping import hearing
 from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.words.words import place
 from ampdoctor.workflows import doctor
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -406,3 +407,37 @@ def test_a_penalty_on_gradients_is_replayed_from_its_bundle_as_in_place(attended
     replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / "bundle-1"), device="cpu", compare_steps=0))
     assert [one.message for one in replayed.findings] == [one.message for one in watching.report.findings]
     assert replayed.findings[0].where.op == "aten.sqrt"
+
+
+def test_a_batch_is_bad_as_a_whole_and_its_parts_go_by_what_takes_them(tmp_path):
+    """Returns and advantages are made of the same rewards: one cause, and one error."""
+    told = []
+    model = nn.Bilinear(4, 4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rewards = torch.full((3, 1), torch.nan)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    with watching.attending():
+        values = model(torch.ones(3, 4), torch.ones(3, 4).fill_(torch.nan))
+        (values * rewards).sum().backward(retain_graph=True)
+        (values * (rewards - 1)).sum().backward()
+        optimizer.step()
+    watching.ended(None)
+    (finding,) = told[0].findings
+    assert (finding.code, finding.where.tensor[:19]) == ("AMP204", "input2 at test_doct")
+    assert finding.evidence["also_count"] == len(finding.evidence["also"]) == 1
+    assert all(one["tensor"].startswith("what mul takes at test_doctor.py:") for one in finding.evidence["also"])
+    assert finding.prescription.detail.startswith("Check or drop this batch")
+
+
+def test_an_op_whose_derivative_fails_may_be_the_loops(tmp_path):
+    told = []
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    with watching.attending():
+        (model(torch.ones(3, 4)) * 0).sqrt().sum().backward()
+        optimizer.step()
+    watching.ended(None)
+    (finding,) = told[0].findings
+    assert (finding.where.phase, finding.where.module) == ("backward", "")
+    assert "the root module's own code or the loop's" in place(finding.where)

@@ -104,7 +104,13 @@ def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
         numbers["departs"] = birth.departs
     if others:
         numbers["also"] = [
-            {"phase": b.where.phase, "module": b.where.module, "op": b.where.op, "nonfinite": b.where.nonfinite}
+            {
+                "phase": b.where.phase,
+                "module": b.where.module,
+                "op": b.where.op,
+                "nonfinite": b.where.nonfinite,
+                **({"tensor": b.where.tensor} if b.origin == "data" and b.where.tensor else {}),
+            }
             for b in others[:8]
         ]
         numbers["also_count"] = len(others)

@@ -118,7 +118,8 @@ def _what(where: Where) -> str:
     if where.module:
         parts.append(f"module {where.module}" + (f" (call {where.call})" if where.call else ""))
     elif where.phase in {"forward", "backward"} and where.tensor is None:
-        parts.append("the root module's own code")
+        either = where.phase == "backward" and where.op  # an op's forward may have been the loop's
+        parts.append("the root module's own code" + (" or the loop's" if either else ""))
     if where.op:
         parts.append(where.op)
     if where.tensor:

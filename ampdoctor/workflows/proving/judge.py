@@ -232,7 +232,10 @@ class Judge:
         finding = replace(finding, help=cure.detail) if cure.detail in {FP32_FAILS, DIVERGES} else finding
         self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
         first = cause_of(main)
-        for birth in rest[: CULPRITS - 1]:
+        batch = next((birth for birth in (main, *rest) if birth.origin == "data"), None)
+        # a batch is bad as a whole: returns and advantages are made of the same rewards
+        apart = [birth for birth in rest if birth.origin != "data" or birth is batch]
+        for birth in apart[: CULPRITS - 1]:
             own = cause if cause_of(birth) == first else None
             self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
 

@@ -104,7 +104,7 @@ def _in_code(
         last = _without_the_batch(birth, trials, session)
     if last is not None and last.verified:
         return replace(last, alternatives=(*tried, code))
-    advice = FP32_FAILS if fails_anyway else HELP[cause]
+    advice = FP32_FAILS if fails_anyway and cause != "bad_data" else HELP[cause]
     return replace(code, value=advice, detail=advice, alternatives=tried)
 
 
