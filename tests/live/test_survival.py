@@ -528,6 +528,35 @@ def test_a_health_folder_that_cannot_be(watched, tmp_path):
     assert (tmp_path / "file").read_text() == "here"
 
 
+class _Wrapper(torch.optim.Optimizer):
+    """As those that add a schedule or a device: its own hooks are called around those of what it steps."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class _Keeper(torch.optim.SGD):
+    """It holds another optimizer over the same parameters, and steps by itself."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, lr=1e-2)
+        self.inner = inner
+
+
+@pytest.mark.parametrize("around", [_Wrapper, lambda inner: _Wrapper(_Wrapper(inner)), _Keeper])
+def test_the_steps_of_a_wrapped_optimizer_are_counted_once(watched, around):
+    with watched() as seen:
+        model = network()
+        train(model, around(torch.optim.SGD(model.parameters(), 1e-2)), bad=3)
+    missed = int(around is _Keeper)  # its first step shows what it is
+    assert steps_of(seen) == list(range(5 - missed))
+    assert [report.run["step"] for report in seen.told] == [3 - missed]
+
+
 def test_threads_and_forked_children_take_no_part_in_the_step(watched):
     with watched() as seen:
         model = train(steps=2)
