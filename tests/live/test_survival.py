@@ -606,7 +606,7 @@ def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_
     expected = both()
     with watched() as seen:
         found = both()
-    assert shared or all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert shared or all(torch.allclose(*pair, 0, 0, True) for pair in zip(expected, found, strict=True))
     assert steps_of(seen) == [step for step in range(6) for _ in range(2)]
     assert [said for said in seen.said if "several threads" in said] == seen.said[:1]
     assert [(report.verdict, report.findings) for report in seen.told] == [("sick", ())]
