@@ -94,6 +94,8 @@ class LoopWatch:
         self._optimizers: dict[int, _Known] = {}
         self._names = 0
         self._here = _OfThread()
+        # by id: those that hold another optimizer and do not step it
+        self._by_themselves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._telling = threading.RLock()  # the listener is told by one thread at a time
         self._busy = False
         self._process = os.getpid()
@@ -178,7 +180,7 @@ class LoopWatch:
             here.scaler = None
         if not here.made and hasattr(argument, "param_groups"):
             with self._telling:
-                attempt, losses = self._attempt_of(argument, scaler)
+                attempt, losses = self._attempt_of(self._innermost(argument), scaler)
                 self._listener.held_back(attempt, losses)
                 self._ended(attempt, skipped=True)
         return result
@@ -188,8 +190,18 @@ class LoopWatch:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_not_ours():
             return None
-        self._here.made = True
-        scaler = self._here.scaler
+        here = self._here
+        here.made, here.passed = True, None
+        if self._innermost(optimizer) is not optimizer:
+            here.passed = optimizer
+            return None
+        if (
+            here.attempt is not None
+            and here.attempt.optimizer is not optimizer
+            and _share(here.attempt.optimizer, optimizer)
+        ):
+            return None  # a part of a step that is judged already
+        scaler = here.scaler
         closure = next((value for value in (*args, *kwargs.values()) if callable(value)), None)
         if closure is None:
             self._judge(optimizer, scaler)
@@ -218,8 +230,11 @@ class LoopWatch:
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_not_ours():
             return
-        attempt, self._here.attempt = self._here.attempt, None
+        attempt, passed = self._here.attempt, self._here.passed
+        if passed is optimizer:
+            self._by_themselves[id(optimizer)] = optimizer
         if attempt is not None and attempt.optimizer is optimizer:
+            self._here.attempt = None
             with self._telling:
                 self._ended(attempt, skipped=_holds_back(optimizer))
 
@@ -242,6 +257,23 @@ class LoopWatch:
             models.search()  # its models were not seen yet: the next step shows them
         elif models.searching and (not first or models.roots):
             models.settle()
+
+    def _innermost(self, optimizer: Any) -> Any:
+        """The optimizer of torch's that a wrapper of one, or of another wrapper, steps: the attempts are its own."""
+        seen: list[Any] = []
+        while id(optimizer) not in self._by_themselves:
+            seen.append(optimizer)
+            held = getattr(optimizer, "__dict__", {}).values()
+            inner = (
+                one
+                for one in held
+                if isinstance(one, torch.optim.Optimizer) and all(one is not other for other in seen)
+            )
+            found = next((one for one in inner if _share(optimizer, one)), None)
+            if found is None:
+                break
+            optimizer = found
+        return optimizer
 
     def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[Attempt, list[torch.Tensor]]:
         """What is about to happen, and the losses that it comes of, as far as they are known."""
@@ -293,12 +325,21 @@ class _OfThread(threading.local):
         scaler: The scaler whose step runs.
         made: The optimizer was called in it.
         attempt: The update that is about to be made.
+        passed: A wrapper whose step runs, as long as that of what it holds does not.
     """
 
     def __init__(self) -> None:
         self.scaler: Any = None
         self.made = False
         self.attempt: Attempt | None = None
+        self.passed: Any = None
+
+
+def _share(here: Any, there: Any) -> bool:
+    """Whether two optimizers have a parameter in common; what only looks like one may have no groups yet."""
+    groups = [getattr(one, "param_groups", ()) for one in (here, there)]
+    mine, other = ({id(p) for group in one for p in group["params"]} for one in groups)
+    return not mine.isdisjoint(other)
 
 
 def _holds_back(optimizer: Any) -> bool | None:

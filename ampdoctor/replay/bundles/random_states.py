@@ -66,7 +66,7 @@ def states_in(entries: Any, tensors: Mapping[str, torch.Tensor], name: str) -> l
     """
     try:
         return [_state(entry, tensors) for entry in entries]
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{name}: a random state is malformed ({type(error).__name__}).") from None
 
 

@@ -80,7 +80,7 @@ class Bundle:
             ReplayError: The step cannot be run again from what was written, or not here.
         """
         said = self.manifest
-        cannot = said.get("cannot")
+        cannot = _listed(said, "cannot")
         if cannot:
             raise ReplayError(f"{self.name} cannot be replayed: {'; '.join(str(one)[:200] for one in cannot[:3])}")
         notes: list[str] = [] if code is None else list(code.notes)
@@ -138,7 +138,7 @@ class Bundle:
                 line=line_in(said["line"]),
                 unexplained=tuple(map(str, said["unexplained"])),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
 
     def _finite_again(self) -> str | None:
@@ -150,9 +150,8 @@ class Bundle:
 
     def _notes(self) -> list[str]:
         said = self.manifest
-        notes = [f"of the bundle: {str(one)[:300]}" for one in said.get("left_out") or ()]
-        exact = said.get("exact")
-        notes += [str(one)[:300] for one in (exact.get("no") if isinstance(exact, dict) else None) or ()]
+        notes = [f"of the bundle: {str(one)[:300]}" for one in _listed(said, "left_out")]
+        notes += [str(one)[:300] for one in _listed(said.get("exact"), "no")]
         versions = said.get("versions")
         then = str(versions.get("torch")) if isinstance(versions, dict) else ""
         if then.partition("+")[0] != torch.__version__.partition("+")[0]:
@@ -208,6 +207,12 @@ class _Tensors:
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
         """The tensors whose names begin with this."""
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
+
+
+def _listed(said: Any, key: str) -> list[Any]:
+    """The sentences under a key; none where there is no list of them."""
+    found = said.get(key) if isinstance(said, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _there(tensor: torch.Tensor | None, name: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from ampdoctor.replay.bundles.classes import finding, library_of
 from ampdoctor.replay.bundles.describing import HEADS, code_of
 from ampdoctor.replay.bundles.named_code import NamedCode
 from ampdoctor.replay.training_run import kind_of
+
+T = TypeVar("T")
 
 _DEEPEST = 20
 _TORCHS = ("sdpa", "eager", "flex_attention")
@@ -81,7 +83,7 @@ class Rebuilding:
             return self._by_function(named, said)
         if kind == "several":
             holder = nn.Module()
-            for name, child in said["children"].items():
+            for name, child in self._entry(said, "children", dict).items():
                 holder.add_module(name, self._model(child, depth + 1))
             return holder
         if kind == "transformers":
@@ -89,14 +91,14 @@ class Rebuilding:
         if kind == "peft":
             return self._of_peft(said, depth)
         if kind == "made":
-            return self._made(said["made"], said, depth)
+            return self._made(self._entry(said, "made", dict), said, depth)
         if kind == "parts":
             return module_read(
                 said, self._class(said, {"kind": kind}), self.find, lambda one: self._model(one, depth + 1)
             )
         if kind == "lightning":
-            cls = self._class(said, said)
-            return _checked(cls(**{key: self._value(one, depth) for key, one in said["hparams"].items()}), self._name)
+            cls, hparams = self._class(said, said), self._entry(said, "hparams", dict)
+            return _checked(cls(**{key: self._value(one, depth) for key, one in hparams.items()}), self._name)
         if isinstance(named, type) and issubclass(named, nn.Module):
             return _checked(named(), self._name)
         raise FactoryError(f"{self._name} holds no code: {self._to_type(said)}")
@@ -105,7 +107,7 @@ class Rebuilding:
         assert self._code is not None  # noqa: S101 for the type checker: it has named the function
         made = function()
         if said["kind"] == "several" and not isinstance(made, nn.Module):
-            names = list(said["children"])
+            names = list(self._entry(said, "children", dict))
             models = dict(made) if isinstance(made, Mapping) else dict(zip(names, made, strict=False))
             if list(models) != names and set(models) != set(names):
                 raise FactoryError(
@@ -120,8 +122,8 @@ class Rebuilding:
 
     def _made(self, made: Mapping[str, Any], said: Mapping[str, Any], depth: int) -> nn.Module:
         cls = self._class(made, said)
-        args = [self._value(one, depth) for one in made["args"]]
-        kwargs = {str(key): self._value(one, depth) for key, one in made["kwargs"].items()}
+        args = [self._value(one, depth) for one in self._entry(made, "args", list)]
+        kwargs = {str(key): self._value(one, depth) for key, one in self._entry(made, "kwargs", dict).items()}
         try:
             return _checked(cls(*args, **kwargs), self._name)
         except NameError as error:
@@ -132,6 +134,16 @@ class Rebuilding:
                 f"bundle does not hold: add a function that returns the model to that file, and name it: --model "
                 f"FILE:make_model"
             ) from None
+
+    def _entry(self, said: Mapping[str, Any], key: str, kind: type[T]) -> T:
+        """What stands under a key: nobody else's code is called before it has been looked at."""
+        found = said[key]
+        if not isinstance(found, kind):
+            raise CheckpointError(f"{self._name}: the entry of the model is malformed ({key!r}).")
+        return found
+
+    def _fields(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        return self._entry({"config": read(said["config"], self.find)}, "config", dict)
 
     def _value(self, tree: Any, depth: int) -> Any:
         def special(kind: str, part: Mapping[str, Any]) -> Any:
@@ -151,7 +163,7 @@ class Rebuilding:
 
     def _class(self, made: Mapping[str, Any], said: Mapping[str, Any]) -> type[nn.Module]:
         """The class that the manifest names, in the code that the user names."""
-        module, _, qualname = made["class"].partition(":")
+        module, _, qualname = self._entry(made, "class", str).partition(":")
         named = None if self._code is None else self._code.named
         outermost = made is said or made is said.get("made")
         if isinstance(named, type) and issubclass(named, nn.Module) and outermost:
@@ -170,8 +182,11 @@ class Rebuilding:
         """What to add to the command, for the end of a sentence."""
         said = said if isinstance(said, dict) else {}
         if said.get("kind") == "several":
-            said = next(iter(said.get("children", {}).values()), {})
-        made = said.get("made", said)
+            children = said.get("children")
+            said = next(iter(children.values()), {}) if isinstance(children, dict) else {}
+        said = said if isinstance(said, dict) else {}
+        made = said.get("made")
+        made = made if isinstance(made, dict) else said
         qualname = str(made.get("class", "")).rpartition(":")[2][:80] or "the model"
         add = f"its model is {qualname}; add --model {shlex.quote(code_of(said) or 'train.py')}"
         if said.get("kind") in ("made", "lightning", "parts"):
@@ -188,7 +203,7 @@ class Rebuilding:
         cls = getattr(library, str(said["class"]), None)
         if not (isinstance(cls, type) and issubclass(cls, library.PreTrainedModel)):
             raise ReplayError(f"this transformers ({library.__version__}) has no model {said['class']!r}")
-        fields = read(said["config"], self.find)
+        fields = self._fields(said)
         if fields.get("quantization_config") is not None:
             raise ReplayError(f"{self._name}: the model's layers are quantised, which is not replayed elsewhere")
         fields = {key: value for key, value in fields.items() if key not in ("auto_map", "quantization_config")}
@@ -208,7 +223,7 @@ class Rebuilding:
     def _with_head(self, model: nn.Module, said: Mapping[str, Any] | None) -> nn.Module:
         if said is None:
             return model
-        if said["name"] not in HEADS:
+        if not isinstance(said, dict) or self._entry(said, "name", str) not in HEADS:
             raise ReplayError(f"{self._name}: its model's forward is {str(said['name'])[:80]}, which is not known here")
         module, function = HEADS[said["name"]]
         library = library_of(module)
@@ -218,14 +233,15 @@ class Rebuilding:
         giver = getattr(library, function, None)
         if giver is None:
             raise ReplayError(f"{self._name}: this {module} has no {function}, which has made its model's forward")
-        giver(model, **{str(key): read(one, self.find) for key, one in said["arguments"].items()})
+        arguments = self._entry(said, "arguments", dict)
+        giver(model, **{str(key): read(one, self.find) for key, one in arguments.items()})
         return model
 
     def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:
         library = library_of("peft")
         if library is None:
             raise ReplayError(f"{self._name} needs peft for its adapters: install it")
-        fields = read(said["config"], self.find)
+        fields = self._fields(said)
         known = library.LoraConfig.__dataclass_fields__
         config = library.LoraConfig(**{key: value for key, value in fields.items() if key in known})
         inner = self._model(said["module"], depth + 1)

@@ -42,7 +42,8 @@ def told_of_changes(
     Python's audit events say it, from whichever function and thread; of torch's and safetensors' writers, which open
     files in C++ and Rust, the same event is raised. Libraries that do so too (HDF5, Arrow) and child processes are not
     seen. What is nobody's work is not told of: hidden files and folders, caches, temporary files, lock files without
-    content, folders without files. What is appended to (a log, a SQLite database that is there) loses nothing.
+    content, folders without files. What is appended to (a log, a SQLite database that is there) loses nothing. What a
+    thread of ours writes beside the run, as that of its log does, is not the run's.
 
     Args:
         folders: The working folder, and that of the user's file.
@@ -58,7 +59,7 @@ def told_of_changes(
             starts()
         changes = _EVENTS.get(event)
         for place, did in () if changes is None else changes(*arguments):
-            if place is not None and _lies_below(place, roots, apart) and _is_work(place):
+            if place is not None and _lies_below(place, roots, apart) and _is_work(place) and not _is_ours():
                 tell(f"{did}{users_line()}", place)
 
     _Audit.install()
@@ -250,6 +251,19 @@ def users_line() -> str:
                 return f" at {Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _is_ours() -> bool:
+    """Whether nothing but ourselves has led here, and Python below us."""
+    ours, frame = 0, sys._getframe(2).f_back  # noqa: SLF001 the one way up that makes no traceback; two are the hook's
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(str(FOLDER)):
+            ours += 1
+        elif "site-packages" in name or not name.startswith(("<", sys.base_prefix + os.sep)):
+            return False
+        frame = frame.f_back
+    return ours > 0
 
 
 def is_users_file(name: str) -> bool:
