@@ -174,7 +174,7 @@ def brief(at, value):
 
 
 def risen(at, value):
-    return value * (1.35 if at >= 400 else 1)
+    return value * (1.8 if at >= 400 else 1)
 
 
 def rising(at, value):
@@ -317,7 +317,7 @@ CASES = {
     "AMP724.both": (1.0, watched(steps(loss=rising, gradient_norm=rising))),
     "AMP725.harmful": (0.9, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.rise": (1e6, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
-    "AMP725.horizon": (1, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
+    "AMP725.horizon": (1, watched(details(22, change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP726.near": (0.0, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP726.horizon": (1, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "update", stopped)))),
