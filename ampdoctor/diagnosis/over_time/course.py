@@ -67,8 +67,8 @@ class Course:
         """Returns how far a value lies beyond the highest of the window, as a share of that one's way from the usual.
 
         A number with a heavy tail goes far now and then, and has gone there before; of how far it has gone before the
-        window, a quarter counts, and fades. In logarithms (or, for what is not positive, in the value's own unit); 0 where
-        it is not beyond.
+        window, a quarter counts, and fades. In logarithms (or, for what is not positive, in the value's own unit); 0
+        where it is not beyond.
         """
         if self.count < LEAST:
             return 0.0
