@@ -1,4 +1,4 @@
-"""A training that is watched is judged while it goes on: alerts in its log, as sentences, and to the user's function."""
+"""A training that is watched is judged while it goes on: alerts in its log, as sentences, to a function."""
 
 from __future__ import annotations
 
