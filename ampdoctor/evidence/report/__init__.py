@@ -13,6 +13,7 @@ from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.of_runs.proof import Proof
 from ampdoctor.evidence.report.bisection import PathSection, ProofSection
+from ampdoctor.evidence.report.health import HealthSection
 from ampdoctor.evidence.report.profile import ProfileSection
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection, StructureSection, TrendSection
@@ -22,7 +23,7 @@ from ampdoctor.evidence.where import Place, Where
 
 SCHEMA_VERSION = "1"
 
-Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "watch"]
+Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "watch", "health"]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
@@ -277,8 +278,8 @@ class Report:
     """The result of one command.
 
     Attributes:
-        command: "scan", "bisect-nan", "profile", "recommend", "run" for a script that was watched while it ran, or
-            "watch" for any other loop.
+        command: "scan", "bisect-nan", "profile", "recommend", "run" for a script that was watched while it ran,
+            "watch" for any other loop, or "health" for a run's log.
         target: What was examined (path and format of a checkpoint, or the factory).
         run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
         verdict: sick, healthy, not_reproduced, inconclusive or not_judged.
@@ -290,6 +291,7 @@ class Report:
         scaler: The loss-scaling section, where the command speaks of loss scaling.
         profile: The range section of profile and recommend.
         precision: Which precision the run and its modules should have, where the command speaks of it.
+        health: What the logs of runs show over their steps.
         trend: What a scan of several checkpoints of one training shows over their steps.
         change: What became of a checkpoint since an earlier one, where a scan was given both.
         structure: What lies in a checkpoint, where a scan was asked to list it.
@@ -319,6 +321,7 @@ class Report:
     scaler: ScalerSection | None = None
     profile: Annotated[Mapping[str, Any], Shape(ProfileSection)] | None = None
     precision: PrecisionAdvice | None = None
+    health: HealthSection | None = None
     trend: TrendSection | None = None
     change: ChangeSection | None = None
     structure: StructureSection | None = None

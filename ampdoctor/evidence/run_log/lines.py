@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from ampdoctor.evidence.codec import Count, Positive, Text, form
 from ampdoctor.evidence.report import Finding, Verdict
+from ampdoctor.evidence.report.health import Health
 from ampdoctor.evidence.run_log.details import DetailLine
 
 SCHEMA_VERSION = 1
 """Raised where a reader of the last one would break; new kinds and keys do not raise it."""
-
-Health = Literal["unknown", "finite", "probation", "good", "sick"]
-"""Of a checkpoint: `finite` was scanned, `probation` waits for clean steps after it, `good` has had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +99,9 @@ class StepLine:
         growth_tracker: The scaler's own count of steps since its scale last changed.
         learning_rates: Of each parameter group of the optimizer.
         seconds: From the step before it to this one.
+        data_seconds: Those of them that the loop waited for its data; null where that was not seen.
+        memory_bytes: Most memory that tensors held on the device since the step before it; null on a CPU.
+        memory_retries: How often the device's allocator had to free its cache and try again, since the run began.
         samples: Of all ranks since the run began.
         tokens: Of all ranks since the run began.
     """
@@ -122,6 +123,9 @@ class StepLine:
     growth_tracker: int | None = None
     learning_rates: tuple[float, ...] = ()
     seconds: float | None = None
+    data_seconds: float | None = None
+    memory_bytes: Count | None = None
+    memory_retries: Count | None = None
     samples: Count | None = None
     tokens: Count | None = None
 

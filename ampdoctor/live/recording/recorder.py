@@ -421,7 +421,8 @@ class StepRecorder:
         first = self._losses[0][0] if self._losses else self._count
         if all(count <= first for _, count in self._cleared.values()):
             return None
-        return {self._order[id(self._tape.instructions[place])] for place in self._wanted(optimizer)}
+        owner = optimizer if optimizer is not None and self._is_reached(optimizer) else None
+        return {self._order[id(self._tape.instructions[place])] for place in self._wanted(owner)}
 
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""

@@ -1,0 +1,1 @@
+"""Rules on runs over time."""

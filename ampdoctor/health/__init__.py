@@ -1,0 +1,1 @@
+"""Runs over their steps, from their logs."""

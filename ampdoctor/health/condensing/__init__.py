@@ -1,0 +1,1 @@
+"""What a page can hold of a run of a million steps."""

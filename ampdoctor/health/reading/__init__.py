@@ -1,0 +1,1 @@
+"""Reading any log as lines of ours."""
