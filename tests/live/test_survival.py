@@ -573,9 +573,11 @@ def test_threads_and_forked_children_take_no_part_in_the_step(watched):
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_again(watched, shared):
-    """Step 3 of one is sick while the other is between its forward and its update."""
+def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_again(watched):
+    """Step 3 of one is sick while the other is between its forward and its update.
+
+    They share no weights: two backwards into the same ones crash torch 2.13 itself, watched or not.
+    """
 
     def both():
         torch.manual_seed(0)
@@ -583,13 +585,13 @@ def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_
         at_once = threading.Barrier(2)
 
         def run(number):
-            model = models[0 if shared else number]
-            optimizer = torch.optim.SGD(model.parameters(), 0.0 if shared else 1e-2)
+            model = models[number]
+            optimizer = torch.optim.SGD(model.parameters(), 1e-2)
             generator = torch.Generator().manual_seed(number)
             for step in range(6):
                 x = torch.randn(4, 8, generator=generator) * (float("nan") if (step, number) == (3, 1) else 1)
                 at_once.wait(10)
-                loss = (model if shared else model[:3])(x).pow(2).mean()
+                loss = model[:3](x).pow(2).mean()
                 at_once.wait(10)
                 optimizer.zero_grad()
                 loss.backward()
@@ -606,7 +608,7 @@ def test_of_threads_that_train_at_once_the_numbers_are_taken_and_nothing_is_run_
     expected = both()
     with watched() as seen:
         found = both()
-    assert shared or all(torch.allclose(*pair, 0, 0, True) for pair in zip(expected, found, strict=True))
+    assert all(torch.allclose(*pair, 0, 0, True) for pair in zip(expected, found, strict=True))
     assert steps_of(seen) == [step for step in range(6) for _ in range(2)]
     assert [said for said in seen.said if "several threads" in said] == seen.said[:1]
     assert [(report.verdict, report.findings) for report in seen.told] == [("sick", ())]

@@ -337,10 +337,11 @@ class StepRecorder:
         if not self.trains():
             return
         self._tape.close()
-        for owner in self._owners():
-            if id(owner) in self._filled and not _hold_gradients(owner):
-                self._zeroed(owner, by_hand=True)
-        self._find_edited()
+        if not self.is_crowded:
+            for owner in self._owners():
+                if id(owner) in self._filled and not _hold_gradients(owner):
+                    self._zeroed(owner, by_hand=True)
+            self._find_edited()
         self.backwards += 1
         self._in_a_row = 0
         roots = [root for root in seen.roots if isinstance(root, torch.Tensor)]
@@ -359,7 +360,11 @@ class StepRecorder:
 
     @_harmless
     def _has_run(self) -> None:
-        """A backward has added to gradients."""
+        """A backward has added to gradients. While another thread makes one, torch lets nobody read them."""
+        if self._is_elsewhere() or self.is_crowded:
+            self._filled.clear()
+            self._as_left.clear()
+            return
         self._filled = {id(owner) for owner in self._owners() if _hold_gradients(owner)}
         self._leave_gradients()
 
@@ -433,7 +438,8 @@ class StepRecorder:
     @_harmless
     def unscaling(self) -> None:
         """A scaler is about to unscale gradients."""
-        self._find_edited()
+        if not self.is_crowded:
+            self._find_edited()
 
     @_harmless
     def unscaled(self, optimizer: Any) -> None:
