@@ -58,8 +58,8 @@ class EventLog:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scalars:
-    """One event: its time, its step and its scalars."""
+class Scalars:
+    """One event: its time in seconds since 1970, its step and its scalars by tag."""
 
     wall_time: float
     step: int
@@ -101,7 +101,21 @@ def read_events(files: Sequence[ByteSource]) -> EventLog:
     return EventLog(entries=in_order(_entries(_read(records, damaged))), damaged=tuple(damaged))
 
 
-def _entries(events: Iterable[_Scalars]) -> Iterator[LogEntry]:
+def scalars_in(files: Iterable[ByteSource], damaged: list[Skipped]) -> Iterator[Scalars]:
+    """Yields the events of files, one file after the other as they lie there, however many there are.
+
+    Args:
+        files: The event files in one folder, the oldest first.
+        damaged: Gets the files that are not read to their end, and why.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    found = ((file, *record) for file in files for record in _records(file, damaged))
+    return _read((one for one in found if one[2] <= MAX_RECORD), damaged)
+
+
+def _entries(events: Iterable[Scalars]) -> Iterator[LogEntry]:
     """Yields events in the order of their times; consecutive events of one step form one line of a log."""
     for step, together in groupby(sorted(events, key=lambda event: event.wall_time), key=lambda event: event.step):
         row: dict[str, Any] = {}
@@ -132,7 +146,7 @@ def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, in
         at += _HEAD + length + _TAIL
 
 
-def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[_Scalars]:
+def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[Scalars]:
     """Yields the events of these records; of a file with a damaged record, those before it."""
     for file, group in groupby(records, key=lambda record: record[0]):
         for _, offset, length in group:
@@ -168,7 +182,7 @@ _TABLE = tuple(_remainder(byte) for byte in range(256))
 # -- the messages ----------------------------------------------------------------------------------------------------
 
 
-def _event(data: bytes) -> _Scalars:
+def _event(data: bytes) -> Scalars:
     """Returns the scalars of an Event: wall_time 1, step 2, summary 5.
 
     Raises:
@@ -183,7 +197,7 @@ def _event(data: bytes) -> _Scalars:
             step = _signed(value)
         elif (number, wire) == (5, _BYTES):
             values |= dict(_summary(value))
-    return _Scalars(wall_time if math.isfinite(wall_time) else 0.0, step, values)
+    return Scalars(wall_time if math.isfinite(wall_time) else 0.0, step, values)
 
 
 def _summary(data: bytes) -> Iterator[tuple[str, float]]:
