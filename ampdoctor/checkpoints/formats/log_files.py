@@ -236,8 +236,8 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
         if (name := next((n for n in names if n in columns), None)) is not None
     }
     if "learning_rate" not in found:
-        rates = [value for name, value in columns.items() if name.startswith(_RATE_OF_ONE)]
-        found |= {"learning_rate": rate for rate in rates[:1]}
+        rate = next((value for name, value in columns.items() if name.startswith(_RATE_OF_ONE)), None)
+        found |= {} if rate is None else {"learning_rate": rate}
     return found
 
 

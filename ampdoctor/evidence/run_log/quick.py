@@ -46,9 +46,10 @@ def _opened(record: type[T]) -> Callable[..., T]:
 
     A twin with the same slots is filled, and becomes the record by its class. Fields are given by name.
     """
-    given: list[Any] = []
-    for one in fields(cast("Any", record)):
-        given.append((one.name, Any) if one.default is MISSING else (one.name, Any, field(default=one.default)))
+    given: list[Any] = [
+        (one.name, Any) if one.default is MISSING else (one.name, Any, field(default=one.default))
+        for one in fields(cast("Any", record))
+    ]
     twin: Any = make_dataclass(f"_{record.__name__}", given, slots=True, kw_only=True)
 
     def make(**values: Any) -> T:

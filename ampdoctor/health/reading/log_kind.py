@@ -61,8 +61,8 @@ class LogKind:
         format: Whose it is, in a word, as in `HealthRun.format`.
         claims: Returns those of a place's files that are a log of this kind, in the order in which they are read; none
             where there is no such log.
-        read: Yields what these files of a folder say as lines of a run's log, in the order of their arrival. Each file is
-            read as far as it goes when it is opened.
+        read: Yields what these files of a folder say as lines of a run's log, in the order of their arrival. Each file
+            is read as far as it goes when it is opened.
     """
 
     format: str

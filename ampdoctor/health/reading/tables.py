@@ -1,9 +1,8 @@
-"""Tables and JSON lines with the column names that trainers use: `metrics.csv` of Lightning's CSVLogger, and any other."""
+"""Tables and JSON lines with the column names that trainers use: Lightning's `metrics.csv`, and any other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ _LIGHTNING = "metrics.csv"
 _SOMETHING = frozenset({"loss", "grad_norm", "scale"})
 _TRIED = 1000
 """Rows by which a file is told from one of another kind: a log says a loss, a norm or a scale within these."""
-_TABLES = {".csv": ",", ".tsv": "\t"}
+_TABLES = frozenset({".csv", ".tsv"})
 
 
 def _is_table(name: str) -> bool:
@@ -67,4 +66,4 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
 
 
 LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=_read)
-ANY_TABLE = LogKind(format="table", claims=_claims, read=partial(_read))
+ANY_TABLE = LogKind(format="table", claims=_claims, read=_read)
