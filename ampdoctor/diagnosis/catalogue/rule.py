@@ -11,7 +11,7 @@ from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 
-Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend"]
+Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health"]
 Evidence = TypeVar("Evidence")
 Finder: TypeAlias = Callable[[Evidence, Thresholds], Iterable[Finding]]
 
@@ -20,6 +20,7 @@ SCANNED: tuple[Command, ...] = ("scan",)
 have looked at."""
 REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
 MEASURED: tuple[Command, ...] = ("profile", "recommend")
+WATCHED: tuple[Command, ...] = ("run", "health")
 RECOMMENDED: tuple[Command, ...] = ("recommend",)
 
 

@@ -1,0 +1,143 @@
+"""`Judge`: hears a run's log line by line, in the order of arrival, and says what a rule finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue.rule import FINDERS
+from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR
+from ampdoctor.diagnosis.over_time.step_courses import StepMoment
+from ampdoctor.diagnosis.over_time.tensor_courses import TensorCourses, TensorMoment
+from ampdoctor.evidence.report import SEVERITIES, Finding
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.lines import Line, RunLine, Stamped, StepLine
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+
+EPISODE = 256
+"""Steps without the same finding after which it is told again: what goes on is one alert."""
+_ROOT = 16
+"""Optimizers that are followed; further ones are not judged."""
+
+_Find = Callable[[Any, Thresholds], Iterable[Finding]]
+
+
+@dataclass(slots=True)
+class _Told:
+    severity: str
+    step: int
+
+
+class Judge:
+    """Judges a run while it goes on, or its log afterwards: the same lines give the same findings.
+
+    Causal: what it says after a line rests on that line and those before. It keeps a few hundred numbers a tensor,
+        whatever the
+    length of the run.
+
+    Args:
+        thresholds: Those in force.
+    """
+
+    def __init__(self, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
+        rules()
+        self._thresholds = thresholds
+        self._on_steps, self._on_tensors = _finders(StepMoment), _finders(TensorMoment)
+        self._names: tuple[str, ...] = ()
+        self._optimizers: tuple[str, ...] = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps: dict[int, StepMoment] = {}
+        self._tensors: dict[int, TensorCourses] = {}
+        self._told: dict[tuple[str, str | None, int], _Told] = {}
+
+    def hear(self, line: Line) -> tuple[Finding, ...]:
+        """Takes a line, and returns what is new with it, worst first; nothing for most."""
+        if isinstance(line, StepLine):
+            return self._hear_step(line)
+        if isinstance(line, DetailLine):
+            return self._hear_detail(line)
+        if isinstance(line, RunLine):
+            self._names, self._optimizers = line.tensors, line.optimizers
+        return ()
+
+    def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
+        """Takes many, and returns all that was found, in the order in which it was."""
+        return tuple(finding for one in lines for finding in self.hear(one.line))
+
+    def _hear_step(self, line: StepLine) -> tuple[Finding, ...]:
+        moment = self._steps.get(line.optimizer)
+        if moment is None:
+            if len(self._steps) >= _ROOT:
+                return ()
+            moment = self._steps[line.optimizer] = StepMoment()
+        elif (
+            line.step <= moment.line.step
+        ):  # a rollback, or another run in the same log: what came before is not its past
+            moment = self._steps[line.optimizer] = StepMoment()
+            self._tensors.pop(line.optimizer, None)
+        moment.hear(line)
+        found: list[Finding] = []
+        for find in self._on_steps:
+            found += find(moment, self._thresholds)
+        return self._new(found, line.optimizer, line.step) if found else ()
+
+    def _hear_detail(self, line: DetailLine) -> tuple[Finding, ...]:
+        if line.reason != "sampled":  # the looks that a firing adds are not evenly spaced
+            return ()
+        courses = self._tensors.setdefault(line.optimizer, TensorCourses())
+        courses.hear(line)
+        found: list[Finding] = []
+        for find in self._on_tensors:
+            found += find(courses.moment, self._thresholds)
+        return self._new([self._named(one) for one in found], line.optimizer, line.step) if found else ()
+
+    def _named(self, finding: Finding) -> Finding:
+        """The finding with the names of its tensors: a rule knows their numbers only."""
+        where, *also = (
+            replace(place, tensor=name, module=_module(name))
+            for place in (finding.where, *finding.also)
+            for name in [self._name(place.tensor)]
+        )
+        told = replace(finding, where=where, also=tuple(also))
+        return replace(told, message=told.message.replace(TENSOR, where.tensor or "the model"))
+
+    def _name(self, index: str | None) -> str | None:
+        if index is None:
+            return None
+        number = int(index)
+        return self._names[number] if number < len(self._names) else f"tensor {number}"
+
+    def _new(self, found: Sequence[Finding], optimizer: int, step: int) -> tuple[Finding, ...]:
+        """Those that are not the same alert as one that was told, or a graver one."""
+        new = []
+        for finding in found:
+            key = (finding.code, finding.where.tensor, optimizer)
+            told = self._told.get(key)
+            if told is not None and step - told.step < EPISODE:
+                graver = SEVERITIES.index(finding.severity) < SEVERITIES.index(told.severity)
+                told.step = step
+                if not graver:
+                    continue
+            self._told[key] = _Told(finding.severity, step)
+            new.append(self._of(finding, optimizer))
+        return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
+
+    def _of(self, finding: Finding, optimizer: int) -> Finding:
+        """Says whose step it was, where there are several optimizers."""
+        if len(self._steps) < 2:
+            return finding
+        name = self._optimizers[optimizer] if optimizer < len(self._optimizers) else str(optimizer)
+        return replace(finding, evidence={**finding.evidence, "optimizer": name})
+
+
+def _module(name: str | None) -> str:
+    return name.rpartition(".")[0] if name else ""
+
+
+def _finders(evidence: type) -> list[_Find]:
+    return [find for _, find in sorted(FINDERS.get(evidence, ()), key=itemgetter(0))]

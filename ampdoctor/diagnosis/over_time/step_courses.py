@@ -1,0 +1,281 @@
+"""The steps of one optimizer over time: what a rule on steps sees."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ampdoctor.diagnosis.over_time.course import LEAST, LENGTH, Course
+from ampdoctor.evidence.run_log.lines import StepLine
+
+QUIET = 25
+"""Accepted steps without a judgement after the batch or the learning rate has changed at once."""
+_AT_ONCE = 1.5
+"""Factor from one step to the next that no schedule makes that goes step by step."""
+FAR = 6.0
+"""Robust deviations from which a number has left what is usual: OLMo's and levanter's."""
+_LOOK_BACK = 32
+"""Steps within which one departure is held to belong to another."""
+
+
+@dataclass(slots=True)
+class ScaleHistory:
+    """A loss scale over the steps.
+
+    Attributes:
+        now: The present one; null before the first.
+        highest: The highest at which a step was taken.
+        falls: How often it has fallen since it last grew, not counting the falls before the first taken step.
+        fallen: Binades by which it has fallen since then.
+        in_a_row: Skipped steps up to this one.
+        growths: How often it has grown.
+        settled: A step has been taken.
+        lengths: Taken steps between the last falls, the newest at the end.
+    """
+
+    now: float | None = None
+    highest: float = 0.0
+    falls: int = 0
+    fallen: float = 0.0
+    in_a_row: int = 0
+    growths: int = 0
+    settled: bool = False
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    since_fall: int = 0
+
+    def hear(self, line: StepLine) -> None:
+        """A step more."""
+        scale = line.loss_scale
+        if scale is None:
+            return
+        before, self.now = self.now, scale
+        if before is not None and self.settled and before > 0 and scale > 0:
+            if scale < before:
+                self.falls += 1
+                self.fallen += math.log2(before / scale)
+                self.lengths.append(self.since_fall)
+                self.since_fall = 0
+            elif scale > before:
+                self.growths += 1
+                self.falls, self.fallen = 0, 0.0
+        if line.skipped:
+            self.in_a_row += 1
+        else:
+            self.in_a_row = 0
+            self.since_fall += 1
+            self.settled = True
+            self.highest = max(self.highest, scale)
+
+
+@dataclass(slots=True)
+class Spike:
+    """A loss that left what was usual.
+
+    Attributes:
+        step: At which.
+        usual: The loss before it.
+        limit: Loss above which it has not come back.
+        above: Steps since then that were above the limit, of those since the last one below it.
+        value: The loss at that step.
+    """
+
+    step: int
+    usual: float
+    limit: float
+    value: float
+    above: int = 0
+
+
+_STRETCH = 200
+"""Losses whose mean is held against the best one before."""
+_GAIN = 1e-3
+"""Share by which a mean must be below the best one to count as lower: the means of 200 noisy losses differ by as
+much."""
+
+
+@dataclass(slots=True)
+class Plateau:
+    """How long the loss has not fallen.
+
+    Attributes:
+        best: Lowest mean of `_STRETCH` losses.
+        steps: Steps since then.
+        norm_then: Mean gradient norm at that time.
+        norm_now: Of the last stretch.
+        told: Somebody has said so.
+    """
+
+    best: float = math.nan
+    steps: int = 0
+    norm_then: float = math.nan
+    norm_now: float = math.nan
+    told: bool = False
+    _loss: float = 0.0
+    _norm: float = 0.0
+    _count: int = 0
+
+    def add(self, loss: float, norm: float) -> None:
+        """An accepted step more."""
+        self._loss, self._norm, self._count = self._loss + loss, self._norm + norm, self._count + 1
+        if self._count < _STRETCH:
+            return
+        loss, norm, self._loss, self._norm, self._count = self._loss / _STRETCH, self._norm / _STRETCH, 0.0, 0.0, 0
+        self.norm_now, self.steps = norm, self.steps + _STRETCH
+        if not loss >= self.best - _GAIN * abs(self.best):
+            self.best, self.steps, self.norm_then, self.told = loss, 0, norm, False
+
+
+@dataclass(slots=True)
+class StepMoment:
+    """A step and what came before it: the evidence of rules on steps. It is changed by the next step.
+
+    Attributes:
+        line: The step.
+        accepted: Accepted steps heard before it.
+        judged: Enough came before it, and nothing has changed at once of late.
+        rising: The learning rate has risen over the last `LENGTH` steps, as in a warm-up.
+        loss: Course of the loss, without this step's where it is out of the usual.
+        norm: Course of the gradient norm before clipping.
+        seconds: Course of the time of a step.
+        memory: Course of the memory.
+        scale: The loss scale.
+        loss_above: How far this step's loss is above the usual, in robust deviations.
+        norm_above: Likewise its gradient norm.
+        rate: Learning rate of the first group; NaN where the log has none.
+        highest_rate: The highest one before this step.
+        rate_before: That of the step before.
+        plateau: How long the loss has not fallen.
+        spike: The last departure of the loss that has not come back; None without.
+        departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule".
+        bad: Steps in a row, up to this one, that were taken with a loss or a norm that is not finite.
+    """
+
+    line: StepLine = field(default_factory=lambda: StepLine(step=0))
+    accepted: int = 0
+    judged: bool = False
+    rising: bool = False
+    loss: Course = field(default_factory=Course)
+    norm: Course = field(default_factory=Course)
+    seconds: Course = field(default_factory=Course)
+    memory: Course = field(default_factory=Course)
+    scale: ScaleHistory = field(default_factory=ScaleHistory)
+    loss_above: float = 0.0
+    norm_above: float = 0.0
+    rate: float = math.nan
+    highest_rate: float = 0.0
+    rate_before: float = math.nan
+    plateau: Plateau = field(default_factory=Plateau)
+    spike: Spike | None = None
+    departed: dict[str, int] = field(default_factory=dict)
+    bad: int = 0
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
+    _quiet: int = 0
+    _micro_steps: int | None = None
+
+    def hear(self, line: StepLine) -> None:
+        """A step more, in the order of the steps."""
+        self._end_of_last()
+        self.line = line
+        self.scale.hear(line)
+        self._hear_rate(line)
+        if line.micro_steps is not None:
+            if self._micro_steps is not None and line.micro_steps != self._micro_steps:
+                self._quiet = QUIET
+            self._micro_steps = line.micro_steps
+        self.judged = self.accepted >= LEAST and self._quiet == 0
+        self.loss_above = self._above(self.loss, line.loss)
+        self.norm_above = self._above(self.norm, norm_of(line))
+        ill = not _finite(line.loss) or not _finite(line.gradient_norm)
+        self.bad = self.bad + 1 if ill and not line.skipped else 0
+        if self.judged:
+            if self.loss_above > FAR:
+                self._departs("loss")
+            if self.norm_above > FAR:
+                self._departs("gradient")
+        if self.scale.in_a_row or self.scale.falls:
+            self._departs("scale")
+        self._follow_spike(line)
+
+    def first(self) -> str:
+        """Returns what left the usual first, of what has done so up to this step and shortly before it.
+
+        A loss is computed before the step's update: where it departs together with its gradient, the batch is what was
+        new.
+        """
+        step = self.line.step
+        seen = {what: at for what, at in self.departed.items() if step - at <= _LOOK_BACK}
+        if not seen:
+            return "gradient"
+        earliest = min(seen.values())
+        first = [what for what in ("schedule", "loss", "gradient", "scale") if seen.get(what) == earliest]
+        return {"schedule": "optimizer", "loss": "data"}.get(first[0], first[0])
+
+    def _end_of_last(self) -> None:
+        """What was heard last becomes part of what is usual."""
+        line = self.line
+        if line.skipped or (line.loss is None and line.gradient_norm is None and line.seconds is None):
+            return
+        self.accepted += 1
+        self._quiet = max(0, self._quiet - 1)
+        for course, value in (
+            (self.loss, line.loss),
+            (self.norm, norm_of(line)),
+            (self.seconds, line.seconds),
+            (self.memory, line.memory_bytes),
+        ):
+            if value is not None and math.isfinite(value):
+                course.add(value)
+        loss, norm = line.loss, norm_of(line)
+        if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
+            self.plateau.add(loss, norm)
+
+    def _hear_rate(self, line: StepLine) -> None:
+        rate = line.learning_rates[0] if line.learning_rates else math.nan
+        self.rate_before, self.highest_rate = self.rate, max(self.highest_rate, self.rate if self.rate > 0 else 0.0)
+        self.rate = rate
+        if math.isnan(rate):
+            return
+        before = self.rate_before
+        if before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
+            self._quiet = QUIET
+            if rate > before:
+                self._departs("schedule")
+        self._rates.append(rate)
+        self.rising = rate > self._rates[0] * 1.001
+
+    def _departs(self, what: str) -> None:
+        """Notes the beginning of a departure; one that goes on keeps its beginning."""
+        step, since = self.line.step, self.departed.get(what)
+        if since is None or step - since > _LOOK_BACK:
+            self.departed[what] = step
+
+    def _above(self, course: Course, value: float | None) -> float:
+        return 0.0 if value is None or not math.isfinite(value) else course.above(value)
+
+    def _follow_spike(self, line: StepLine) -> None:
+        if line.loss is None or line.skipped or not math.isfinite(line.loss):
+            return
+        if self.spike is None and self.judged and self.loss_above > FAR:
+            usual = self.loss.usual
+            self.spike = Spike(step=line.step, usual=usual, limit=self._limit(), value=line.loss)
+        if self.spike is not None:
+            self.spike.above = self.spike.above + 1 if line.loss > self.spike.limit else 0
+            if self.spike.above == 0 and line.step > self.spike.step:
+                self.spike = None
+
+    def _limit(self) -> float:
+        """Loss three robust deviations above the usual: live.md §3.3."""
+        return self.loss.value_at(3.0)
+
+
+def norm_of(line: StepLine) -> float | None:
+    """Returns the gradient norm without the loss scale; None where it was taken after clipping or is not known."""
+    norm = line.gradient_norm
+    if norm is None or line.norm_clipped:
+        return None
+    return norm / line.loss_scale if line.norm_scaled and line.loss_scale else norm
+
+
+def _finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)

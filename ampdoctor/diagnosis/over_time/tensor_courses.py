@@ -1,0 +1,164 @@
+"""The tensors of one optimizer over the steps at which they were looked at: what a rule on tensors sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampdoctor.evidence.run_log.details import DetailLine
+
+LOOKS = 16
+"""Looks that are remembered."""
+NEW = 3
+"""Of these, the last ones, whose course is held against that of those before."""
+LEAST_BEFORE = 6
+MOST_BEFORE = 12
+MEASURES = ("norm", "amax", "flushed_share", "zero_share", "headroom_binades", "update_ratio", "scale")
+_ROBUST = 1.4826
+
+_NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
+
+Matrix = NDArray[np.float64]
+Key = tuple[int, str, str, int]
+
+
+@dataclass(slots=True)
+class TensorMoment:
+    """A look at tensors, and those before it: the evidence of rules on tensors. It is changed by the next look.
+
+    Attributes:
+        line: The last look.
+        steps: (looks) attempted step of each look, the newest at the end.
+        tensors: Index of each row's name in the log's table.
+        roles: Each row's role.
+        parts: Each row's part.
+        calls: Each row's call.
+        formats: Each row's format; null where it is not known.
+        measures: By name (rows, `LOOKS`), the newest look at the end; NaN where it was not measured.
+        seen: How many looks there were, at most `LOOKS`.
+    """
+
+    line: DetailLine
+    steps: NDArray[np.int64]
+    tensors: list[int]
+    roles: NDArray[np.str_]
+    parts: list[str]
+    calls: list[int]
+    formats: list[str | None]
+    measures: dict[str, Matrix]
+    seen: int = 0
+
+    def rows(self, role: str) -> NDArray[np.int64]:
+        """Returns the rows of tensors in a role that the last look has."""
+        return np.flatnonzero(self.roles == role)
+
+    def eight_bit(self) -> NDArray[np.bool_]:
+        """Returns (rows) whether a tensor is in a format of 8 bits or less, whose scale is its own."""
+        return np.array([one is not None and one.startswith(_NARROW) for one in self.formats], bool)
+
+    def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
+        """Returns (rows, looks) of a measure, the newest at the end; NaN where it was not measured."""
+        matrix = self.measures[measure][:, LOOKS - self.seen :]
+        return matrix if rows is None else matrix[rows]
+
+
+class TensorCourses:
+    """Keeps the last looks of one optimizer's tensors."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Key, int] = {}
+        self._step: int | None = None
+        self.moment = TensorMoment(
+            line=DetailLine(step=0),
+            steps=np.zeros(LOOKS, np.int64),
+            tensors=[],
+            roles=np.array([], dtype="U20"),
+            parts=[],
+            calls=[],
+            formats=[],
+            measures={name: np.empty((0, LOOKS)) for name in MEASURES},
+        )
+
+    def hear(self, line: DetailLine) -> None:
+        """A look more; several lines of one step are one look."""
+        moment = self.moment
+        if line.step != self._step:
+            for matrix in moment.measures.values():
+                matrix[:, :-1] = matrix[:, 1:]
+                matrix[:, -1] = np.nan
+            moment.steps[:-1] = moment.steps[1:]
+            moment.steps[-1] = line.step
+            moment.seen = min(moment.seen + 1, LOOKS)
+            self._step = line.step
+        moment.line = line
+        self._add_rows(line)
+        rows = [self._keys[one.tensor, one.role, one.part, one.call] for one in line.tensors]
+        for name in MEASURES:
+            column = [getattr(one, name) for one in line.tensors]
+            moment.measures[name][rows, -1] = np.array(column, dtype=np.float64)  # None becomes NaN
+
+    def _add_rows(self, line: DetailLine) -> None:
+        moment, new = self.moment, 0
+        roles: list[str] = []
+        for one in line.tensors:
+            key = (one.tensor, one.role, one.part, one.call)
+            if key not in self._keys:
+                self._keys[key] = len(self._keys)
+                moment.tensors.append(one.tensor)
+                moment.parts.append(one.part)
+                moment.calls.append(one.call)
+                moment.formats.append(one.format)
+                roles.append(one.role)
+                new += 1
+        if new:
+            moment.roles = np.concatenate([moment.roles, np.array(roles, dtype="U20")])
+            for name, matrix in moment.measures.items():
+                moment.measures[name] = np.concatenate([matrix, np.full((new, LOOKS), np.nan)])
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """How the courses of tensors differ of late from what they were.
+
+    Attributes:
+        by: (rows) robust deviations by which the mean rate of the last `NEW` looks is above those before; 0 where
+            too few were seen.
+        rate: (rows) mean rate of the last looks, in e-folds a look.
+    """
+
+    by: Matrix
+    rate: Matrix
+
+
+def breaks(values: Matrix, floor: float) -> Break:
+    """Returns how the growth of positive values has changed of late.
+
+    Rates of the logarithm from look to look; the mean of the last `NEW` against the median of at most `MOST_BEFORE`
+    before, in robust deviations of one rate, times the root of `NEW` (the deviation of a mean).
+
+    Args:
+        values: (rows, looks), evenly spaced.
+        floor: Deviation of a rate that is assumed at least.
+    """
+    rows = len(values)
+    if values.shape[1] < 1 + NEW + LEAST_BEFORE or not rows:
+        return Break(np.zeros(rows), np.zeros(rows))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = np.diff(np.log(values[:, -(1 + NEW + MOST_BEFORE) :]), axis=1)
+        before, last = rates[:, :-NEW], rates[:, -NEW:].mean(axis=1)
+        middle = np.median(before, axis=1)
+        deviation = np.maximum(_ROBUST * np.median(np.abs(before - middle[:, None]), axis=1), floor)
+        by = (last - middle) / deviation * np.sqrt(NEW)
+    return Break(np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0), np.nan_to_num(last))
+
+
+def slope(steps: Sequence[int] | NDArray[np.int64], values: Matrix) -> Matrix:
+    """Returns the slope of each row by least squares, in units a step; NaN in a row with a NaN."""
+    at = np.asarray(steps, dtype=np.float64)
+    at = at - at.mean()
+    spread = float(at @ at) or 1.0
+    result: Matrix = (values - values.mean(axis=1, keepdims=True)) @ at / spread
+    return result

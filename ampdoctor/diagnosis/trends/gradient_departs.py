@@ -1,0 +1,74 @@
+"""AMP728: a tensor's gradient falls away, or grows, as it has not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_finding
+from ampdoctor.diagnosis.over_time.tensor_courses import NEW, TensorMoment, breaks
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+
+FALLS = Threshold(
+    code="AMP728",
+    name="falls",
+    default=10.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="By which a tensor's gradient norm falls faster over the last three looks than over up to twelve before: the "
+    "healthy trainings of benchmarks/alerts stay below 6, starved layers reach 10 to 260.",
+)
+GROWS = Threshold(
+    code="AMP728",
+    name="grows",
+    default=12.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="Likewise of one that grows: healthy ones stay below 9.",
+)
+RULE = register(
+    "AMP728",
+    "gradient-departs",
+    "A tensor's gradient falls away or grows",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(FALLS, GROWS),
+)
+FLOOR = 0.15
+"""Deviation of a rate that is assumed at least, in e-folds a look: gradients of single batches differ by as much."""
+
+
+@RULE.judges(TensorMoment)
+def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    rows = moment.rows("gradient")
+    if not len(rows):
+        return
+    norms = moment.values("norm", rows)
+    found = breaks(norms, FLOOR)
+    for grows, limit in ((False, thresholds[FALLS]), (True, thresholds[GROWS])):
+        by = found.by if grows else -found.by
+        hit = np.flatnonzero(by >= limit)
+        if not len(hit):
+            continue
+        hit = hit[np.argsort(-by[hit], kind="stable")]
+        worst = hit[0]
+        before, now = float(norms[worst, -1 - NEW]), float(norms[worst, -1])
+        yield over_time_finding(
+            RULE,
+            "warning",
+            f"The gradient of {TENSOR} {'grows' if grows else 'falls away'}: its norm went from {before:.3g} to "
+            f"{now:.3g} over the last {NEW} looks, {by[worst]:.0f} robust deviations {'above' if grows else 'below'} "
+            f"its course before{f', and so did those of {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            step=moment.line.step,
+            first="gradient",
+            phase="backward",
+            tensor=moment.tensors[rows[worst]],
+            also=[moment.tensors[rows[i]] for i in hit[1:]],
+            evidence={"norm": now, "norm_before": before, "deviations": float(by[worst]), "tensors": len(hit)},
+        )

@@ -1,0 +1,84 @@
+"""AMP723: the loss scale falls again and again, or lies at its floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
+from ampdoctor.diagnosis.over_time.step_courses import StepMoment
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+
+FALLS = Threshold(
+    code="AMP723",
+    name="falls",
+    default=4,
+    unit="back-offs",
+    lowest=2,
+    highest=1000,
+    why="Since the scale last grew. A scaler that probes the limit falls once for each growth; four falls between two "
+    "growths are 16 times a larger gradient, or a forward that overflows at any scale.",
+)
+IN_A_ROW = Threshold(
+    code="AMP723",
+    name="in_a_row",
+    default=4,
+    unit="steps",
+    lowest=2,
+    highest=1000,
+    why="Skipped one after another, once a step has been taken: the spikes of healthy runs are within 16 times the "
+    "usual.",
+)
+LEAST = Threshold(
+    code="AMP723",
+    name="least",
+    default=1.0,
+    unit="scale",
+    lowest=0.0,
+    highest=65536.0,
+    why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
+    "gradients are not to be trusted.",
+)
+RULE = register(
+    "AMP723",
+    "scale-ratchets",
+    "The loss scale falls and does not grow",
+    worst="error",
+    commands=WATCHED,
+    thresholds=(FALLS, IN_A_ROW, LEAST),
+)
+
+
+@RULE.judges(StepMoment)
+def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    scale = moment.scale
+    if not scale.settled or scale.now is None or not (scale.falls or scale.in_a_row):
+        return
+    low = scale.now < thresholds[LEAST] and scale.highest >= thresholds[LEAST]
+    many = scale.falls >= thresholds[FALLS] or scale.in_a_row >= thresholds[IN_A_ROW]
+    if not (low or many):
+        return
+    line = moment.line
+    severity: Severity = "error" if low else "warning"
+    skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
+    ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
+    yield over_time_finding(
+        RULE,
+        severity,
+        f"The loss scale has fallen to {scale.now:g} at step {line.step}, {scale.falls} times ({scale.fallen:g} "
+        f"binades) since it last grew{skipped}"
+        f"{f': {ahead} more, and it is below 1' if ahead and not low else ''}.",
+        step=line.step,
+        first=moment.first(),
+        phase="scaler",
+        evidence={
+            "scale": scale.now,
+            "highest": scale.highest,
+            "falls": scale.falls,
+            "binades": scale.fallen,
+            "skipped_in_a_row": scale.in_a_row,
+            "steps_between_falls": list(scale.lengths),
+        },
+    )

@@ -1,0 +1,41 @@
+"""AMP722: steps are taken with a loss or a gradient that is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
+from ampdoctor.diagnosis.over_time.step_courses import StepMoment
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import Thresholds
+
+RULE = register(
+    "AMP722",
+    "steps-not-finite",
+    "A step was taken with a loss or a gradient that is not finite",
+    worst="error",
+    commands=WATCHED,
+)
+
+
+@RULE.judges(StepMoment)
+def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Iterator[Finding]:
+    if moment.bad != 1:
+        return
+    line = moment.line
+    of_norm = line.gradient_norm is not None and not math.isfinite(line.gradient_norm)
+    value = line.gradient_norm if of_norm else line.loss
+    known = line.skipped is False
+    yield over_time_finding(
+        RULE,
+        "error",
+        f"The {'gradient norm' if of_norm else 'loss'} of step {line.step} is {value}"
+        f"{', and the step was taken' if known else ''}.",
+        step=line.step,
+        first="gradient" if of_norm and line.loss is not None and math.isfinite(line.loss) else "data",
+        phase="backward" if of_norm else "loss",
+        nonfinite="nan" if value is not None and math.isnan(value) else "inf",
+        evidence={"loss": line.loss, "gradient_norm": line.gradient_norm, "skipped": line.skipped},
+    )

@@ -1,0 +1,115 @@
+"""AMP725: more and more of a gradient becomes zero in the half format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, ahead, over_time_finding
+from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment, slope
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+
+HARMFUL = Threshold(
+    code="AMP725",
+    name="harmful",
+    default=0.05,
+    unit="share",
+    why="Of the nonzero elements that become zero: the folk rule's 5 %, here of what is flushed and not of what was "
+    "zero to begin with (ReLU makes half of a gradient zero in health).",
+)
+RISE = Threshold(
+    code="AMP725",
+    name="rise",
+    default=4.0,
+    unit="factor",
+    lowest=1.1,
+    highest=1e6,
+    why="Above the share of the first looks that are remembered: what has been there all along is `profile`'s to "
+    "judge, and no trend.",
+)
+HORIZON = Threshold(
+    code="AMP725",
+    name="horizon",
+    default=2000,
+    unit="steps",
+    lowest=1,
+    highest=10_000_000,
+    why="Within which a share that rises must reach the harmful one to be worth a note.",
+)
+RULE = register(
+    "AMP725",
+    "underflow-spreads",
+    "More and more of a gradient is flushed to zero",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(HARMFUL, RISE, HORIZON),
+)
+LOOKS = 8
+"""Looks over which a drift is measured; a straight line through fewer says little."""
+_FIT = 0.8
+"""Share of the variance that the line must explain: a drift, and no noise."""
+_LEAST = 1e-4
+"""A share below it is not resolved by a sample."""
+
+
+@RULE.judges(TensorMoment)
+def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    if moment.seen < LOOKS:
+        return
+    rows = np.concatenate([moment.rows("gradient"), moment.rows("activation_gradient")])
+    shares = moment.values("flushed_share", rows)[:, -LOOKS:]
+    known = ~np.isnan(shares).any(axis=1)
+    rows, shares = rows[known], shares[known]
+    if not len(rows):
+        return
+    logs = np.log(np.maximum(shares, _LEAST))
+    drift = slope(moment.steps[-LOOKS:], logs)
+    straight = _explained(logs)
+    harmful, now, then = thresholds[HARMFUL], shares[:, -1], np.maximum(np.median(shares[:, :3], axis=1), _LEAST)
+    risen = (now >= thresholds[RISE] * then) & (drift > 0) & (straight >= _FIT)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = np.log(harmful / np.maximum(now, _LEAST)) / drift
+    over = risen & (np.minimum(now, shares[:, -2]) >= harmful)
+    coming = risen & ~over & (now > _LEAST) & (left <= thresholds[HORIZON])
+    for hit, severity in ((np.flatnonzero(over), "warning"), (np.flatnonzero(coming), "note")):
+        if not len(hit):
+            continue
+        worst = hit[np.argmax(now[hit])] if severity == "warning" else hit[np.argmin(left[hit])]
+        becomes = (
+            f"above the {harmful:.0%} from which layers stop learning"
+            if severity == "warning"
+            else f"at this drift it passes {harmful:.0%} {ahead(float(left[worst]))}"
+        )
+        yield over_time_finding(
+            RULE,
+            "warning" if severity == "warning" else "note",
+            f"{now[worst]:.2%} of the gradient of {TENSOR} becomes zero in the half format, after {then[worst]:.2%} "
+            f"{moment.line.step - int(moment.steps[-LOOKS]):,} steps ago: {becomes}"
+            f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            step=moment.line.step,
+            first="gradient",
+            phase="backward",
+            tensor=moment.tensors[rows[worst]],
+            also=[moment.tensors[rows[i]] for i in hit if i != worst],
+            evidence={
+                "flushed_share": float(now[worst]),
+                "flushed_share_before": float(then[worst]),
+                "steps_left": None if severity == "warning" else float(left[worst]),
+                "loss_scale": moment.line.loss_scale,
+                "tensors": len(hit),
+            },
+        )
+
+
+def _explained(values: np.ndarray) -> np.ndarray:
+    """(rows) share of the variance that a straight line explains."""
+    at = np.arange(values.shape[1]) - (values.shape[1] - 1) / 2
+    centred = values - values.mean(axis=1, keepdims=True)
+    total = (centred**2).sum(axis=1)
+    explained = (centred @ at) ** 2 / (at @ at)
+    share: np.ndarray = np.divide(explained, total, out=np.zeros_like(total), where=total > 0)
+    return share

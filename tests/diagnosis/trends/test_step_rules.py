@@ -1,0 +1,199 @@
+"""Rules on steps: each catches a sick run at its step, and says nothing of the healthy ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ampdoctor.diagnosis.over_time.judge import Judge
+from tests.diagnosis.trends.lines import judged, steps
+
+BAD = 400
+"""The step at which a sick run falls sick."""
+
+
+def codes(findings, least=("error", "warning", "note")):
+    return [(f.code, f.where.step) for f in findings if f.severity in least]
+
+
+def jump(at, value):
+    return value * 20 if at == BAD else value
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_quiet_run_is_left_alone(seed):
+    assert judged(steps(2000, seed=seed)) == []
+
+
+def test_a_jump_of_the_gradient_is_told_at_its_step_and_once():
+    (found,) = judged(steps(gradient_norm=jump))
+    assert (found.code, found.severity, found.where.step) == ("AMP720", "warning", BAD)
+    assert found.evidence["first"] == "gradient"
+    assert found.evidence["value"] / found.evidence["usual"] == pytest.approx(20, rel=0.5)
+
+
+def test_a_batch_whose_loss_and_gradient_jump_together_is_the_data():
+    (found,) = judged(steps(gradient_norm=jump, loss=jump))
+    assert (found.code, found.evidence["first"]) == ("AMP720", "data")
+
+
+def test_heavy_tails_are_no_jumps():
+    """A norm that goes far now and then has done so before (Student's t with 3 degrees of freedom)."""
+    tails = np.random.default_rng(3).standard_t(3, size=4000)
+    findings = judged(steps(4000, gradient_norm=lambda at, value: float(value * math.exp(0.3 * tails[at]))))
+    assert codes(findings, ("error", "warning")) == []
+
+
+def test_a_jump_in_the_window_does_not_blind_it():
+    findings = judged(steps(900, gradient_norm=lambda at, value: value * 30 if at in {300, 700} else value))
+    assert codes(findings) == [("AMP720", 300), ("AMP720", 700)]
+
+
+def test_a_loss_that_stays_up_is_an_error_and_one_that_returns_is_none():
+    stays = judged(steps(gradient_norm=jump, loss=lambda at, value: value * (3 if at >= BAD else 1)))
+    assert ("AMP721", "error") in [(f.code, f.severity) for f in stays]
+    (error,) = [f for f in stays if f.code == "AMP721"]
+    assert BAD + 15 <= error.where.step <= BAD + 25
+    assert error.evidence["since"] == BAD
+    returns = judged(steps(gradient_norm=jump, loss=lambda at, value: value * (3 if BAD <= at < BAD + 8 else 1)))
+    assert "AMP721" not in [f.code for f in returns]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_that_is_taken_with_a_gradient_that_is_not_finite(value):
+    findings = judged(steps(gradient_norm=lambda at, norm: value if at == BAD else norm))
+    assert [(f.code, f.severity, f.where.step) for f in findings] == [("AMP722", "error", BAD)]
+
+
+def test_a_skipped_overflow_is_the_scalers_business():
+    assert (
+        judged(steps(gradient_norm=lambda at, n: math.inf if at == BAD else n, skipped=lambda at, _: at == BAD)) == []
+    )
+
+
+def test_one_nan_neither_blinds_nor_freezes():
+    def norm(at, value):
+        return math.nan if at == 200 else jump(at, value)
+
+    assert codes(judged(steps(gradient_norm=norm))) == [("AMP722", 200), ("AMP720", BAD)]
+
+
+def scale(falls):
+    """A scale that is halved at these steps, each of which is skipped."""
+    return {
+        "loss_scale": lambda at, _: 65536.0 * 0.5 ** sum(at > fall for fall in falls),
+        "skipped": lambda at, _: at in falls,
+    }
+
+
+def test_a_scale_that_ratchets():
+    findings = judged(steps(**scale([100, 200, 300, BAD])))
+    assert [(f.code, f.severity, f.where.step) for f in findings] == [("AMP723", "warning", BAD + 1)]
+    assert findings[0].evidence["falls"] == 4
+
+
+def test_a_scale_that_settles_at_the_start_and_one_that_probes_its_limit():
+    assert judged(steps(**scale([0, 1, 2, 3, 4, 5]))) == []
+    period = 200  # grows, overflows at once, falls
+
+    def now(at, _):
+        return 2048.0 if at % period == 0 and at else 1024.0
+
+    assert judged(steps(2000, loss_scale=now, skipped=lambda at, _: at % period == 0 and at > 0)) == []
+
+
+def test_a_scale_below_one_is_an_error():
+    findings = judged(steps(**scale(range(BAD, BAD + 20))))
+    assert {(f.code, f.severity) for f in findings} == {("AMP723", "warning"), ("AMP723", "error")}
+
+
+def climbing(at, value):
+    return value * math.exp(0.06 * max(0, at - BAD))
+
+
+def test_a_norm_that_climbs():
+    findings = judged(steps(gradient_norm=climbing))
+    assert findings[0].code == "AMP724"
+    assert BAD < findings[0].where.step < BAD + 100
+
+
+def test_a_norm_that_climbs_in_a_warm_up_is_left_alone():
+    def warming(at, _):
+        return (1e-3 * min(1, (at + 1) / 600),)
+
+    assert judged(steps(gradient_norm=climbing, learning_rates=warming)) == []
+
+
+def test_a_learning_rate_that_jumps():
+    findings = judged(steps(learning_rates=lambda at, _: (1e-2 if at >= BAD else 1e-3,)))
+    assert codes(findings) == [("AMP729", BAD)]
+    assert findings[0].evidence["first"] == "optimizer"
+
+
+def test_a_warm_restart_is_no_jump():
+    def cosine(at, _):
+        return (1e-3 * (1 + math.cos(math.pi * (at % 200) / 200)) / 2 + 1e-6,)
+
+    assert judged(steps(1000, learning_rates=cosine)) == []
+
+
+def test_steps_that_slow_down_are_a_note():
+    findings = judged(steps(seconds=lambda at, value: value * (3 if at >= BAD else 1)))
+    assert [(f.code, f.severity, f.evidence["first"]) for f in findings] == [("AMP730", "note", "hardware")]
+    waits = judged(
+        steps(
+            seconds=lambda at, value: value * (3 if at >= BAD else 1),
+            data_seconds=lambda at, _: 0.25 if at >= BAD else 0.01,
+        )
+    )
+    assert [(f.code, f.evidence["first"]) for f in waits] == [("AMP730", "data")]
+
+
+def test_memory_that_grows_is_a_note():
+    findings = judged(steps(memory_bytes=lambda at, _: int(1e9 * (1 + max(0, at - 300) / 300))))
+    assert {f.code for f in findings} == {"AMP730"}
+    assert findings[0].evidence["what"] == "memory_bytes"
+
+
+def test_a_loss_that_stands_is_a_note():
+    flat = steps(5000, loss=lambda at, value: 2.0 + 0.01 * math.sin(at), gradient_norm=lambda at, v: v)
+    assert [(f.code, f.severity) for f in judged(flat)] == [("AMP731", "note")]
+    falling = steps(5000, loss=lambda at, value: 5.0 * math.exp(-at / 3000))
+    assert [f.code for f in judged(falling)] == []
+
+
+def test_a_loss_that_falls_at_once_is_a_note():
+    findings = judged(steps(loss=lambda at, value: value * (0.3 if at >= BAD else 1)))
+    assert {(f.code, f.severity) for f in findings} == {("AMP732", "note")}
+
+
+def test_a_change_of_the_batch_is_given_time():
+    def micro(at, _):
+        return 4 if at >= BAD else 1
+
+    findings = judged(steps(micro_steps=micro, gradient_norm=lambda at, value: value * (jump(at, 1))))
+    assert findings == []
+
+
+def test_a_loss_may_be_negative():
+    def loss(at, value):
+        return value - 2.0
+
+    assert judged(steps(2000, loss=loss)) == []
+    sick = judged(steps(loss=lambda at, value: loss(at, value) + (5 if at >= BAD else 0)))
+    assert "AMP721" in [f.code for f in sick]
+
+
+def test_after_a_rollback_the_past_is_not_this_runs():
+    judge = Judge()
+    first, again = steps(300), steps(300, seed=1, gradient_norm=lambda at, value: value * 50)
+    assert [f for line in first + again for f in judge.hear(line)] == []
+
+
+def test_two_optimizers_are_judged_apart_and_named():
+    other = steps(gradient_norm=jump, optimizer=lambda at, _: 1)
+    both = [line for pair in zip(steps(), other, strict=True) for line in pair]
+    (found,) = judged(both)
+    assert found.evidence["optimizer"] == "1"

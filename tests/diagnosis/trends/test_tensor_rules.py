@@ -1,0 +1,119 @@
+"""Rules on tensors over time: each catches its sick run, names the tensor, and says nothing of the healthy one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.diagnosis.trends.lines import NAMES, changed, details, judged
+
+SICK = 20
+"""The look at which a sick run falls sick."""
+
+
+def found(change):
+    return judged(details(change=change))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_quiet_tensors_are_left_alone(seed):
+    assert judged(details(60, seed=seed)) == []
+
+
+def since(factor):
+    """Grows by a factor at each look from the sick one on."""
+    return lambda look, value: value * factor ** max(0, look - SICK + 1)
+
+
+def test_a_weight_that_begins_to_grow():
+    (finding,) = found(changed("norm", 2, "parameter", since(1.1)))
+    assert (finding.code, finding.severity, finding.where.tensor) == ("AMP733", "warning", NAMES[2])
+    assert NAMES[2] in finding.message
+    assert finding.where.module == "blocks.1.fc"
+    assert SICK * 20 <= finding.where.step <= (SICK + 3) * 20
+
+
+def test_a_small_bias_may_grow():
+    assert found(changed("norm", 1, "parameter", since(1.2))) == []
+
+
+def test_a_weight_that_has_always_grown_so_is_left_alone():
+    assert found(changed("norm", 2, "parameter", lambda look, value: value * 1.1**look)) == []
+
+
+@pytest.mark.parametrize(("factor", "word"), [(0.1, "falls away"), (10.0, "grows")])
+def test_a_gradient_that_departs(factor, word):
+    (finding,) = found(changed("norm", 0, "gradient", since(factor)))
+    assert (finding.code, finding.where.tensor) == ("AMP728", NAMES[0])
+    assert word in finding.message
+
+
+def test_underflow_that_spreads_is_told_before_and_after_it_harms():
+    findings = found(changed("flushed_share", 3, "gradient", lambda look, v: 0.001 * 1.35 ** max(0, look - 10)))
+    assert [(f.code, f.severity) for f in findings] == [("AMP725", "note"), ("AMP725", "warning")]
+    note, warning = findings
+    assert note.where.tensor == warning.where.tensor == NAMES[3]
+    assert warning.evidence["flushed_share"] >= 0.05 > note.evidence["flushed_share"]
+    reached = note.where.step + note.evidence["steps_left"]
+    assert reached == pytest.approx(warning.where.step, abs=40)
+
+
+def test_underflow_that_has_always_been_there_is_no_trend():
+    assert found(changed("flushed_share", 3, "gradient", lambda look, v: 0.2)) == []
+
+
+def test_headroom_that_runs_out():
+    findings = found(
+        lambda look, one: replace(one, headroom_binades=8 - 0.3 * look) if one.role == "activation" else one
+    )
+    assert [(f.code, f.severity) for f in findings] == [("AMP726", "note"), ("AMP726", "warning")]
+    note = findings[0]
+    assert (note.where.tensor, note.evidence["first"]) == (NAMES[4], "logits")
+    assert note.evidence["steps_left"] == pytest.approx(note.evidence["headroom_binades"] / 0.3 * 20, rel=0.1)
+
+
+def test_a_parameter_that_stands_still_though_its_gradient_arrives():
+    (finding,) = found(changed("update_ratio", 2, "update", lambda look, v: 0.0 if look >= SICK else v))
+    assert (finding.code, finding.where.tensor) == ("AMP727", NAMES[2])
+
+
+def test_what_stands_still_in_health():
+    """All of them, at the end of a schedule; one whose gradient is gone as well; one that never moved."""
+    everything = lambda look, one: replace(one, update_ratio=0.0) if one.role == "update" and look >= SICK else one  # noqa: E731
+    assert found(everything) == []
+    assert found(changed("update_ratio", 2, "update", lambda look, v: 0.0)) == []
+
+    def frozen(look, one):
+        if one.tensor != 2 or look < SICK or one.role == "parameter":
+            return one
+        return replace(one, update_ratio=0.0) if one.role == "update" else replace(one, norm=0.0)
+
+    assert "AMP727" not in [f.code for f in found(frozen)]
+
+
+def test_a_factor_of_eight_bits_that_drops():
+    def eight(look, one):
+        if one.role != "activation":
+            return one
+        return replace(one, format="e4m3", headroom_binades=None, scale=64.0 * (2.0**-5 if look >= SICK else 1))
+
+    (finding,) = found(eight)
+    assert (finding.code, finding.where.step, finding.evidence["binades"]) == ("AMP734", SICK * 20, -5)
+
+
+def test_a_loss_scale_is_no_tensors_own_factor():
+    scaled = changed("scale", 0, "gradient", lambda look, v: 65536.0 if look < SICK else 64.0)
+    assert found(scaled) == []
+
+
+def test_looks_that_a_firing_adds_do_not_disturb_the_spacing():
+    lines = details()
+    more = [replace(line, step=line.step + 1, reason="gradient-jump") for line in lines[15:18]]
+    assert judged(sorted(lines + more, key=lambda line: line.step)) == []
+
+
+def test_a_norm_that_is_not_finite_or_missing_is_no_reason():
+    assert found(changed("norm", 0, "gradient", lambda look, v: math.nan if look == SICK else v)) == []
+    assert found(changed("norm", 0, "parameter", lambda look, v: None if look == SICK else v)) == []
