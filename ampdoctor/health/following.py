@@ -17,12 +17,13 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.files import logs_in, place_of
 from ampdoctor.evidence.run_log.lines import Stamped
 from ampdoctor.evidence.run_log.quick import quick_line_of
+from ampdoctor.evidence.run_log.text import kind_of
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, find_log
 from ampdoctor.health.reading.our_log import AMPDOCTOR
 
 _ENOUGH = 2 * 1024 * 1024
-"""Bytes of the last files with which a reader begins who comes late: the state of a run is in its last steps."""
+"""Bytes, the last of a log, with which a reader begins who comes late: some ten thousand steps, judged in a second."""
 _AT_ONCE = 1024 * 1024
 _AGAIN = 8
 """Times that a folder is listed anew which changes meanwhile; the next look has the rest."""
@@ -111,6 +112,7 @@ class _Ours:
         self._finished: set[str] = set()
         self._place: _Place | None = None
         self._begun = False
+        self._passed_by = 0  # bytes of the file with which is begun, of which the tables of names alone are read
 
     def new(self) -> Iterator[Stamped]:
         files = self._opened()
@@ -119,6 +121,7 @@ class _Ours:
                 self._begin_late(files)
             for at, (name, file) in enumerate(files):
                 yield from self._read(file)
+                self._passed_by = 0
                 if at < len(files) - 1:  # what is torn at its end stays so: nobody writes there any more
                     self._finished.add(name)
                     self._place = None
@@ -154,12 +157,13 @@ class _Ours:
         return [name for name in names if name not in self._finished]
 
     def _begin_late(self, files: list[tuple[str, BinaryIO]]) -> None:
-        """Passes by the files before the last ones."""
+        """Passes by what is before the last bytes."""
         self._begun = bool(files)
         enough = 0
         for at in reversed(range(len(files))):
             enough += os.fstat(files[at][1].fileno()).st_size
             if enough >= _ENOUGH:
+                self._passed_by = enough - _ENOUGH
                 for name, file in files[:at]:
                     self._finished.add(name)
                     file.close()
@@ -180,6 +184,8 @@ class _Ours:
                 if not text.endswith(b"\n"):
                     return
                 place.offset += len(text)
+                if place.offset <= self._passed_by and kind_of(text) != "run":
+                    continue
                 try:
                     whole = quick_line_of(text)
                 except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -87,10 +88,10 @@ def view(latest: Latest, *, name: str, width: int, height: int, plain: bool = Fa
     left = height - len(head) - len(curves)
     told = [event for event in latest.events if event.kind not in {"checkpoint", "end"}]
     checkpoints = [event for event in latest.events if event.kind == "checkpoint"][-1:]
-    wanted = min(len(told), 6)
+    wanted = min(2 * len(told), 8)
     layers = _layers(latest, width, max(left - min(wanted, left // 3) - bool(wanted) - len(checkpoints), 0))
     left -= len(layers) + len(checkpoints)
-    events = _events(told, max(left, 0))
+    events = _events(told, left, width)
     lines = [*head, *curves, *layers, *events, *(_event(event) for event in checkpoints)][:height]
     for line in lines:
         line.truncate(width, overflow="crop" if plain else "ellipsis")
@@ -198,12 +199,18 @@ def _cell(text: str, width: int) -> str:
     return f"{text[: width - 1]:<{width}}"
 
 
-def _events(events: Sequence[Event], room: int) -> list[Text]:
+def _events(events: Sequence[Event], room: int, width: int) -> list[Text]:
+    """The last events, each in as many lines as there are for it: the newest in full, and as many more as fit."""
     from rich.text import Text
 
-    if not events or room < 2:
-        return []
-    return [Text("what has happened", style="bold"), *(_event(event) for event in events[-(room - 1) :])]
+    shown: list[Text] = []
+    for event in reversed(events):
+        left = room - 1 - len(shown)
+        lines = textwrap.wrap(event_line(event), max(width, 20), subsequent_indent="  ")
+        if left < 1 or (shown and len(lines) > left):
+            break
+        shown = [Text(line, style=_STYLES[event.level]) for line in lines[:left]] + shown
+    return [Text("what has happened", style="bold"), *shown] if shown else []
 
 
 def _event(event: Event) -> Text:
@@ -218,4 +225,4 @@ def _rate(rate: float | None, unit: str) -> str:
 
 def _amount(value: float) -> str:
     size, letter = next((unit for unit in _UNITS if value >= unit[0]), (1.0, ""))
-    return f"{value / size:.3g} {letter}".rstrip() if letter else f"{value:.3g}"
+    return f"{value / size:.3g}{letter}"
