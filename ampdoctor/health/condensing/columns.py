@@ -20,7 +20,7 @@ _NUMBERS = (
     *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
 )
 _MORE = ("rate", "time_ms", "group")
-"""What is not a field of a step: the rate of its first group of parameters, its stamp's time, its number of `Groups`."""
+"""What is no field of a step: the rate of its first group of parameters, its stamp's time, its number of `Groups`."""
 _BLOCK = 8192
 
 
@@ -43,7 +43,7 @@ class Columns:
             group: Of those lines that stand or fall together, in the order of their beginnings.
         """
         rates = step.learning_rates
-        if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # noqa: PLR0124 - NaN is not itself
+        if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
             step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
         self._rows.append((*_VALUES(step), rates[0] if rates else None, whole.stamp.time_ms or None, group))
         if len(self._rows) == _BLOCK:

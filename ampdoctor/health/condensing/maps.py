@@ -183,7 +183,7 @@ def _medians(table: _Values) -> _Values:
     """Returns the median of each row's known values; NaN where it has none."""
     ordered = np.sort(table, axis=1)
     known = np.isfinite(ordered).sum(axis=1)
-    return ordered[np.arange(len(ordered)), np.maximum(known - 1, 0) // 2]
+    return np.asarray(ordered[np.arange(len(ordered)), np.maximum(known - 1, 0) // 2])
 
 
 def _worst_columns(name: MapName, table: _Values, spans: Sequence[NDArray[np.intp]]) -> list[int]:
