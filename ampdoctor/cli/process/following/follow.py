@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, TextIO
 from ampdoctor.cli.process.following.live_view import event_line, status_line, view
 from ampdoctor.cli.process.streams import note, report_stream, write_stdout
 from ampdoctor.errors import OutputError
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.following import Follower
 from ampdoctor.health.latest import Latest
-from ampdoctor.reports.forms.canvas import Color
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console
     from rich.text import Text
 
-    from ampdoctor.evidence.report import Finding
-    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.cli.options.options import OutputOptions
+    from ampdoctor.health.latest import Event
+    from ampdoctor.reports.forms.canvas import Color
 
 FRAME_S = 0.25
 """Between two looks: an eye does not read faster, and a log is a twentieth of a second behind its training."""
@@ -34,36 +34,42 @@ _SLOW_S = 60.0
 
 def follow(
     log: str,
+    output: OutputOptions,
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
-    color: Color = "auto",
-    quiet: bool = False,
     every: int = _EVERY,
     pause: Callable[[float], None] = time.sleep,
-) -> tuple[Finding, ...]:
-    """Shows a log until its last line is there, and returns the findings of its alerts.
+) -> None:
+    """Shows a log until its last line is there.
 
     Args:
         log: A log, a folder with one, or where one will be.
+        output: As of the report that comes afterwards: where that takes standard output for itself, this is shown on
+            stderr.
         thresholds: Of the judge.
-        color: As of a report.
-        quiet: Only what has happened, and no steps.
         every: Steps from one plain line to the next.
         pause: Waits so many seconds.
 
     Raises:
         CheckpointError: There is a file, and it is no log.
-        OutputError: Standard output cannot be written.
+        OutputError: What it is shown on cannot be written.
+        StdoutClosedError: Whoever read it has gone.
     """
-    stream = report_stream()
-    if stream is None:
-        raise OutputError("standard output is closed, and --follow has nowhere to show anything")
+    for_people = output.format == "human" and output.output is None
+    stream = report_stream() if for_people else sys.stderr
     follower, latest = Follower(log), Latest(thresholds=thresholds)
-    if _is_drawn_on(stream) and not quiet:
-        _draw(follower, latest, _Picture(stream, color, log), pause)
+    if stream is not None and _is_drawn_on(stream) and not output.quiet:
+        try:
+            _draw(follower, latest, _Picture(stream, output.color, log), pause)
+        except OSError as error:
+            raise OutputError(f"the terminal cannot be written: {error.strerror or error}") from None
     else:
-        _print(follower, latest, log, pause, every=0 if quiet else every)
-    return tuple(latest.findings)
+        write = write_stdout if for_people else _noted
+        _print(_Lines(write, 0 if output.quiet else every), follower, latest, log, pause)
+
+
+def _noted(text: str) -> None:
+    note(text.removesuffix("\n"))
 
 
 def _is_drawn_on(stream: TextIO) -> bool:
@@ -71,28 +77,49 @@ def _is_drawn_on(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb" and sys.platform != "win32"
 
 
-def _print(follower: Follower, latest: Latest, log: str, pause: Callable[[float], None], *, every: int) -> None:
-    """Plain lines: what has happened, and now and then a step. Of what was there before, what has happened alone."""
-    waiting, caught_up, said, said_at = False, False, -1, time.monotonic()
+class _Lines:
+    """Says what has happened, and now and then a step.
+
+    Args:
+        write: Takes a line with its end.
+        every: Steps from one line to the next; 0 for none.
+    """
+
+    def __init__(self, write: Callable[[str], None], every: int) -> None:
+        self._write, self._every = write, every
+        self._said, self._said_at = -1, time.monotonic()
+
+    def happened(self, events: Iterable[Event]) -> None:
+        """Something has."""
+        for event in events:
+            self._write(event_line(event) + "\n")
+
+    def step(self, latest: Latest, *, least: int | None = None) -> None:
+        """Says the last step, if that is so many after the one that was said; None: as many as are usual."""
+        last, least = latest.last, self._every if least is None else least
+        slow = time.monotonic() - self._said_at > _SLOW_S
+        if not self._every or last is None or last.step == self._said:
+            return
+        if self._said < 0 or slow or last.step < self._said or last.step - self._said >= least:
+            self._said, self._said_at = last.step, time.monotonic()
+            self._write(status_line(latest) + "\n")
+
+
+def _print(lines: _Lines, follower: Follower, latest: Latest, log: str, pause: Callable[[float], None]) -> None:
+    """Plain lines; of what was there before, no more steps than the last."""
+    waiting = caught_up = False
     while True:
         for whole in follower.new():
-            for event in latest.hear(whole):
-                write_stdout(event_line(event) + "\n")
-            last = latest.last
-            if caught_up and every and last is not None and (last.step - said >= every or last.step < said):
-                said, said_at = last.step, time.monotonic()
-                write_stdout(status_line(latest) + "\n")
-        last = latest.last
-        due = not caught_up or time.monotonic() - said_at > _SLOW_S
-        if every and last is not None and last.step != said and (due or latest.end is not None):
-            said, said_at = last.step, time.monotonic()
-            write_stdout(status_line(latest) + "\n")
+            lines.happened(latest.hear(whole))
+            if caught_up:
+                lines.step(latest)
+        if follower.found is None and not waiting:
+            note(f"ampdoctor: waiting for a log at {log}")
+        waiting = True
+        caught_up = caught_up or follower.found is not None
+        lines.step(latest, least=1 if latest.end is not None else None)
         if latest.end is not None:
             return
-        if follower.found is None and not waiting:
-            waiting = True
-            note(f"ampdoctor: waiting for a log at {log}")
-        caught_up = caught_up or follower.found is not None
         pause(FRAME_S)
 
 
