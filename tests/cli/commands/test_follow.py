@@ -219,7 +219,7 @@ def test_lines_where_there_is_no_terminal(tmp_path, monkeypatch, capsys):
     lines = before.splitlines()
     said = [int(re.match(r"step (\d+)  loss", line)[1]) for line in lines if "  loss " in line]
     assert said == [29, 129, 229, 280]
-    assert [line for line in lines if "AMP722" in line][0].startswith("step 280  error: AMP722")
+    assert next(line for line in lines if "AMP722" in line).startswith("step 280  error: AMP722")
     assert lines[-2] == "end: the training has ended with code 0"
     assert "verdict: sick" in report
     assert code == 1
