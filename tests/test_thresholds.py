@@ -36,11 +36,14 @@ from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
 from tests.diagnosis.log import logs, test_log_rules, test_scale_history
-from tests.diagnosis.ranges.test_shrinking_headroom import growing, judged, outputs
+from tests.diagnosis.ranges import test_shrinking_headroom
+from tests.diagnosis.ranges.test_shrinking_headroom import growing, outputs
 from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
+from tests.diagnosis.trends import test_step_rules, test_tensor_rules
+from tests.diagnosis.trends.lines import changed, details, judged, steps
 from tests.diagnosis.updates import test_single_updates
 from tests.scaling.test_search import noise, searched
 
@@ -103,6 +106,11 @@ def replayed(error, flushed=0.5):
     return {"relative_error": error, "activation_grad": flushed, "weight_grad": flushed}
 
 
+def watched(lines):
+    """What is said of a run with these lines."""
+    return lambda thresholds: summarised(judged(lines, thresholds))
+
+
 def recommended(log2_amax, **more):
     """The growth interval in closed form, and whether a change is advised."""
 
@@ -159,6 +167,32 @@ WRONG = Amplified(
 STILL_GAINS = test_single_updates.STILL
 NEARLY = replace(test_silent_rules.HUNGRY, flushed_error=0.9e-8)
 """A parameter that gets a little."""
+
+
+def brief(at, value):
+    return value * (3 if 400 <= at < 408 else 1)
+
+
+def risen(at, value):
+    return value * (1.8 if at >= 400 else 1)
+
+
+def rising(at, value):
+    return value * (1.25 if at >= 400 else 1)
+
+
+def flushing(look, _):
+    return 0.001 * 1.35 ** max(0, look - 10)
+
+
+def filling(look, _):
+    return 8 - 0.3 * look
+
+
+def stopped(look, value):
+    return 0.0 if look >= 20 else value
+
+
 CASES = {
     "AMP105.relative_error": (0.1, scanned(tensor(casts=(cast(relative_error=0.01),)))),
     "AMP105.erased": (0.2, scanned(tensor(casts=(cast(relative_error=0.5, flushed=0.3),)))),
@@ -206,8 +240,14 @@ CASES = {
         0.5,
         lambda thresholds: len(starved_parameters([test_silent_rules.held(0, NEARLY)], thresholds)),
     ),
-    "AMP307.near": (0.2, lambda thresholds: judged(outputs(growing()), thresholds=thresholds) is None),
-    "AMP307.ahead": (1.0, lambda thresholds: judged(outputs(growing()), thresholds=thresholds) is None),
+    "AMP307.near": (
+        0.2,
+        lambda thresholds: test_shrinking_headroom.judged(outputs(growing()), thresholds=thresholds) is None,
+    ),
+    "AMP307.ahead": (
+        1.0,
+        lambda thresholds: test_shrinking_headroom.judged(outputs(growing()), thresholds=thresholds) is None,
+    ),
     "AMP402.relative_error": (
         1e-6,
         scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),)),
@@ -266,6 +306,31 @@ CASES = {
     "AMP712.would_move": (0.99, against(STILL)),
     "AMP712.most": (0.9, against(STILL, replace(MOVED, elements=90))),
     "AMP713.would_move": (0.9, against(IDLE, MOVED)),
+    "AMP720.deviations": (50.0, watched(steps(gradient_norm=test_step_rules.jump))),
+    "AMP720.beyond": (50.0, watched(steps(gradient_norm=test_step_rules.jump))),
+    "AMP721.steps": (4, watched(steps(gradient_norm=test_step_rules.jump, loss=brief))),
+    "AMP723.falls": (6, watched(steps(**test_step_rules.scale([100, 200, 300, 400])))),
+    "AMP723.in_a_row": (2, watched(steps(**test_step_rules.scale([100, 101])))),
+    "AMP723.least": (4096.0, watched(steps(**test_step_rules.scale([100, 101, 102, 103, 104])))),
+    "AMP724.norm": (1000.0, watched(steps(gradient_norm=test_step_rules.climbing))),
+    "AMP724.loss": (1000.0, watched(steps(loss=risen))),
+    "AMP724.both": (1.0, watched(steps(loss=rising, gradient_norm=rising))),
+    "AMP725.harmful": (0.9, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
+    "AMP725.rise": (1e6, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
+    "AMP725.horizon": (1, watched(details(22, change=changed("flushed_share", 3, "gradient", flushing)))),
+    "AMP726.near": (0.0, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
+    "AMP726.horizon": (1, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
+    "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "update", stopped)))),
+    "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.1))))),
+    "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(10.0))))),
+    "AMP729.factor": (20.0, watched(steps(learning_rates=lambda at, _: (1e-2 if at >= 400 else 1e-3,)))),
+    "AMP730.factor": (5.0, watched(steps(seconds=lambda at, value: value * (3 if at >= 400 else 1)))),
+    "AMP730.memory": (5.0, watched(steps(memory_bytes=lambda at, _: 10**9 * (2 if at >= 400 else 1)))),
+    "AMP731.steps": (400, watched(steps(1500, loss=lambda at, _: 2.0 + 0.01 * math.sin(at)))),
+    "AMP732.deviations": (1000.0, watched(steps(loss=lambda at, value: value * (0.3 if at >= 400 else 1)))),
+    "AMP733.deviations": (1e5, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
+    "AMP733.share": (0.9, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
+    "AMP734.binades": (10.0, watched(details(change=test_tensor_rules.eight))),
     "AMP902.norms": (
         10,
         lambda thresholds: known_failure(

@@ -36,6 +36,7 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
+from ampdoctor.workflows.alerting import Alerting, OnAlert
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -88,13 +89,20 @@ class Doctor:
         request: What to watch, and what to do where it falls sick.
         tell: Told the diagnosis, at the step that is sick.
         say: Told sentences for the user, a line each.
+        on_alert: Told each alert, on a thread of its own.
 
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
         folder: Of the log and the bundles.
     """
 
-    def __init__(self, request: WatchRequest, tell: Callable[[Report], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        request: WatchRequest,
+        tell: Callable[[Report], None],
+        say: Callable[[str], None],
+        on_alert: OnAlert | None = None,
+    ) -> None:
         self.report: Report | None = None
         self.folder = request.health
         self._request, self._tell, self._say = request, tell, say
@@ -109,6 +117,9 @@ class Doctor:
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
             say=say,
         )
+        self._alerting = Alerting(self._log.write, say, request.thresholds, on_alert)
+        if _number("RANK", 0) == 0:  # the others' numbers are the same, or parts of these
+            self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
         self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
@@ -202,6 +213,9 @@ class Doctor:
             self._settling.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
+        alert = self._alerting.taken()
+        if alert is not None:
+            self._numbers.look(alert, _AFTER_SICK)
         self._numbers.begin_step(self._lines.turn)
         self._tell_what_ended()
         if not self._described:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.found import Found, find
 from ampdoctor.checkpoints.layouts.step_names import step_in
-from ampdoctor.errors import NoCheckpointError, OtherFormatError, UsageError
+from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
@@ -108,8 +108,9 @@ def _opened(found: Found) -> Checkpoint:
     """Opens the checkpoint; where there is none, but a training log, it says what reads that."""
     try:
         return found.open()
-    except (NoCheckpointError, OtherFormatError):
-        if not has_log(found.path):
+    except CheckpointError as error:
+        nothing = found.is_file or isinstance(error, NoCheckpointError | OtherFormatError)
+        if not nothing or not has_log(found.path):  # a folder may hold a log, and a checkpoint that is damaged
             raise
         command = shlex.join(["ampdoctor", "health", shown_path(found.path)])
         raise NoCheckpointError(f"{found.name} is a training log and no checkpoint; `{command}` reads it.") from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
+from ampdoctor.workflows.alerting import OnAlert
 from ampdoctor.workflows.doctor import Doctor, standing
 from ampdoctor.workflows.opening.health_folder import usual_folder
 from ampdoctor.workflows.opening.watch_request import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
@@ -56,6 +57,7 @@ def watch(
     bundle: bool = True,
     bundle_max: int = USUAL_BUNDLE_BYTES,
     tell: Callable[[Report], None] | None = None,
+    on_alert: OnAlert | None = None,
 ) -> Iterator[Watch]:
     """Watches the loops that run inside, as `ampdoctor run` does: a context manager.
 
@@ -78,6 +80,8 @@ def watch(
         bundle: Keep a bundle of the first sick step.
         bundle_max: The most bytes that a bundle takes.
         tell: Given the diagnosis, at the sick step; None logs its first sentence.
+        on_alert: Given each alert, a `Finding`, as it is made, on a thread of ampdoctor's own; errors and warnings are
+            logged as well.
 
     Yields:
         The watch, whose `report` is there from the first sick step on.
@@ -105,7 +109,7 @@ def watch(
         bundle_max=bundle_max,
     )
     optimizers = _several(optimizer)
-    doctor = Doctor(request, tell or _tell, _say)
+    doctor = Doctor(request, tell or _tell, _say, on_alert)
     with ExitStack() as stack:
         try:
             scalers = () if scaler is None else (scaler,)

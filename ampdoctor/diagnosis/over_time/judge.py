@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorCourses, TensorMoment
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import Line, RunLine, Stamped, StepLine
+from ampdoctor.evidence.run_log.lines import Line, LookLine, RunLine, Stamped, StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 EPISODE = 256
@@ -35,8 +35,7 @@ class Judge:
     """Judges a run while it goes on, or its log afterwards: the same lines give the same findings.
 
     Causal: what it says after a line rests on that line and those before. It keeps a few hundred numbers a tensor,
-        whatever the
-    length of the run.
+    whatever the length of the run.
 
     Args:
         thresholds: Those in force.
@@ -48,12 +47,10 @@ class Judge:
         self._on_steps, self._on_tensors = _finders(StepMoment), _finders(TensorMoment)
         self._names: tuple[str, ...] = ()
         self._optimizers: tuple[str, ...] = ()
-        self._begin()
-
-    def _begin(self) -> None:
         self._steps: dict[int, StepMoment] = {}
         self._tensors: dict[int, TensorCourses] = {}
         self._told: dict[tuple[str, str | None, int], _Told] = {}
+        self._looked_at: int | None = None
 
     def hear(self, line: Line) -> tuple[Finding, ...]:
         """Takes a line, and returns what is new with it, worst first; nothing for most."""
@@ -63,6 +60,8 @@ class Judge:
             return self._hear_detail(line)
         if isinstance(line, RunLine):
             self._names, self._optimizers = line.tensors, line.optimizers
+        elif isinstance(line, LookLine):
+            self._looked_at = line.step
         return ()
 
     def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
@@ -124,6 +123,8 @@ class Judge:
                 if not graver:
                     continue
             self._told[key] = _Told(finding.severity, step)
+            if step == self._looked_at:  # what is known of that step, op and line, says more
+                continue
             new.append(self._of(finding, optimizer))
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
 

@@ -53,7 +53,7 @@ def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
     if value is None or beyond < thresholds[BEYOND]:
         return
     what, above = ("gradient norm", moment.norm_above) if of_norm else ("loss", moment.loss_above)
-    usual = course.value_at(0.0)
+    usual = course.usual
     both = of_norm and loss is not None and moment.loss_above >= least
     times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
     yield over_time_finding(

@@ -74,7 +74,7 @@ def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.log(harmful / np.maximum(now, _LEAST)) / drift
     over = risen & (np.minimum(now, shares[:, -2]) >= harmful)
-    coming = risen & ~over & (now > _LEAST) & (left <= thresholds[HORIZON])
+    coming = risen & ~over & (now > _LEAST) & (now < harmful) & (left <= thresholds[HORIZON])
     for hit, severity in ((np.flatnonzero(over), "warning"), (np.flatnonzero(coming), "note")):
         if not len(hit):
             continue

@@ -37,7 +37,7 @@ def quick_line_of(text: str | bytes) -> Stamped | None:
         if make is None or values["schema_version"] != SCHEMA_VERSION:
             return line_of(text)
         return Stamped(make_stamp(values), make(values))
-    except (_OtherError, KeyError, TypeError, ValueError, RecursionError):
+    except (_OtherError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return line_of(text)
 
 

@@ -17,6 +17,8 @@ class Limits:
         details: Details that wait at most; each may hold a histogram of every tensor.
         last: Steps that are remembered for a bundle.
         hung_seconds: A sink that has not taken a line for so long is given up: a network's disk may pause for seconds.
+        heard_details: Lines of details that wait at most for a listener, of up to 100 kB each; of others `lines`.
+        farewell_seconds: How long listeners have at the end, all of them together: a server of metrics wants its rest.
     """
 
     file_bytes: int = 16 * 1024 * 1024
@@ -25,3 +27,5 @@ class Limits:
     details: int = 16
     last: int = 256
     hung_seconds: float = 30.0
+    heard_details: int = 64
+    farewell_seconds: float = 10.0

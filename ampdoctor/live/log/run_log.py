@@ -16,12 +16,17 @@ from typing import Any
 from ampdoctor.evidence.run_log.files import log_name
 from ampdoctor.evidence.run_log.lines import Line, RunLine, Stamp, Stamped
 from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.listening import Hear, Listening
 from ampdoctor.live.log.tray import Handed, Make, Tray
 from ampdoctor.live.log.writer import Writer
 from ampdoctor.package import version
 
 
 def _silent(sentence: str) -> None:
+    pass
+
+
+def _nothing() -> None:
     pass
 
 
@@ -39,8 +44,8 @@ class RunLog:
         rank: Of this process.
         world_size: Number of processes.
         restarts: How often the run's processes have been started anew.
-        say: Gets one sentence, at most once, if the log must be given up; it is called from the writer's thread, or
-            from whoever hands over a line.
+        say: Gets one sentence, at most once, if the log must be given up, and one for each listener that is dropped;
+            it is called from one of the log's threads, or from whoever hands over a line.
         limits: Bounds.
     """
 
@@ -62,6 +67,8 @@ class RunLog:
         origin = Stamp(run_id=self.run_id, rank=rank, world_size=world_size, restarts=restarts, time_ms=0)
         self._tray = Tray(origin, replace(header, tool=header.tool or version()), limits)
         self._writer = Writer(self._tray, self.folder, limits, say)
+        self._limits, self._say = limits, say
+        self._answering: tuple[Listening, ...] = ()
         self._process = os.getpid()
         self._attempts = 0
         self._closed = False
@@ -92,6 +99,44 @@ class RunLog:
     def index_of(self, name: str) -> int:
         """Returns the index of a tensor's name, which stands in the log before any line that is handed over next."""
         return self._tray.index_of(name)
+
+    def listen(
+        self,
+        hear: Hear,
+        *,
+        name: str = "what listens to the log",
+        idle: Callable[[], None] = _nothing,
+        end: Callable[[], None] = _nothing,
+        answers: bool = False,
+    ) -> Listening:
+        """Has a listener told of each line that is written from now on, the header first, on a thread of its own.
+
+        Nothing waits for a listener, but for `close`, which waits for all of them together as long as the limits say.
+        One that raises or hangs is dropped with a sentence.
+
+        Args:
+            hear: Told of a line.
+            name: What listens, in words, for that sentence.
+            idle: Called on the same thread some times a second, where no line waits.
+            end: Called on the same thread, as the last.
+            answers: What it hears it may answer with lines: at the end it is heard out before the others are let go.
+
+        Returns:
+            The listener's thread.
+        """
+        one = Listening(hear, name=name, idle=idle, end=end, limits=self._limits, say=self._say)
+        if self._idle():
+            one.give_up("there is no log to listen to")
+            return one
+        one.put(self._tray.now(self._tray.header))
+        try:
+            one.start()
+        except RuntimeError as error:  # no thread can be started any more
+            one.give_up(str(error))
+            return one
+        self._writer.listeners += (one,)
+        self._answering += (one,) if answers else ()
+        return one
 
     def head(self, **changes: Any) -> None:
         """Changes fields of the header, which is then written anew.
@@ -141,9 +186,23 @@ class RunLog:
     def close(self, timeout: float = 2.0) -> bool:
         """Writes what waits, for at most so many seconds, and ends the thread; later lines are not taken.
 
+        Listeners have `farewell_seconds` beside that, all of them together.
+
         Returns:
             Whether all of it is in the log; False in a forked process.
         """
+        here = os.getpid() == self._process and threading.current_thread() is not self._writer
+        ours = here and not self._closed
+        deadline = time.monotonic() + self._limits.farewell_seconds
+        for one in self._answering if ours else ():
+            self.flush(timeout)
+            one.heard(deadline - time.monotonic())
+        self._end(timeout)
+        if ours:
+            self._let_go(deadline)
+        return self._is_whole()
+
+    def _end(self, timeout: float) -> None:
         if not self._idle():
             self._closed = True
             self._writer.calls.put(None)
@@ -151,7 +210,14 @@ class RunLog:
             if self._writer.is_alive():
                 self._writer.give_up(f"its disk has not taken {self._tray.waiting + 1} lines within {timeout:g} s")
             atexit.unregister(self.close)
-        return self._is_whole()
+
+    def _let_go(self, deadline: float) -> None:
+        """Ends the listeners; what was written to the end is what they hear."""
+        listeners, self._writer.listeners, self._answering = self._writer.listeners, (), ()
+        for one in listeners:
+            one.let_go()
+        for one in listeners:
+            one.left(deadline, self._limits.farewell_seconds)
 
     def _hand_over(self, what: Line | Make) -> None:
         writer = self._writer

@@ -6,6 +6,7 @@ writer does, also in a signal's handler. A deque's ends are safe from both sides
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,10 @@ class Tray:
         if len(self._lines) == self._lines.maxlen:
             self._count(self._lines[0].what)
         self._lines.append(handed)
+
+    def now(self, line: Line) -> Stamped:
+        """Returns the line as one that is handed over now."""
+        return Handed(self.origin, time.time_ns(), line).stamped(line)
 
     def take(self) -> Handed | None:
         """Takes the next one up, details first, so that a run's end is the end of its log; None if nothing waits."""

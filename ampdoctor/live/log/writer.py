@@ -15,9 +15,10 @@ from typing import Any
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.files import log_name
-from ampdoctor.evidence.run_log.lines import Line, LostLine, RunLine
+from ampdoctor.evidence.run_log.lines import Line, LostLine, RunLine, Stamped
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.listening import Listening
 from ampdoctor.live.log.segments import Segments
 from ampdoctor.live.log.tray import Handed, Tray
 
@@ -43,12 +44,14 @@ class Writer(Thread):
     Attributes:
         failed: That sentence; None while all is well.
         calls: Put a reply here to have everything written that waits, None to have the thread end as well.
+        listeners: Each is told of a line when it is written; another tuple for each change.
     """
 
     def __init__(self, tray: Tray, folder: Path, limits: Limits, say: Callable[[str], None]) -> None:
         super().__init__(name="ampdoctor-log", daemon=True)
         self.failed: str | None = None
         self.calls: SimpleQueue[Reply | None] = SimpleQueue()
+        self.listeners: tuple[Listening, ...] = ()
         self._tray, self._folder, self._limits, self._say = tray, folder, limits, say
         self._segments: Segments | None = None
         self._header: RunLine | None = None
@@ -109,17 +112,18 @@ class Writer(Thread):
         tray = self._tray
         self._describe(segments)
         while self.failed is None and (handed := tray.take()) is not None:
-            for text in self._texts(handed):
+            for whole, text in self._texts(handed):
                 self._begin(segments)
-                self._write(segments, text)
+                self._write(segments, whole, text)
         self._begin(segments)
         self._tell_lost(segments, now=ends)
 
-    def _texts(self, handed: Handed) -> Iterator[str]:
-        """The text of a line, of a long detail several; nothing where there is none."""
+    def _texts(self, handed: Handed) -> Iterator[tuple[Stamped, str]]:
+        """A whole line and its text, of a long detail several; nothing where there is none."""
         try:
             line = handed.what() if callable(handed.what) else handed.what
-            yield from [text_of(handed.stamped(part)) for part in _parts(line)]
+            wholes = [handed.stamped(part) for part in _parts(line)]
+            yield from [(whole, text_of(whole)) for whole in wholes]
         except Exception:  # noqa: BLE001 - a line that cannot be made is counted, and costs no other
             self._tray.unmade()
 
@@ -132,23 +136,26 @@ class Writer(Thread):
         header = self._tray.header
         if header is not self._header:
             self._header = header
-            self._write(segments, self._text_now(replace(header, segment=segments.number)))
+            self._write_now(segments, replace(header, segment=segments.number))
 
-    def _write(self, segments: Segments, text: str) -> None:
+    def _write(self, segments: Segments, whole: Stamped, text: str) -> None:
         self._busy_since = time.monotonic()  # as below, in less time: this is done for each line
         try:
             segments.write(text.encode("ascii"))
         finally:
             self._busy_since = None
+        for listener in self.listeners:
+            listener.put(whole)
 
-    def _text_now(self, line: Line) -> str:
-        return text_of(Handed(self._tray.origin, time.time_ns(), line).stamped(line))
+    def _write_now(self, segments: Segments, line: Line) -> None:
+        whole = self._tray.now(line)
+        self._write(segments, whole, text_of(whole))
 
     def _tell_lost(self, segments: Segments, *, now: bool) -> None:
         lost = replace(self._tray.lost, thinned=segments.thinned)
         if lost != self._lost and (now or time.monotonic() - self._told_lost > LOST_EVERY_S):
             self._lost, self._told_lost = lost, time.monotonic()
-            self._write(segments, self._text_now(lost))
+            self._write_now(segments, lost)
 
     def _describe(self, segments: Segments) -> None:
         facts = self._tray.facts

@@ -40,8 +40,8 @@ def test_a_batch_whose_loss_and_gradient_jump_together_is_the_data():
 
 
 def test_heavy_tails_are_no_jumps():
-    """A norm that goes far now and then has done so before (Student's t with 3 degrees of freedom)."""
-    tails = np.random.default_rng(3).standard_t(3, size=4000)
+    """A norm that goes far now and then has done so before (Student's t with 6 degrees of freedom)."""
+    tails = np.random.default_rng(3).standard_t(6, size=4000)
     findings = judged(steps(4000, gradient_norm=lambda at, value: float(value * math.exp(0.3 * tails[at]))))
     assert codes(findings, ("error", "warning")) == []
 

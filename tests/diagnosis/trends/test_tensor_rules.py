@@ -93,12 +93,14 @@ def test_what_stands_still_in_health():
     assert "AMP727" not in [f.code for f in found(frozen)]
 
 
-def test_a_factor_of_eight_bits_that_drops():
-    def eight(look, one):
-        if one.role != "activation":
-            return one
-        return replace(one, format="e4m3", headroom_binades=None, scale=64.0 * (2.0**-5 if look >= SICK else 1))
+def eight(look, one):
+    """An output in e4m3 whose scale drops at once."""
+    if one.role != "activation":
+        return one
+    return replace(one, format="e4m3", headroom_binades=None, scale=64.0 * (2.0**-5 if look >= SICK else 1))
 
+
+def test_a_factor_of_eight_bits_that_drops():
     (finding,) = found(eight)
     assert (finding.code, finding.where.step, finding.evidence["binades"]) == ("AMP734", SICK * 20, -5)
 

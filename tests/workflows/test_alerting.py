@@ -1,0 +1,96 @@
+"""A training that is watched is judged while it goes on: alerts in its log, as sentences, to a function."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+import ampdoctor
+from ampdoctor.evidence.run_log.lines import AlertLine, DetailLine, StepLine
+from ampdoctor.evidence.run_log.text import line_of
+
+SICK = 90
+
+
+def train(folder, *, spoiled=True, steps=120, **options):
+    """Ninety quiet steps, and then a batch that is a thousand times too large."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ampdoctor.watch(folder=folder, every=50, **options):
+        for step in range(steps):
+            x = torch.randn(32, 8)
+            y = x.sum(1, keepdim=True) * (1000 if spoiled and step == SICK else 1)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return [one.line for text in (folder / "log.jsonl").read_text().splitlines() if (one := line_of(text)) is not None]
+
+
+def test_an_alert_is_a_line_a_sentence_and_a_call(tmp_path, caplog):
+    heard = []
+    with caplog.at_level(logging.WARNING, "ampdoctor"):
+        lines = train(tmp_path / "log", on_alert=heard.append)
+    (alert,) = [line for line in lines if isinstance(line, AlertLine)]
+    assert (alert.step, alert.finding.code, alert.finding.severity) == (SICK, "AMP720", "warning")
+    assert alert.finding.evidence["first"] == "data"
+    assert [(f.code, f.where.step) for f in heard] == [("AMP720", SICK)]
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"warning AMP720 at step {SICK}: ")
+
+
+def test_a_healthy_training_hears_nothing(tmp_path, caplog):
+    lines = train(tmp_path / "log", spoiled=False)
+    assert [line for line in lines if isinstance(line, AlertLine)] == []
+    assert caplog.records == []
+
+
+def test_a_firing_raises_the_sampling(tmp_path):
+    lines = train(tmp_path / "log", steps=400)
+    looked = {line.step: line.reason for line in lines if isinstance(line, DetailLine)}
+    raised = [step for step, reason in looked.items() if reason == "gradient-jump"]
+    assert 1 <= len(raised) <= 4
+    assert all(step > SICK for step in raised)
+    assert len([line for line in lines if isinstance(line, StepLine)]) == 400
+
+
+def test_a_function_that_raises_is_called_no_more_and_harms_nobody(tmp_path, caplog):
+    calls = []
+
+    def on_alert(finding):
+        calls.append(finding)
+        raise ValueError("no network")
+
+    lines = train(tmp_path / "log", on_alert=on_alert)
+    assert len(calls) == 1
+    assert any("on_alert is called no more: ValueError: no network" in record.message for record in caplog.records)
+    assert sum(isinstance(line, StepLine) for line in lines) == 120
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_alerts_change_no_bit_of_the_training(tmp_path, every):
+    def weights(watched):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def loop():
+            for step in range(60):
+                x = torch.randn(8, 4) * (100 if step == 50 else 1)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+        if watched:
+            with ampdoctor.watch(folder=tmp_path / "log", every=every):
+                loop()
+        else:
+            loop()
+        return model.weight.detach().clone()
+
+    assert torch.equal(weights(watched=False), weights(watched=True))
+    alerts = [json.loads(text) for text in (tmp_path / "log" / "log.jsonl").read_text().splitlines()]
+    assert (50, "AMP720") in [(one["step"], one["finding"]["code"]) for one in alerts if one["kind"] == "alert"]
