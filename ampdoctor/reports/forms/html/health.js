@@ -70,13 +70,14 @@ ampdoctor.health = (() => {
     let low = Infinity, high = -Infinity;
     for (const run of shown()) {
       const ends = places(run);
+      if (view.axis === "step" && ends.length) low = Math.min(low, run.axis.first[0]);
       for (const end of ends) if (end === end) { low = Math.min(low, end); high = Math.max(high, end); }
       const steps = [...run.checkpoints, ...run.looks, ...run.actions, ...alerts.filter((it) => it.run === run.index)].map((it) => it.step);
       for (const scaler of run.scalers) for (const [step] of scaler.path.points) steps.push(step);
       for (const step of steps) { const x = place(run, step); if (x !== null) { low = Math.min(low, x); high = Math.max(high, x); } }
     }
     if (!(low < high)) return Number.isFinite(low) ? [low - 1, low + 1] : [0, 1];
-    return [low, high];
+    return [low > 0 && low < high / 20 ? 0 : low, high];
   }
 
   let extent = runs.length ? whole() : [0, 1];

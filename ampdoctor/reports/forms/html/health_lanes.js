@@ -20,8 +20,8 @@ ampdoctor.lanes = (() => {
   /** Each panel: its numbers in the order in which they are drawn, the first as the panel's own. */
   const LANES = [
     { id: "loss", title: "Loss", curves: { loss: "" }, show: short },
-    { id: "norm", title: "Gradient norm", curves: { gradient_norm: "before clipping", clipped_norm: "after" }, show: short },
-    { id: "scale", title: "Loss scale", curves: { loss_scale: "" }, show: power, log: true, held: true, skips: true },
+    { id: "norm", title: "Gradient norm", curves: { gradient_norm: "before clipping", clipped_norm: "after it" }, show: short },
+    { id: "scale", title: "Loss scale", curves: { loss_scale: "" }, show: power, powers: true, held: true, skips: true },
     { id: "headroom", title: "Headroom", about: "binades between the largest gradient and overflow", curves: { headroom_binades: "" }, show: short, zero: true },
     { id: "rate", title: "Learning rate", curves: { learning_rate: "" }, show: short, linear: true },
     { id: "tokens", title: "Tokens per second", curves: { tokens_per_second: "" }, show: many, linear: true },
@@ -29,6 +29,8 @@ ampdoctor.lanes = (() => {
     { id: "seconds", title: "Step time", curves: { step_seconds: "median", "step_seconds.p99": "p99", data_seconds: "waits for data" }, show: seconds },
     { id: "memory", title: "Memory", about: "most that tensors held on the device", curves: { memory_bytes: "" }, show: bytes, linear: true },
   ];
+  /** Where a value stands on a panel's own axis: a scale's exponent has whole marks where a logarithmic axis finds none. */
+  const height = (spec, value) => (spec.powers ? Math.log2(value) : value);
   const ROLES = [{ width: 2, opacity: 1 }, { width: 1.2, opacity: 0.75 }, { width: 2.2, opacity: 0.45 }];
 
   /** A curve of a run; "step_seconds.p99" is the percentile of another, or its highest where there is none. */
@@ -77,9 +79,14 @@ ampdoctor.lanes = (() => {
       },
     });
 
-    const pixel = (at) => { const { left, right } = margins(width); return left + ((at - view.from) / (view.to - view.from)) * (width - left - right); };
-    const value = (x) => { const { left, right } = margins(width); return view.from + ((x - left) / (width - left - right)) * (view.to - view.from); };
-    const inside = (x) => { const { left, right } = margins(width); return x >= left && x <= width - right; };
+    /** Where the drawing begins and how wide it is; beside it may be room for words. */
+    function sides() {
+      const room = width - (settings.side?.(width) ?? 0), { left, right } = margins(room);
+      return { left, across: room - left - right };
+    }
+    const pixel = (at) => { const { left, across } = sides(); return left + ((at - view.from) / (view.to - view.from)) * across; };
+    const value = (x) => { const { left, across } = sides(); return view.from + ((x - left) / across) * (view.to - view.from); };
+    const inside = (x) => { const { left, across } = sides(); return x >= left && x <= left + across; };
 
     function pointed(canvas) {
       let began = null;
@@ -155,15 +162,15 @@ ampdoctor.lanes = (() => {
 
   /** The panel's own axis for what the window holds, and where at its top marks stand. */
   function scaleOf(lane) {
-    const { low, high, least } = reach(lane);
-    if (!(low <= high)) return { min: 0, max: 1, top: 0.95, log: false };
-    const log = lane.log || (!lane.linear && low > 0 && high / least > WIDE_RANGE);
-    if (log && Number.isFinite(least)) {
+    const found = reach(lane), low = height(lane, found.low), high = height(lane, found.high), { least } = found;
+    if (!(low <= high) || !Number.isFinite(high - low)) return { min: 0, max: 1, top: 0.95, log: false };
+    const log = !lane.linear && !lane.powers && low > 0 && high / least > WIDE_RANGE;
+    if (log) {
       const room = Math.max(Math.log2(high / least), 1);
       const max = high * 2 ** (0.14 * room);
       return { min: least / 2 ** (0.08 * room), max, top: high * 2 ** (0.07 * room), log };
     }
-    const bottom = lane.zero ? Math.min(low, 0) : low, room = high - bottom || Math.abs(high) || 1;
+    const bottom = lane.zero ? Math.min(low, 0) : low, room = high - bottom || (lane.powers ? 2 : Math.abs(high)) || 1;
     return { min: bottom - 0.06 * room, max: high + 0.14 * room, top: high + 0.07 * room, log: false };
   }
 
@@ -203,17 +210,18 @@ ampdoctor.lanes = (() => {
     function again() {
       const scale = scaleOf(spec);
       return {
-        yAxis: ampdoctor.chart.axis({ type: scale.log ? "log" : "value", logBase: spec.log ? 2 : 10, min: scale.min, max: scale.max, splitNumber: 3,
-          axisLabel: { hideOverlap: true, fontSize: 11, showMinLabel: false, showMaxLabel: false, formatter: (value) => spec.show(value) } }),
+        yAxis: ampdoctor.chart.axis({ type: scale.log ? "log" : "value", min: scale.min, max: scale.max, splitNumber: 3, ...(spec.powers ? { minInterval: 1 } : {}),
+          axisLabel: { hideOverlap: true, fontSize: 11, showMinLabel: false, showMaxLabel: false, formatter: (value) => spec.show(spec.powers ? 2 ** value : value) } }),
         series: marks(scale),
       };
     }
 
     function marks(scale) {
-      const dots = (id, at, symbol, size, color, found) => ({ id, type: "scatter", symbol, symbolSize: size, color: ampdoctor.color(color), z: 6, silent: true, data: found.map((x) => [x, at]) });
-      const bad = parts().flatMap(({ run, curve }) => chosen(run, (span) => curve.nonfinite?.[span] > 0));
-      const skips = spec.skips ? parts().flatMap(({ run }) => chosen(run, (span) => run.axis.skipped?.[span] > 0)) : [];
-      return [dots("nonfinite", scale.top, "triangle", 8, "overflow", bad), dots("skips", scale.min, "rect", [2, 10], "overflow", skips)];
+      const dots = (id, y, symbol, symbolSize, wanted) => ({ id, type: "scatter", symbol, symbolSize, z: 6, silent: true,
+        data: parts().filter(({ role }) => role === 0).flatMap(({ run, curve }) => chosen(run, (span) => wanted(run, curve)?.[span] > 0)
+          .map((x) => ({ value: [x, y], itemStyle: { opacity: 1, color: ampdoctor.color(runs.length > 1 ? run.color : "overflow") } }))) });
+      return [dots("nonfinite", scale.top, "triangle", 8, (_, curve) => curve.nonfinite),
+        ...(spec.skips ? [dots("skips", scale.min, "rect", [2, 10], (run) => run.axis.skipped)] : [])];
     }
 
     const chosen = (run, wanted) => { const ends = places(run), found = []; for (let span = 0; span < ends.length; span += 1) if (wanted(span)) found.push(ends[span]); return found; };
@@ -225,7 +233,7 @@ ampdoctor.lanes = (() => {
         ...parts().map(({ run, name, role, curve }) => {
           const points = drawn(run, curve, scale.log);
           const alone = runs.length === 1 && several;
-          return { id: `${run.index} ${name}`, type: "line", data: points, silent: true, z: 4 - role, step: spec.held ? "end" : false,
+          return { id: `${run.index} ${name}`, type: "line", data: points, silent: true, z: 4 - role, step: spec.held ? "start" : false,
             color: ampdoctor.color(alone ? `series-${role + 1}` : run.color), showSymbol: points.length < FEW, symbolSize: 4,
             lineStyle: { width: ROLES[role].width, opacity: alone ? 1 : ROLES[role].opacity, type: alone ? ["solid", "dashed", "dotted"][role] : run.dash } };
         }),
@@ -239,8 +247,8 @@ ampdoctor.lanes = (() => {
     function drawn(run, curve, log) {
       const ends = places(run), points = [];
       for (let span = 0; span < ends.length; span += 1) {
-        const value = curve.middle[span];
-        if (value === value && !(log && value <= 0)) points.push([ends[span], value]);
+        const value = height(spec, curve.middle[span]);
+        if (Number.isFinite(value) && !(log && value <= 0)) points.push([ends[span], value]);
         else if (curve.nonfinite?.[span] > 0) points.push([ends[span], null]);
       }
       return points;
@@ -254,7 +262,7 @@ ampdoctor.lanes = (() => {
       return { id: `band ${run.index} ${name}`, type: "custom", silent: true, clip: true, z: 1, data: [[ends[0], 0]], encode: { x: 0, y: 1 },
         renderItem: (_, api) => {
           const { log, min } = scaleOf(spec);
-          const y = (value) => api.coord([view.from, log ? Math.max(value, min) : value])[1];
+          const y = (value) => api.coord([view.from, log ? Math.max(value, min) : height(spec, value)])[1];
           const x = (span) => api.coord([ends[span], min])[0];
           const points = [...known.map((span) => [x(span), y(curve.high[span])]), ...known.reverse().map((span) => [x(span), y(curve.low[span])])];
           known.reverse();
@@ -270,7 +278,7 @@ ampdoctor.lanes = (() => {
           if (!curve || span < 0) return null;
           const value = curve.middle[span], bad = curve.nonfinite?.[span] > 0;
           const text = Number.isNaN(value) ? (bad ? "not finite" : "-") : spec.show(value) + (bad ? ", some not finite" : "");
-          return word ? `${word} ${text}` : text;
+          return word ? `${word}: ${text}` : text;
         }).filter((text) => text !== null);
         if (spec.skips && run.axis.skipped?.[span] > 0) values.push(`${run.axis.skipped[span]} skipped`);
         return values.length ? values.join("; ") : "-";
@@ -284,8 +292,8 @@ ampdoctor.lanes = (() => {
     const keys = Object.values(spec.curves).filter(Boolean);
     chart.legend.append(...ampdoctor.chart.legend([
       ...(runs.length === 1 && keys.length > 1 ? keys.map((word, role) => [`series-${role + 1} line ${["", "dashed", "dotted"][role]}`, word]) : []),
-      ...(parts().some(({ curve }) => curve.nonfinite) ? [["overflow wedge", "not finite"]] : []),
-      ...(spec.skips && runs.some((run) => run.axis.skipped?.some((many) => many > 0)) ? [["overflow tick", "skipped"]] : []),
+      ...(parts().some(({ curve }) => curve.nonfinite) ? [[`${runs.length > 1 ? "muted" : "overflow"} wedge`, "not finite"]] : []),
+      ...(spec.skips && runs.some((run) => run.axis.skipped?.some((many) => many > 0)) ? [[`${runs.length > 1 ? "muted" : "overflow"} tick`, "skipped"]] : []),
     ]));
     ampdoctor.health.listen("at", read);
     ampdoctor.health.listen("look", read);

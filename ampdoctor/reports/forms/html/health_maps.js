@@ -11,7 +11,7 @@ ampdoctor.maps = (() => {
     activation_gradient: "activations' gradients", optimizer_state: "optimizer state", buffer: "buffers" };
   const SHARES = [0, 1e-4, 1e-3, 1e-2, 0.1, 0.5], SHARE_WORDS = ["none", "to 0.01%", "to 0.1%", "to 1%", "to 10%", "to 50%", "more"];
   const ROOMS = [8, 6, 4, 2, 1, 0], ROOM_WORDS = ["8 or more", "6 to 8", "4 to 6", "2 to 4", "1 to 2", "0 to 1", "overflows"];
-  const LEVELS = 7, PAGE = 40, NAME = 11;
+  const LEVELS = 7, PAGE = 40, NAME = 11, TOP = 4;
 
   const show = (kind, value) => (value === Infinity ? "not finite" : Number.isNaN(value) ? "-" : kind === "share" ? percent(value) : number(Number(value.toPrecision(3))));
 
@@ -52,16 +52,16 @@ ampdoctor.maps = (() => {
     const pages = element("span", { role: "status" });
     const turn = (text, by) => element("button", { type: "button", click: () => { state.page += by; refresh(); } }, text);
     const back = turn("Previous layers", -1), on = turn("Next layers", 1);
-    const left = element("p", { class: "muted" }), spot = element("p", { class: "spot" });
+    const left = element("p", { class: "muted" }), tip = element("div", { class: "tip", hidden: true });
     host.append(element("div", { class: "tools" }, what, order, back, pages, on), left);
     const drawn = () => state.rows.slice(PAGE * state.page, PAGE * (state.page + 1));
     const drawing = element("div", { class: "map" });
-    host.append(drawing, spot);
+    host.append(drawing);
     const wide = (width) => width > 860;
     const words = (width) => ampdoctor.chart.names(drawn().map((row) => ({ name: now().map.tensors[row] })), wide(width) ? 520 : 2 * width, NAME);
     const { margins, xAxis, onAxis } = ampdoctor.lanes;
     /** Names stand beside the picture, in the room of the panels' words, or each above its row where there is none. */
-    const rowHeight = (width) => (wide(width) ? Math.max(words(width).row, 14) : words(width).row + 10);
+    const rowHeight = (width) => (wide(width) ? Math.max(words(width).row, 14) : words(width).row + 14);
     const side = (width) => (wide(width) ? host.querySelector(".map").clientWidth - laneWidth() : 0);
     const laneWidth = () => document.querySelector("#lanes-view .lane-chart")?.clientWidth ?? drawing.clientWidth;
 
@@ -70,7 +70,6 @@ ampdoctor.maps = (() => {
       height: (width) => 30 + rowHeight(width) * Math.max(1, drawn().length),
       option,
       again: () => ({}),
-      mapped: true,
       side,
       columns: [
         { label: "tensor", kind: "name", value: (cell) => now().map.tensors[cell.row] },
@@ -78,17 +77,23 @@ ampdoctor.maps = (() => {
         { label: "value", kind: "number", value: (cell) => valueAt(cell.row, cell.column), show: (cell) => show(now().kind, valueAt(cell.row, cell.column)) },
       ],
       rows: () => state.rows.flatMap((row) => Array.from(now().map.steps, (_, column) => ({ row, column }))).filter(({ row, column }) => !Number.isNaN(valueAt(row, column))),
-      started: (instance, canvas) => canvas.addEventListener("pointermove", (event) => tell(instance, event, canvas)),
+      started: (_, canvas) => {
+        canvas.append(tip);
+        canvas.addEventListener("pointermove", (event) => tell(event, canvas.getBoundingClientRect()));
+        canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+      },
     });
     const valueAt = (row, column) => now().map.values[row * now().map.steps.length + column];
 
-    function tell(instance, event, canvas) {
-      const box = canvas.getBoundingClientRect();
-      const y = event.clientY - box.top - 4, index = Math.floor(y / rowHeight(box.width));
-      const row = drawn()[index];
-      const column = view.at === null ? -1 : columnAt(view.at);
-      spot.textContent = row === undefined || column < 0 ? "\u00a0" :
-        `${now().map.tensors[row]}, step ${now().map.steps[column].toLocaleString("en")}: ${show(now().kind, valueAt(row, column))}`;
+    function tell({ clientX, clientY }, box) {
+      const x = clientX - box.left, y = clientY - box.top;
+      const row = drawn()[Math.floor((y - TOP) / rowHeight(box.width))], column = view.at === null ? -1 : columnAt(view.at);
+      tip.hidden = row === undefined || column < 0;
+      if (tip.hidden) return;
+      tip.replaceChildren(element("div", {}, now().map.tensors[row]),
+        element("div", {}, `step ${now().map.steps[column].toLocaleString("en")}: ${show(now().kind, valueAt(row, column))}`));
+      tip.style.left = `${Math.max(Math.min(x + 14, box.width - tip.offsetWidth), 0)}px`;
+      tip.style.top = `${Math.max(y > box.height / 2 ? y - tip.offsetHeight - 10 : y + 14, 0)}px`;
     }
 
     const ends = () => now().map.steps.map((step) => ampdoctor.health.place(now().run, step) ?? NaN);
@@ -101,7 +106,7 @@ ampdoctor.maps = (() => {
     }
 
     function refresh() {
-      const { map, run } = now();
+      const { map } = now();
       state.rows = map.tensors.map((_, index) => index);
       if (state.order === "name") state.rows.sort((a, b) => ampdoctor.byWords(map.tensors[a], map.tensors[b]));
       if (state.order === "worst") {
@@ -120,9 +125,7 @@ ampdoctor.maps = (() => {
       chart.legend.replaceChildren(...ampdoctor.chart.legend([
         ...colours(map).words.map((text, index) => [`heat-${index}`, text]),
         ...(Array.from(map.values).some((value) => value === Infinity) ? [["overflow", "not finite"]] : [])]));
-      spot.textContent = "\u00a0";
       chart.update();
-      return run;
     }
 
     function option(width) {
@@ -131,9 +134,9 @@ ampdoctor.maps = (() => {
       const text = words(width), height = rowHeight(width), { map } = now();
       const beside = wide(width);
       const label = beside ? { ...text.label, align: "left", margin: 8 }
-        : { ...text.label, inside: true, margin: 0, padding: [0, 0, 10, 0], verticalAlign: "middle", formatter: text.label.formatter };
+        : { ...text.label, inside: true, margin: 0, padding: [0, 0, 13, 0], verticalAlign: "middle", formatter: text.label.formatter };
       return {
-        grid: { ...margins(width - side(width)), right: margins(width - side(width)).right + side(width), top: 4, bottom: 26, outerBoundsMode: "none" },
+        grid: { ...margins(width - side(width)), right: margins(width - side(width)).right + side(width), top: TOP, bottom: 26, outerBoundsMode: "none" },
         tooltip: { show: false },
         xAxis: xAxis(),
         yAxis: axis({ type: "category", inverse: true, position: beside ? "right" : "left", data: drawn().map((row) => map.tensors[row]), axisTick: { show: false },

@@ -5,9 +5,10 @@
 ampdoctor.strip = (() => {
   const { element, color, count } = ampdoctor;
   const { view, runs, alerts, shown, place, places } = ampdoctor.health;
+  /** Of each mark its shape, colour and size, and whether it is hollow. */
   const SEVERITY = { error: ["triangle", "error", 13], warning: ["diamond", "warning", 13], note: ["circle", "note", 9] };
-  const HEALTH = { good: ["circle", "ok", 10], finite: ["emptyCircle", "ok", 9], probation: ["emptyDiamond", "warning", 11], sick: ["path://M0 0L3 0L5 3L7 0L10 0L6.5 5L10 10L7 10L5 7L3 10L0 10L3.5 5Z", "error", 10],
-    unknown: ["emptyCircle", "muted", 8] };
+  const HEALTH = { good: ["circle", "ok", 10], finite: ["circle", "ok", 9, true], probation: ["diamond", "warning", 11, true], sick: ["path://M0 0L3 0L5 3L7 0L10 0L6.5 5L10 10L7 10L5 7L3 10L0 10L3.5 5Z", "error", 10],
+    unknown: ["circle", "muted", 8, true] };
   const SAYS = { good: "good", finite: "finite when it was scanned", probation: "waits for clean steps", sick: "sick", unknown: "not judged" };
   const ROW = 22;
 
@@ -31,7 +32,7 @@ ampdoctor.strip = (() => {
         tooltip: ampdoctor.chart.tooltip(({ data }) => data.mark.says),
         series: [{ id: "flags", type: "scatter", clip: true, data: marks().map((mark) => ({
           value: [place(mark.run, mark.step), mark.row.name], mark, symbol: mark.look[0], symbolSize: mark.look[2],
-          itemStyle: { color: color(mark.look[1]), borderWidth: 2 }, cursor: mark.alert ? "pointer" : "default" })) }],
+          itemStyle: { color: color(mark.look[3] ? "bg" : mark.look[1]), borderColor: color(mark.look[1]), borderWidth: mark.look[3] ? 2 : 0, opacity: 1 }, cursor: mark.alert ? "pointer" : "default" })) }],
       }),
       again: () => ({}),
       started: (instance) => instance.on("click", ({ data }) => { if (data?.mark?.alert) opened(data.mark.alert); }),
