@@ -22,7 +22,7 @@ _Bounds: TypeAlias = tuple[type, Any, Any]
 
 
 def _parser() -> Callable[[str | bytes], Any]:
-    """What parses JSON: `orjson`, where it is installed, in a third of the time; what it refuses goes the checked way."""
+    """What parses JSON: in a third of the time orjson, where it is installed; what it refuses goes the checked way."""
     try:
         import orjson
     except ImportError:
