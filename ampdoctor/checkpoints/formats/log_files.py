@@ -230,15 +230,15 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
             columns.setdefault(_plain(key), found)
     if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
         columns.pop("train_loss", None)
-    found = {
+    known = {
         field: columns[name]
         for field, names in _NAMES.items()
         if (name := next((n for n in names if n in columns), None)) is not None
     }
-    if "learning_rate" not in found:
+    if "learning_rate" not in known:
         rate = next((value for name, value in columns.items() if name.startswith(_RATE_OF_ONE)), None)
-        found |= {} if rate is None else {"learning_rate": rate}
-    return found
+        known |= {} if rate is None else {"learning_rate": rate}
+    return known
 
 
 @lru_cache(maxsize=1024)

@@ -84,3 +84,16 @@ def test_a_nan_that_is_no_string_is_read_as_the_checked_way_reads_it():
 def test_a_histogram_comes_along():
     text = text_of(Stamped(STAMP, DetailLine(step=1, tensors=(TENSOR,))))
     assert quick_line_of(text).line.tensors[0].histogram == line_of(text).line.tensors[0].histogram
+
+
+@pytest.mark.parametrize("parse", [json.loads, None], ids=["json", "orjson"])
+@pytest.mark.parametrize("number", ["0.1", "1e-320", "1.7976931348623157e308", "123456.789", "2.2250738585072014e-308"])
+def test_whoever_parses_gives_the_same_numbers(monkeypatch, parse, number):
+    parse = parse or pytest.importorskip("orjson").loads
+    monkeypatch.setattr("ampdoctor.evidence.run_log.quick._loads", parse)
+    changed = PLAIN.replace("1.5", number)
+    assert quick_line_of(changed).line.loss == float(number)
+    for wrong in (changed[:-9], changed.replace(number, "[" * 2000), changed.replace('"step":3', f'"step":{2**70}')):
+        with pytest.raises(ValueError):
+            quick_line_of(wrong)
+    assert math.isnan(quick_line_of(PLAIN.replace("1.5", "NaN")).line.loss)
