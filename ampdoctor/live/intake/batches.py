@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampdoctor.numerics.unseen import is_plain
+
 _IDS = frozenset({torch.int64, torch.int32})
 
 
@@ -30,6 +32,8 @@ class Counted:
 
     def times(self, ranks: int) -> Counted:
         """Returns the same for so many processes."""
+        if ranks == 1:
+            return self
         return Counted(*(None if n is None else n * ranks for n in (self.samples, self.tokens)))
 
 
@@ -114,12 +118,12 @@ def _batch_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None
     for name, value in named:
         if isinstance(value, Tensor):
             found.append((name, value))
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict | Mapping):  # the first is quick to tell
             found += [(str(key), inner) for key, inner in value.items() if isinstance(inner, Tensor)]
         elif isinstance(value, list | tuple) and any(isinstance(inner, Tensor) for inner in value):
             return None
     shaped = [(name, tensor) for name, tensor in found if tensor.dim() > 0]
-    if not shaped or any(tensor.is_nested or hasattr(tensor, "to_local") for _, tensor in shaped):
+    if not shaped or not all(is_plain(tensor) and not tensor.is_nested for _, tensor in shaped):
         return None
     if len({tensor.shape[0] for _, tensor in shaped} - {1}) > 1:
         return None

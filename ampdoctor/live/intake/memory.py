@@ -24,6 +24,9 @@ class Memory:
     retries: int | None = None
 
 
+_NONE = Memory()
+
+
 class MemoryReadings:
     """Reads the allocator of the device that trains, now and then.
 
@@ -35,12 +38,12 @@ class MemoryReadings:
 
     def of(self, optimizer: torch.optim.Optimizer) -> Memory:
         """Returns the counters of an optimizer's device; none on a CPU, and none so soon after the last time."""
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
         if first is None or first.device.type != "cuda":
-            return Memory()
+            return _NONE
         now = time.monotonic()
         if now - self._last < _PAUSE_S:
-            return Memory()
+            return _NONE
         self._last = now
         counters = torch.cuda.memory_stats_as_nested_dict(first.device)
         held = counters.get("allocated_bytes", {}).get("all", {}).get("peak")
