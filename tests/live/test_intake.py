@@ -330,3 +330,19 @@ def test_no_hook_stays_where_a_call_raises(watched):
         broken.remove()
         step(model, sgd(model), torch.randn(2, 6))
     assert len(seen.steps) == 1
+
+
+def test_no_bit_is_changed_by_looking_at_activations(watched):
+    def trained():
+        torch.manual_seed(3)
+        model = nn.Sequential(Block(), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(6, 2))
+        optimizer = sgd(model)
+        for batch in DataLoader(torch.randn(12, 6), batch_size=3, shuffle=True):
+            half_step(model, optimizer, batch)
+        return [*(p.detach() for p in model.parameters()), *(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+    bare = trained()
+    with watched(every=1) as seen:
+        looked_at = trained()
+    assert len([one for line in seen.details for one in line.tensors if one.role == "activation"]) >= 4 * 5
+    assert all(map(torch.equal, bare, looked_at))
