@@ -24,7 +24,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
+demo: $(STAMP)  ## Diagnose sick training runs, and watch one (no GPU, no download of data)
 	$(BIN)/python fixtures/demo/run_demo.py
 
 test: $(STAMP)  ## Run the tests, without the slow ones

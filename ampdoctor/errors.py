@@ -47,6 +47,10 @@ class OtherFormatError(CheckpointError):
     """A file is whole, but in no checkpoint format: found beside a checkpoint, it does not make that incomplete."""
 
 
+class NoCheckpointError(CheckpointError):
+    """What was named is there, and is no checkpoint."""
+
+
 class FactoryError(AmpdoctorError):
     """The factory cannot be found, or does not return what a replay needs."""
 

@@ -26,6 +26,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "real_sizes.py": ((), ("--model", "resnet50", "--steps", "1", "--cell", "bisect-nan")),
     "scan.py": ((), ("--gigabytes", "0.1", "--repeats", "1")),
     "startup.py": ((), ("--repeats", "3")),
+    "health_log.py": ((), ("--steps", "3000")),
 }
 """Options of each: in full, and quick."""
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -30,8 +32,8 @@ def played(tmp_path_factory):
 
     env = {**os.environ, "PYTHONPATH": "", "NO_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, str(DEMO / "run_demo.py")],
-        cwd=tmp_path_factory.mktemp("elsewhere"),
+        [sys.executable, str(DEMO / "run_demo.py"), "pages/watched.html"],
+        cwd=(here := tmp_path_factory.mktemp("elsewhere")),
         env=env,
         capture_output=True,
         text=True,
@@ -40,12 +42,14 @@ def played(tmp_path_factory):
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout, here / "pages" / "watched.html"
 
 
 @pytest.mark.slow
 def test_the_demo_shows_each_command_its_report_and_its_code(played):
-    assert played.index("$ ampdoctor scan ") < played.index("ERROR AMP101") < played.index("--> exit code 1: findings")
+    played, _ = played
+    scan = played.partition("$ ampdoctor scan ")[2]
+    assert scan.index("ERROR AMP101") < scan.index("--> exit code 1: findings")
     bisect = played.partition("$ ampdoctor bisect-nan ")[2].partition("$ ampdoctor recommend ")[0]
     for part in ("ERROR AMP201", "block.3.ff.wo", "t5_ffn.py:38", "verified by replay", "--> exit code 1: findings"):
         assert part in bisect
@@ -56,7 +60,18 @@ def test_the_demo_shows_each_command_its_report_and_its_code(played):
 
 
 @pytest.mark.slow
-def test_the_demo_leaves_nothing_behind(played):
+def test_the_demo_s_watched_training_is_alerted_before_it_fails_and_has_a_page(played):
+    played, page = played
+    found = re.search(r"the alert came at step (\d+), (\d+) steps before the failure at step (\d+)", played)
+    alert, lead, failure = map(int, found.groups())
+    assert (alert + lead, lead > 20) == (failure, True)
+    assert "AMP726" in page.read_text(encoding="utf-8")
+    assert str(page) in played
+
+
+@pytest.mark.slow
+def test_the_demo_leaves_nothing_but_the_page_behind(played):
+    played, _ = played
     checkpoint = played.partition("$ ampdoctor scan ")[2].partition("\n")[0]
     assert checkpoint.endswith("run.pt")
     assert not Path(checkpoint).parent.exists()
@@ -69,15 +84,28 @@ def test_the_checkpoint_is_sick_in_weights_moments_and_scaler(tmp_path, python, 
     assert {finding["code"] for finding in report["findings"]} == {"AMP101", "AMP103", "AMP402"}
 
 
-def test_an_unexpected_exit_code_fails_the_demo(demo, monkeypatch, capfd):
+def test_an_unexpected_exit_code_fails_the_demo(demo, monkeypatch, capfd, tmp_path):
     wrong = demo.Act(title="a version", arguments=("--version",), expected=1)
-    monkeypatch.setattr(demo, "acts", lambda checkpoint: (wrong,))
+    monkeypatch.setattr(demo, "acts", lambda _: (wrong,))
+    monkeypatch.setattr(demo, "watched_acts", lambda *_: ())
     monkeypatch.setattr(demo.subprocess, "run", _instead_of_training(demo.subprocess.run))
-    assert demo.main() == 1
+    assert demo.main(tmp_path / "page.html") == 1
     said = capfd.readouterr().out
     assert "--> exit code 0: nothing at or above" in said
     assert "UNEXPECTED: it should have been 1" in said
     assert "Not every command ended as it should." in said
+
+
+@pytest.mark.parametrize(
+    ("seen", "good"), [(([5], [9]), True), (([9], [9]), False), (([], [9]), False), (([5], []), False)]
+)
+def test_an_alert_that_does_not_come_before_fails_the_demo(demo, seen, good, tmp_path, capsys):
+    alerts, looks = seen
+    lines = [{"kind": "alert", "step": step, "finding": {"severity": "warning"}} for step in alerts]
+    lines += [{"kind": "look", "step": step} for step in looks]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert demo.came_before(tmp_path) == good
+    assert ("UNEXPECTED" in capsys.readouterr().out) == (not good)
 
 
 def _instead_of_training(run):

@@ -8,6 +8,7 @@ import typer
 
 from ampdoctor.cli.commands.bisect_nan import bisect_nan
 from ampdoctor.cli.commands.env import env, versions
+from ampdoctor.cli.commands.health import health
 from ampdoctor.cli.commands.merge import merge
 from ampdoctor.cli.commands.profile import profile
 from ampdoctor.cli.commands.recommend import recommend
@@ -56,6 +57,7 @@ app.command(
 )(configured(run))
 for _name, _command, _kind in (
     ("scan", scan, ConfiguredCommand),
+    ("health", health, ConfiguredCommand),
     ("bisect-nan", bisect_nan, ReplayCommand),
     ("profile", profile, ReplayCommand),
     ("recommend", recommend, ReplayCommand),

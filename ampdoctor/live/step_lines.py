@@ -8,6 +8,7 @@ from typing import Any
 
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.live.intake.intake import Intake, TakenIn
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
@@ -21,6 +22,7 @@ class _Facts:
     micro_steps: int
     learning_rates: tuple[float, ...]
     seconds: float | None
+    taken_in: TakenIn
 
 
 class StepLines:
@@ -28,14 +30,16 @@ class StepLines:
 
     Args:
         log: Gets the lines.
+        intake: Knows of the loop's data and memory.
 
     Attributes:
         attempted: Steps of all optimizers so far.
         taken: Those that were not skipped.
     """
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunLog, intake: Intake) -> None:
         self._log = log
+        self._intake = intake
         self._optimizers: dict[str, int] = {}
         self._steps: dict[str, int] = {}
         self._accepted: dict[str, int] = {}
@@ -59,6 +63,7 @@ class StepLines:
             micro_steps=attempt.micro_steps,
             learning_rates=rates,
             seconds=attempt.seconds,
+            taken_in=self._intake.stepping(attempt.name, attempt.optimizer),
         )
 
     def ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
@@ -79,6 +84,7 @@ class StepLines:
             self._uncertain.discard((reading.optimizer, reading.step))
             self._count(reading.optimizer, -int(bool(reading.skipped)))
         facts = self._facts.pop((reading.optimizer, reading.step), None)
+        taken_in = None if facts is None else facts.taken_in
         self._log.write(
             StepLine(
                 step=reading.step,
@@ -95,6 +101,11 @@ class StepLines:
                 growth_tracker=reading.growth_tracker,
                 learning_rates=() if facts is None else facts.learning_rates,
                 seconds=None if facts is None else facts.seconds,
+                data_seconds=None if taken_in is None else taken_in.data_seconds,
+                memory_bytes=None if taken_in is None else taken_in.memory.most_bytes,
+                memory_retries=None if taken_in is None else taken_in.memory.retries,
+                samples=None if taken_in is None else taken_in.counted.samples,
+                tokens=None if taken_in is None else taken_in.counted.tokens,
             )
         )
 
@@ -120,7 +131,7 @@ class StepLines:
                 flushed_share=one.flushed_share,
                 headroom_binades=one.headroom_binades,
                 update_ratio=one.update_ratio,
-                histogram=one.histogram.to_dict(),
+                histogram=None if one.role == "activation" else one.histogram.to_dict(),  # they are many
             )
             for one in reading.tensors
         )

@@ -11,7 +11,7 @@ from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.scaling.bootstrap import find_drift, resample
 from ampdoctor.scaling.closed_forms import highest_exponent
 from ampdoctor.scaling.scoring import Expectation
-from ampdoctor.scaling.simulate import simulate_lanes
+from ampdoctor.scaling.simulate import Simulation, simulate_lanes
 from ampdoctor.scaling.trace import StepTrace
 
 MOST_POINTS = 2000
@@ -48,18 +48,27 @@ def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, ho
         horizon: Number of simulated steps.
     """
     replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
-    run = simulate_lanes([expected.settings], replica.maxima, framework)
+    return drawn(simulate_lanes([expected.settings], replica.maxima, framework), expected.typical)
+
+
+def drawn(run: Simulation, replica: int = 0) -> Trajectory:
+    """Returns the path of a simulation's first lane.
+
+    Args:
+        run: The simulation of one lane.
+        replica: Number of the replica that it is of.
+    """
     scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
     starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
     skips = np.flatnonzero(over)
-    drawn = starts if len(starts) <= MOST_POINTS else _extremes(starts, scale[starts], horizon)
+    drawn = starts if len(starts) <= MOST_POINTS else _extremes(starts, scale[starts], len(scale))
     shown = skips if len(skips) <= MOST_POINTS else skips[np.linspace(0, len(skips) - 1, MOST_POINTS).astype(np.int64)]
     return Trajectory(
         points=[[int(at), float(scale[at])] for at in drawn],
         changes=len(starts),
         skips=shown.tolist(),
         skipped=len(skips),
-        replica=expected.typical,
+        replica=replica,
     )
 
 

@@ -20,6 +20,7 @@ from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
 from ampdoctor.live.guard import Guard
+from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
@@ -122,7 +123,8 @@ class Doctor:
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert)
         if _number("RANK", 0) == 0:  # the others' numbers are the same, or parts of these
             self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
-        self._lines = StepLines(self._log)
+        self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
+        self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
         self._last: dict[str, LastUpdate] = {}  # by optimizer
@@ -161,7 +163,8 @@ class Doctor:
             self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
             stack.enter_context(hearing(self._clipped))
-            self._watch.recorder.returned = self._returned
+            stack.enter_context(self._intake.watching())
+            self._watch.recorder.listener = self
             self._watch.recorder.cleared = self._numbers.cleared
             self._numbers.begin_step(0)
             yield
@@ -268,11 +271,25 @@ class Doctor:
         if clip.max_norm is not None:
             self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
-    def _returned(self, model: str, call: int, output: Any) -> None:
+    @_harmless
+    def entering(self, model: torch.nn.Module) -> None:
+        """As in `CallListener`."""
         if self._numbers.looking:
+            self._numbers.entering(self._watch.recorder.name_of(model) or "", model)
+
+    def left(self) -> None:
+        """As in `CallListener`."""
+        self._numbers.left()
+
+    @_harmless
+    def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
+        """As in `CallListener`."""
+        self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
+        if self._numbers.looking:
+            self._numbers.returned(name, model, output)
             for path, tensor in iter_tensors(output):
                 if tensor.requires_grad and tensor.is_floating_point():
-                    on_gradient(tensor, self._gradient_of(model, call, f"output.{path}" if path else "output"))
+                    on_gradient(tensor, self._gradient_of(name, call, f"output.{path}" if path else "output"))
 
     def _gradient_of(self, model: str, call: int, part: str) -> Callable[[torch.Tensor], None]:
         def arrived(gradient: torch.Tensor) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import replace
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.found import Found, find
 from ampdoctor.checkpoints.layouts.step_names import step_in
-from ampdoctor.errors import UsageError
+from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.reading.opening import has_log
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scanning.examining import Examined, examine
 from ampdoctor.workflows.scanning.family_report import scan_family
@@ -93,13 +95,25 @@ def scan_found(
         return replace(report, target=target, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
-    with found.open() as checkpoint:
+    with _opened(found) as checkpoint:
         report = look(checkpoint).report
     named = found.members[0].path if found.members else found.path.absolute()
     target = {**report.target, "location": shown_path(named)}
     if target["global_step"] is None:
         target["global_step"] = step_in(named)
     return replace(report, target=target)
+
+
+def _opened(found: Found) -> Checkpoint:
+    """Opens the checkpoint; where there is none, but a training log, it says what reads that."""
+    try:
+        return found.open()
+    except CheckpointError as error:
+        nothing = found.is_file or isinstance(error, NoCheckpointError | OtherFormatError)
+        if not nothing or not has_log(found.path):  # a folder may hold a log, and a checkpoint that is damaged
+            raise
+        command = shlex.join(["ampdoctor", "health", shown_path(found.path)])
+        raise NoCheckpointError(f"{found.name} is a training log and no checkpoint; `{command}` reads it.") from None
 
 
 def progress_of(progress: Progress | None, member: str) -> Progress | None:

@@ -44,8 +44,15 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "gnorm", "grad_norm_total", "grad_2.0_norm_total", "total_norm"),
     "scale": ("loss_scale", "grad_scale", "scaler_scale", "amp_scale", "scale"),
     "learning_rate": ("learning_rate", "lr"),
+    "seconds": ("step_seconds", "step_time", "seconds_per_step", "iteration_time", "iter_time", "time_per_step"),
+    "data_seconds": ("data_seconds", "data_time", "data_loading_time"),
+    "samples": ("consumed_samples", "samples_seen", "num_samples_seen", "samples"),
+    "tokens": ("num_input_tokens_seen", "tokens_seen", "consumed_tokens", "n_tokens", "total_tokens", "tokens"),
+    "memory_bytes": ("memory_bytes", "max_memory_bytes"),
 }
 """Fields and the names of their columns, the most telling first; `_plain` normalises a column's name."""
+_RATE_OF_ONE = "lr_"
+"""How a column begins in which Lightning's LearningRateMonitor puts one optimizer's rate."""
 
 _Fields = dict[str, float]
 
@@ -71,9 +78,9 @@ def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     if file.name.endswith(".csv"):
         lines = lines_in(file)
         header = list(islice(lines, 1))
-        rows = _csv_rows(_texts([*header, *_thinned_by_cells(lines)]))
+        rows = csv_rows([*header, *_thinned_by_cells(lines)])
     else:
-        rows = _json_rows(_texts(_thinned_by_cells(line for line in lines_in(file) if line.lstrip().startswith(b"{"))))
+        rows = json_rows(_thinned_by_cells(line for line in lines_in(file) if line.lstrip().startswith(b"{")))
     return in_order(_entries(rows))
 
 
@@ -149,14 +156,14 @@ def _adds(known: LogEntry, late: LogEntry) -> bool:
 
 def log_entry(row: Mapping[str, Any]) -> LogEntry | None:
     """Returns a line of a log as an entry; None if it has no step, or neither loss, norm nor scale."""
-    fields = _fields(row)
-    step = fields.get("step")
-    if step is None or not (0 <= step < 2.0**53 and step == int(step)):
+    fields = known_fields(row)
+    step = step_of(fields)
+    if step is None:
         return None
     if not fields.keys() & {"loss", "grad_norm", "scale"}:
         return None
     return LogEntry(
-        step=int(step),
+        step=step,
         loss=fields.get("loss"),
         grad_norm=fields.get("grad_norm"),
         learning_rate=fields.get("learning_rate"),
@@ -185,8 +192,9 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
             yield entry
 
 
-def _csv_rows(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    reader = csv.reader(lines)
+def csv_rows(lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
+    """Yields the rows of a table by the names in its first line, as far as they can be read."""
+    reader = csv.reader(_texts(lines))
     try:
         header = next(reader, [])
         if len(header) > MAX_COLUMNS:
@@ -196,8 +204,9 @@ def _csv_rows(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
         return
 
 
-def _json_rows(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    for line in lines:
+def json_rows(lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects among lines; what is none is passed over."""
+    for line in _texts(lines):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -206,7 +215,14 @@ def _json_rows(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _fields(row: Mapping[str, Any]) -> _Fields:
+def step_of(fields: Mapping[str, float]) -> int | None:
+    """Returns the step among a row's fields; None unless it is a whole number."""
+    step = fields.get("step")
+    return int(step) if step is not None and 0 <= step < 2.0**53 and step == int(step) else None
+
+
+def known_fields(row: Mapping[str, Any]) -> _Fields:
+    """Returns those of a row's numbers that have a meaning here, by the names of `LogEntry` and of a log's steps."""
     columns: dict[str, float] = {}
     for key, value in row.items():
         found = as_number(value)
@@ -214,11 +230,15 @@ def _fields(row: Mapping[str, Any]) -> _Fields:
             columns.setdefault(_plain(key), found)
     if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
         columns.pop("train_loss", None)
-    return {
+    known = {
         field: columns[name]
         for field, names in _NAMES.items()
         if (name := next((n for n in names if n in columns), None)) is not None
     }
+    if "learning_rate" not in known:
+        rate = next((value for name, value in columns.items() if name.startswith(_RATE_OF_ONE)), None)
+        known |= {} if rate is None else {"learning_rate": rate}
+    return known
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from ampdoctor.checkpoints.formats.log_files import in_order, log_entry, thinned
+from ampdoctor.checkpoints.formats.protobuf import BYTES, FIXED32, FIXED64, VARINT, message_fields
 from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
@@ -35,12 +36,8 @@ _BLOCK = 1024 * 1024
 _MASK = 0xA282EAD8
 """Added to a rotated CRC, so that data that hold their own CRC do not look intact by chance (TFRecord)."""
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types of protobuf; 3 and 4 are groups, which none of these messages has."""
 _DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
 """DataTypes of a TensorProto that a scalar has: how values are packed, and their field if `tensor_content` is empty."""
-
-_Field = tuple[int, int, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +55,8 @@ class EventLog:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scalars:
-    """One event: its time, its step and its scalars."""
+class Scalars:
+    """One event: its time in seconds since 1970, its step and its scalars by tag."""
 
     wall_time: float
     step: int
@@ -101,7 +98,21 @@ def read_events(files: Sequence[ByteSource]) -> EventLog:
     return EventLog(entries=in_order(_entries(_read(records, damaged))), damaged=tuple(damaged))
 
 
-def _entries(events: Iterable[_Scalars]) -> Iterator[LogEntry]:
+def scalars_in(files: Iterable[ByteSource], damaged: list[Skipped]) -> Iterator[Scalars]:
+    """Yields the events of files, one file after the other as they lie there, however many there are.
+
+    Args:
+        files: The event files in one folder, the oldest first.
+        damaged: Gets the files that are not read to their end, and why.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    found = ((file, *record) for file in files for record in _records(file, damaged))
+    return _read((one for one in found if one[2] <= MAX_RECORD), damaged)
+
+
+def _entries(events: Iterable[Scalars]) -> Iterator[LogEntry]:
     """Yields events in the order of their times; consecutive events of one step form one line of a log."""
     for step, together in groupby(sorted(events, key=lambda event: event.wall_time), key=lambda event: event.step):
         row: dict[str, Any] = {}
@@ -132,7 +143,7 @@ def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, in
         at += _HEAD + length + _TAIL
 
 
-def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[_Scalars]:
+def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[Scalars]:
     """Yields the events of these records; of a file with a damaged record, those before it."""
     for file, group in groupby(records, key=lambda record: record[0]):
         for _, offset, length in group:
@@ -168,7 +179,7 @@ _TABLE = tuple(_remainder(byte) for byte in range(256))
 # -- the messages ----------------------------------------------------------------------------------------------------
 
 
-def _event(data: bytes) -> _Scalars:
+def _event(data: bytes) -> Scalars:
     """Returns the scalars of an Event: wall_time 1, step 2, summary 5.
 
     Raises:
@@ -176,28 +187,28 @@ def _event(data: bytes) -> _Scalars:
     """
     wall_time, step = 0.0, 0
     values: dict[str, float] = {}
-    for number, wire, value in _fields(data):
-        if (number, wire) == (1, _FIXED64):
+    for number, wire, value in message_fields(data):
+        if (number, wire) == (1, FIXED64):
             (wall_time,) = struct.unpack("<d", value)
-        elif (number, wire) == (2, _VARINT):
+        elif (number, wire) == (2, VARINT):
             step = _signed(value)
-        elif (number, wire) == (5, _BYTES):
+        elif (number, wire) == (5, BYTES):
             values |= dict(_summary(value))
-    return _Scalars(wall_time if math.isfinite(wall_time) else 0.0, step, values)
+    return Scalars(wall_time if math.isfinite(wall_time) else 0.0, step, values)
 
 
 def _summary(data: bytes) -> Iterator[tuple[str, float]]:
     """Yields (tag, number) of a Summary's scalars: value 1, with tag 1, simple_value 2 and tensor 8."""
-    for number, wire, value in _fields(data):
-        if (number, wire) != (1, _BYTES):
+    for number, wire, value in message_fields(data):
+        if (number, wire) != (1, BYTES):
             continue
         tag, scalar = "", None
-        for inner, kind, content in _fields(value):
-            if (inner, kind) == (1, _BYTES):
+        for inner, kind, content in message_fields(value):
+            if (inner, kind) == (1, BYTES):
                 tag = content.decode("utf-8", "replace")
-            elif (inner, kind) == (2, _FIXED32):
+            elif (inner, kind) == (2, FIXED32):
                 (scalar,) = struct.unpack("<f", content)
-            elif (inner, kind) == (8, _BYTES):
+            elif (inner, kind) == (8, BYTES):
                 scalar = _tensor(content)
         if scalar is not None:
             yield tag, scalar
@@ -205,52 +216,12 @@ def _summary(data: bytes) -> Iterator[tuple[str, float]]:
 
 def _tensor(data: bytes) -> float | None:
     """Returns a TensorProto's number (dtype 1, tensor_content 4, float_val 5, double_val 6); None unless it has one."""
-    fields = list(_fields(data))
+    fields = list(message_fields(data))
     packing, own = _DTYPES.get(next((value for number, _, value in fields if number == 1), 0), (None, 0))
     if packing is None:
         return None
-    packed = b"".join(value for number, wire, value in fields if number in (4, own) and wire != _VARINT)
+    packed = b"".join(value for number, wire, value in fields if number in (4, own) and wire != VARINT)
     return float(struct.unpack(packing, packed)[0]) if len(packed) == struct.calcsize(packing) else None
-
-
-def _fields(data: bytes) -> Iterator[_Field]:
-    """Yields (number, wire type, value) of a message's fields: an int for varints, bytes for all others.
-
-    Raises:
-        ValueError: The bytes are not a message.
-    """
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == _VARINT:
-            value, at = _varint(data, at)
-            yield number, wire, value
-            continue
-        if wire == _BYTES:
-            length, at = _varint(data, at)
-        elif wire in (_FIXED64, _FIXED32):
-            length = 8 if wire == _FIXED64 else 4
-        else:
-            raise ValueError(wire)
-        if length > len(data) - at:
-            raise ValueError(length)
-        yield number, wire, data[at : at + length]
-        at += length
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns an unsigned number of at most 64 bits, seven in each byte, and where it ends.
-
-    Raises:
-        ValueError: It has more bytes than 64 bits need, or the data end within it.
-    """
-    value = 0
-    for index, byte in enumerate(data[at : at + 10]):
-        value |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            return value & 0xFFFFFFFFFFFFFFFF, at + index + 1
-    raise ValueError(at)
 
 
 def _signed(value: int) -> int:

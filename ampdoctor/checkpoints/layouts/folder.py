@@ -24,7 +24,7 @@ from ampdoctor.checkpoints.layouts.run_log_folder import add_run_log, has_run_lo
 from ampdoctor.checkpoints.layouts.shards import INDEXED, add_shards, remark_duplicates
 from ampdoctor.checkpoints.storage.files import RegularFile, identity_of
 from ampdoctor.checkpoints.storage.listing import Listing, list_folder
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, NoCheckpointError
 
 LAYOUTS: tuple[Layout, ...] = (
     DISTRIBUTED,
@@ -232,7 +232,7 @@ def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:
 def _index_of(file: RegularFile) -> dict[str, str]:
     table = read_weight_map(file)
     if table is None:
-        raise CheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
+        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
     return table
 
 
@@ -242,7 +242,7 @@ def _finish(gathered: Gathering, name: str, inside: Listing | None = None) -> Ch
     if not gathered.parts:
         if gathered.refusals:
             raise gathered.refusals[0]
-        raise CheckpointError(_nothing(name, inside))
+        raise NoCheckpointError(_nothing(name, inside))
     return Checkpoint(
         path=name,
         format=gathered.layout,

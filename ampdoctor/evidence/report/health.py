@@ -60,6 +60,7 @@ class Curve:
         low: Lowest finite value of each span; null where there is none.
         middle: Median of its finite values.
         high: Highest finite value.
+        p99: 99th percentile of its finite values; null where nobody has computed it.
         nonfinite: Values of each span that are NaN or infinite; null where none of any span is.
     """
 
@@ -67,6 +68,7 @@ class Curve:
     low: tuple[float | None, ...]
     middle: tuple[float | None, ...]
     high: tuple[float | None, ...]
+    p99: tuple[float | None, ...] | None = None
     nonfinite: tuple[Count, ...] | None = None
 
 

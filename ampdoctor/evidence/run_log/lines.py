@@ -100,10 +100,12 @@ class StepLine:
         learning_rates: Of each parameter group of the optimizer.
         seconds: From the step before it to this one.
         data_seconds: Those of them that the loop waited for its data; null where that was not seen.
-        memory_bytes: Most memory that tensors held on the device since the step before it; null on a CPU.
+        memory_bytes: Most memory that tensors have held on the device, as its allocator counts it since the run began,
+            or since the loop began that count anew; null on a CPU, and where it was asked less than 50 ms ago.
         memory_retries: How often the device's allocator had to free its cache and try again, since the run began.
-        samples: Of all ranks since the run began.
-        tokens: Of all ranks since the run began.
+        samples: Rows of the batches that the models were given, of all ranks, from the run's beginning to this step;
+            null where that is not certain.
+        tokens: Elements of batches of ids, likewise, padding among them.
     """
 
     step: Count

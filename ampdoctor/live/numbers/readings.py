@@ -14,7 +14,7 @@ from ampdoctor.live.numbers.updates import Moved
 from ampdoctor.numerics import Histogram
 from ampdoctor.probes.measures.module_facts import FORMATS
 
-Role = Literal["parameter", "gradient", "activation_gradient"]
+Role = Literal["parameter", "gradient", "activation", "activation_gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class TensorReading:
     """One tensor in a detail step.
 
     Attributes:
-        name: Of the parameter, or of the module for an activation's gradient.
+        name: Of the parameter, or of the module for an activation and its gradient.
         role: What it is. A gradient is as the optimizer gets it.
-        part: Of an activation's gradient "output" or "input", else "".
+        part: Of an activation and its gradient "output" or "input", else "".
         call: Number of the module's call.
         format: Its number format ("fp16").
         elements: Number of its elements on this process.
@@ -115,7 +115,7 @@ class DetailReading:
         optimizer: Name of the optimizer.
         reason: "sampled", or what asked for the look.
         loss_scale: As in `StepReading`.
-        tensors: Gradients, then parameters, each in the optimizer's order; then gradients of activations.
+        tensors: Gradients, then parameters, each in the optimizer's order; then activations, then gradients of such.
     """
 
     step: int
@@ -151,7 +151,7 @@ def tensor_reading(
         norm: Of the whole tensor.
         scale: What its numbers carry.
         update: Of a parameter that a step has moved.
-        part: Of an activation's gradient.
+        part: Of an activation and its gradient.
         call: Of its module.
     """
     counted = Histogram.of(values.to(row.dtype))  # exact: it was widened, and a format's own values round to nothing

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ampdoctor.live.numbers.activations import Returned
 from ampdoctor.live.numbers.heard import Norm
 from ampdoctor.live.numbers.incoming import Arrived
 from ampdoctor.live.numbers.parcel import Parcel
@@ -16,6 +17,7 @@ from ampdoctor.live.numbers.readings import DetailReading, StepReading, TensorRe
 from ampdoctor.live.numbers.sampling import Sampled, cut
 from ampdoctor.live.numbers.updates import Moved, Updates, moved
 from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.probes.measures.module_facts import FORMATS
 
 Sections = Mapping[str, Sequence[Tensor]]
 
@@ -43,6 +45,7 @@ class Sent:
         sampled: Gradients, in the order of "gradients".
         extremes: Names of gradients, in the order of the pairs in "extremes".
         updates: Parameters, in the order of "parameters" and "changes".
+        returned: Activations, in the order of "returned", "returned_extremes" (pairs) and "returned_norm".
         arrived: Gradients of activations, in the order of "arrived".
         parcel: The numbers.
     """
@@ -62,6 +65,7 @@ class Sent:
     sampled: tuple[Sampled, ...] = ()
     extremes: tuple[str, ...] = ()
     updates: Updates | None = None
+    returned: tuple[Returned, ...] = ()
     arrived: tuple[Arrived, ...] = ()
     parcel: Parcel = field(default_factory=Parcel)
 
@@ -103,7 +107,12 @@ def detail_of(sent: Sent, sections: Sections) -> DetailReading:
         sections: Its numbers, on the CPU.
     """
     scale = _scale(sent, sections)
-    tensors = [*_gradients(sent, sections, scale), *_parameters(sent, sections), *_arrived(sent, sections, scale)]
+    tensors = [
+        *_gradients(sent, sections, scale),
+        *_parameters(sent, sections),
+        *_returned(sent, sections),
+        *_arrived(sent, sections, scale),
+    ]
     return DetailReading(
         step=sent.number,
         optimizer=sent.optimizer,
@@ -147,6 +156,25 @@ def _parameters(sent: Sent, sections: Sections) -> list[TensorReading]:
     return [
         tensor_reading("parameter", row, values, half=sent.half, factor=None, norm=norms.get(row.name), update=update)
         for row, values, update in zip(rows, before, updates, strict=True)
+    ]
+
+
+def _returned(sent: Sent, sections: Sections) -> list[TensorReading]:
+    values, norms = sections.get("returned", ()), _numbers(sections, "returned_norm")
+    extremes = _joined(sections, "returned_extremes").reshape(-1, 2)
+    return [
+        tensor_reading(
+            "activation",
+            found.sampled,
+            value,
+            half=FORMATS[found.sampled.dtype],
+            factor=1.0,
+            extremes=extreme,
+            norm=norm,
+            part=found.part,
+            call=found.call,
+        )
+        for found, value, extreme, norm in zip(sent.returned, values, extremes, norms, strict=True)
     ]
 
 

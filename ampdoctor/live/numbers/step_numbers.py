@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ampdoctor.live.numbers.activations import Activations
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.heard import Clippings
 from ampdoctor.live.numbers.incoming import Arrived, arrived
@@ -47,7 +48,7 @@ def _harmless(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._fail(error)
             return None
 
     return cast("Method", guarded)
@@ -87,6 +88,7 @@ class StepNumbers:
         self._clips = Clippings()
         self._losses: list[Tensor] = []
         self._incoming: list[Arrived] = []
+        self._activations = Activations(self._fail)
         self._open: dict[str, Sent] = {}  # by optimizer: steps that are about to be taken
         self._checked: set[str] = set()
         self._step = 0
@@ -138,6 +140,7 @@ class StepNumbers:
         self._step = step
         self._losses.clear()
         self._incoming.clear()
+        self._activations.begin_step()
         self._clips.forget()
         regular = self._every > 0 and step % self._every == 0
         self._reason = self._asked_for if self._asked else SAMPLED if regular else None
@@ -178,6 +181,21 @@ class StepNumbers:
         if self._clips:
             gradients = {id(p.grad) for p in parameters if p.grad is not None}
             self._clips.forget(None if by_hand and not gradients else gradients)
+
+    def entering(self, name: str, model: nn.Module) -> None:
+        """A model of the loop's is about to be called, in a step that is `looking`."""
+        if self.looking:
+            self._activations.attach(name, model)
+
+    def left(self) -> None:
+        """The call is over, whatever has come of it."""
+        self._activations.detach()
+
+    @_harmless
+    def returned(self, name: str, model: nn.Module, output: Any) -> None:
+        """It has returned, in a step that is `looking`."""
+        if self.looking:
+            self._activations.returned(name, model, output)
 
     @_harmless
     def incoming(self, module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> None:
@@ -259,12 +277,14 @@ class StepNumbers:
         step = self._open.pop(optimizer, None)
         if step is not None:
             step.skipped = skipped
-            step.arrived = tuple(self._incoming) if step.reason is not None else ()
+            if step.reason is not None:
+                step.arrived, step.returned = tuple(self._incoming), tuple(self._activations.taken)
             add_changes(step)
             step.parcel.pack()
             self._clips.forget(step.gradients)
             self._losses.clear()
             self._incoming.clear()
+            self._activations.begin_step()
             self._later.put(step, step.parcel.tensors)
         self.poll()
 
@@ -276,7 +296,11 @@ class StepNumbers:
     @_harmless
     def finish(self) -> None:
         """Tell all readings; waits for those that are on their way."""
+        self._activations.detach()
         self._tell(self._later.drain())
+
+    def _fail(self, error: Exception) -> None:
+        self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]
 
     @_harmless
     def _clip(self, clip: Clip) -> None:

@@ -91,9 +91,14 @@ def add_parameters(sent: Sent, parameters: Named, *, fused: bool, updates: Updat
 
 
 def add_changes(sent: Sent) -> None:
-    """Adds what the step has added to the parameters, and what has come back to outputs."""
+    """Adds what the step has added to the parameters, what modules have returned, and what has come back to outputs."""
     if sent.updates is not None and not sent.skipped:
         for change in sent.updates.changes():
             sent.parcel.add("changes", change)
+    for returned in sent.returned:
+        sent.parcel.add("returned", returned.values)
+        sent.parcel.add("returned_norm", returned.norm)
+        for extreme in returned.extremes:
+            sent.parcel.add("returned_extremes", extreme)
     for found in sent.arrived:
         sent.parcel.add("arrived", found.values)

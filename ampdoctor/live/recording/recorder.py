@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import nn
@@ -80,6 +80,19 @@ def _harmless(
     return guarded  # type: ignore[return-value]  # a method stays one
 
 
+class CallListener(Protocol):
+    """Told of the calls that are recorded: what wants to know of them takes no hooks of its own."""
+
+    def entering(self, model: nn.Module) -> None:
+        """The model is about to run."""
+
+    def left(self) -> None:
+        """It has run, or raised."""
+
+    def returned(self, model: nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
+        """It has returned, at its call of this number in the step, from 0; it was given these arguments."""
+
+
 class StepRecorder:
     """Records the steps of a loop.
 
@@ -87,7 +100,7 @@ class StepRecorder:
         models: The loop's models.
         backwards: How many backwards there were since the last update.
         away: What runs is not the loop's.
-        returned: Told of what a model's call has returned, with the model's name and the call's number.
+        listener: Told of the models' calls.
         cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
         failed: What ended the recording; None while all is well.
     """
@@ -96,7 +109,7 @@ class StepRecorder:
         self.models = OutermostModels(self)
         self.backwards = 0
         self.away = False
-        self.returned: Callable[[str, int, Any], None] | None = None
+        self.listener: CallListener | None = None
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None
         self._calls = 0
@@ -157,6 +170,8 @@ class StepRecorder:
             return
         self._tape.close()
         self._name()
+        if self.listener is not None:
+            self.listener.entering(module)
         self._entering = RandomState.capture(), mode_now(), module.training, self._buffers_now(), user_line()
 
     @_harmless
@@ -166,7 +181,9 @@ class StepRecorder:
             return
         random, mode, training, buffers, line = self._entering
         self._entering = None
-        name = self._name_of(module)
+        if self.listener is not None:
+            self.listener.left()
+        name = self.name_of(module)
         if output is None or name is None:
             return
         call = Call(
@@ -181,8 +198,8 @@ class StepRecorder:
         )
         self._before[id(call)] = buffers
         self._add(call)
-        if self.returned is not None:
-            self.returned(name, self._calls, output)
+        if self.listener is not None:
+            self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
         self._calls += 1
         self._tape.open()
         if len(self._tape.instructions) > self._few or self._tape.held_bytes > self._light:
@@ -247,7 +264,7 @@ class StepRecorder:
 
     def _rename(self) -> None:
         """What was recorded before another model was met speaks of the models by the names that they have now."""
-        new = [(old, self._name_of(there)) for old, root in self._prefixes if (there := root()) is not None]
+        new = [(old, self.name_of(there)) for old, root in self._prefixes if (there := root()) is not None]
         changed = [(old, name) for old, name in new if name is not None and name != old]
         if not changed:
             return
@@ -268,7 +285,8 @@ class StepRecorder:
         for key, buffers in self._before.items():
             self._before[key] = {renamed(name): value for name, value in buffers.items()}
 
-    def _name_of(self, module: nn.Module) -> str | None:
+    def name_of(self, module: nn.Module) -> str | None:
+        """The name that a model, or a part of one, has in the loop; None for one that is not known."""
         for prefix, root in prefixed(self.models.roots):
             for name, part in root.named_modules():
                 if part is module:

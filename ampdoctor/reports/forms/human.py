@@ -15,7 +15,7 @@ from rich.text import Text
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.reports.forms.canvas import Canvas
 from ampdoctor.reports.forms.renderer import Renderer
-from ampdoctor.reports.forms.sections import range_sections, scan_sections
+from ampdoctor.reports.forms.sections import health_section, range_sections, scan_sections
 from ampdoctor.reports.forms.sections.layout import heading, labelled, listed, show, text
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import gate_words
@@ -65,6 +65,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     range_sections.loss_scaling(report.scaler, console, verbose=verbose)
     range_sections.precision(report.precision, console, verbose=verbose)
     range_sections.ranges(report.profile, console, verbose=verbose)
+    health_section.health(report.health, console)
     scan_sections.trend(report, console)
     scan_sections.change(report, console)
     scan_sections.structure(report, console)

@@ -14,6 +14,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
@@ -24,6 +25,7 @@ from markupsafe import Markup, escape
 
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.reports.forms.health_on_page import bundles, health_data, summaries
 from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.words import words
@@ -36,10 +38,13 @@ from ampdoctor.reports.words.sanitise import sanitise, sanitise_lines
 
 _CHARTS = "vendor/echarts.min.js"
 _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "heatmap.js", "headroom.js", "scaler.js",
-            "path.js", "proof.js", "tensors.js", "trend.js", "start.js")  # fmt: skip
+            "path.js", "proof.js", "tensors.js", "trend.js", "health.js", "health_lanes.js", "health_strip.js",
+            "health_maps.js", "health_scalers.js", "health_alerts.js", "start.js")  # fmt: skip
 """In the order in which they rest on each other; one view a file."""
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
+_DRAWN = ("profile", "path", "proof", "trend", "health")
+"""Those that need the plotting library."""
 _IN_FULL = 3
 """Findings of one code that are all in sight; of more, the first: one NaN makes hundreds of tensors NaN."""
 _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
@@ -48,9 +53,11 @@ _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
 
 def render_html(report: Report) -> str:
     """Return the report as one HTML page, byte for byte the same for the same report."""
-    shown = report_as_dict(report)
+    shown = report_as_dict(replace(report, health=None))  # its numbers go to the scripts alone, packed
     data = _data(shown)
-    drawn = any(data.get(name) for name in ("profile", "path", "proof", "trend")) or _trajectory(shown) is not None
+    if report.health:
+        data["health"] = health_data(report.health, report.findings)
+    drawn = any(data.get(name) for name in _DRAWN) or _trajectory(shown) is not None
     scripts = [_file(_CHARTS)] if drawn else []
     scripts += [_file(name) for name in _SCRIPTS]
     style = _file("report.css")
@@ -65,7 +72,10 @@ def render_html(report: Report) -> str:
             moved=words.moved(report.thresholds) if report.thresholds else "",
             findings=report.findings,
             fixed=fixed(report),
-            alike=[[finding_parts(finding, setting) for finding in group] for group in _alike(report.findings)],
+            alike=[[(at, finding_parts(it, setting)) for at, it in group] for group in _alike(report.findings)],
+            summaries=summaries(report),
+            bundles=bundles(report),
+            drawn=drawn,
             in_full=_IN_FULL,
             trajectory=_trajectory(shown),
             not_measured="" if measured_gradients(report.profile or {}) else NOT_MEASURED,
@@ -135,8 +145,10 @@ def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> st
     return ", ".join(f"{k}={words.setting(v)}" for k, v in known.items() if k not in without) if known else "none"
 
 
-def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
-    return [list(group) for _, group in groupby(findings, key=lambda f: (f.severity, f.code, f.cause))]
+def _alike(findings: Sequence[Finding]) -> list[list[tuple[int, Finding]]]:
+    """Return the findings with their numbers, those of one code that follow each other together."""
+    numbered = enumerate(findings)
+    return [list(group) for _, group in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause))]
 
 
 def _data(shown: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report.health import HealthSection
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.words import words
+from ampdoctor.reports.words import health_words, words
 from ampdoctor.reports.words.gate_words import fixed, place_of
 from ampdoctor.reports.words.location import location_of
 from ampdoctor.reports.words.markdown_text import code, fence, header, prose, row
@@ -61,6 +62,7 @@ def _pieces(report: Report) -> Iterator[str]:
     setting = setting_of(report)
     for finding in report.findings:
         yield _finding(finding, setting)
+    yield from _health(report.health)
     yield from _scaler(report.scaler)
     yield from _precision(report.precision)
     yield from _ranges(report.profile)
@@ -129,6 +131,15 @@ def _finding(finding: Finding, setting: Setting) -> str:
     summary = f"{finding.severity} {finding.code} {finding.name}: {prose(finding.message, html=True)}"
     listed = "".join(f"- {line}\n" for line in lines)
     return f"\n<details><summary>{summary}</summary>\n\n{listed}{pasted}\n</details>\n"
+
+
+def _health(section: HealthSection | None) -> Iterator[str]:
+    for run in section.runs if section is not None else ():
+        yield f"\n### {prose(health_words.title(run))}\n\n{prose(health_words.run_line(run))}\n\n"
+        for label, said in health_words.facts(run):
+            yield f"- {f'**{prose(label)}**: ' if label else ''}{prose(said)}\n"
+        for command in health_words.commands(run):
+            yield f"\n{fence([command], 'console')}\n"
 
 
 def _scaler(scaler: ScalerSection | None) -> Iterator[str]:

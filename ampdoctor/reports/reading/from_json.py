@@ -20,6 +20,8 @@ from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.reading.schema_reader import read_checked
 from ampdoctor.reports.words.key_order import RUN, SCALER, TARGET, in_order
 
+_CAME_LATER = {"health": None}
+"""Sections that the first reports of this schema version do not know, and what they say without them."""
 _MAX_DEPTH = 100
 """Levels of values in values; a report of ours has some ten, and what reads or writes one calls itself for each."""
 
@@ -53,7 +55,7 @@ def report_from_dict(data: Any) -> Report:
         raise ReportError(
             f"a report of schema version {data['schema_version']}; this version of ampdoctor reads {SCHEMA_VERSION}"
         )
-    report = _report(read_checked(data))
+    report = _report(read_checked({**_CAME_LATER, **data}))
     _refuse_contradictions(report)
     return report
 

@@ -107,6 +107,8 @@ def _set_aside(report: Report) -> Step | None:
 def _judged(report: Report) -> Step:
     if report.command == "scan":
         return _scanned(report)
+    if report.command == "health":
+        return _over_time(report)
     if report.command == "profile" and all(finding.code != _NOT_FINITE_IN_FP32 for finding in report.findings):
         return _profiled(report)
     if report.verdict == "sick" or _cured(report) is not None:
@@ -165,6 +167,19 @@ def _scanned(report: Report) -> Step:
     searched = first_sick is not None or len(members) == report.target.get("count")
     said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
     return _resume(healthy, f"{_path(report)}/{healthy}", said)
+
+
+def _over_time(report: Report) -> Step:
+    """A run's log: its bundle shows what happened, the last good checkpoint is where to go on, a rule what to do."""
+    runs = report.health.runs if report.health is not None else ()
+    command = next((look.command for run in runs for look in run.looks if look.command is not None), None)
+    grave = [finding for finding in report.findings if finding.severity != "note"]
+    if grave and command is not None:
+        return Step("the sick step was kept, and is replayed by", command)
+    if grave:
+        return _its_page(grave[0])
+    logs = [str(path) for path in report.target.get("paths") or [_path(report)]]
+    return Step("nothing; in CI this tells when that changes", _command("health", *logs, "--fail-on", "warning"))
 
 
 def _resume(name: str, path: str, why: str) -> Step:

@@ -117,7 +117,7 @@ def _what(where: Where) -> str:
     parts = []
     if where.module:
         parts.append(f"module {where.module}" + (f" (call {where.call})" if where.call else ""))
-    elif where.phase in {"forward", "backward"} and where.tensor is None:
+    elif where.phase in {"forward", "backward"} and where.tensor is None and where.file is None:  # a log has no code
         either = where.phase == "backward" and where.op  # an op's forward may have been the loop's
         parts.append("the root module's own code" + (" or the loop's" if either else ""))
     if where.op:
@@ -128,7 +128,8 @@ def _what(where: Where) -> str:
         parts.append(f"file {where.file}")
     if where.nonfinite != "none":
         kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
-        parts.append(f"{kind} is {'there' if where.phase in _FOUND_NOT_MADE else 'born here'}")
+        met = where.phase in _FOUND_NOT_MADE or where.file is not None
+        parts.append(f"{kind} is {'there' if met else 'born here'}")
     return ", ".join(parts)
 
 

@@ -31,7 +31,7 @@ def entry(step, loss=None, norm=None, scale=None, rate=None):
 
 def test_lightnings_csv_has_rows_of_one_step_that_belong_together(tmp_path):
     text = "epoch,lr-AdamW,step,train_loss,val_loss,grad_norm\n0,,9,0.5,,\n0,,9,,0.7,2.5\n0,0.01,19,0.25,,nan\n"
-    assert repr(read(tmp_path, "metrics.csv", text)) == repr((entry(9, 0.5, 2.5), entry(19, 0.25, math.nan)))
+    assert repr(read(tmp_path, "metrics.csv", text)) == repr((entry(9, 0.5, 2.5), entry(19, 0.25, math.nan, rate=0.01)))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ ampdoctor.chart = (() => {
   /** Draw into `host`.
    *
    *  label: what a screen reader says.  height(width): pixels.  option(width): ECharts' option, asked for at every draw.
+   *  started(instance, canvas): optional, once.
    *  columns and rows(): the table that says the same (see ampdoctor.table).  clicked(params): optional. */
-  function chart(host, { label, height, option, columns, rows, clicked }) {
+  function chart(host, { label, height, option, columns, rows, clicked, started }) {
     const canvas = element("div", { class: "chart", role: "img", "aria-label": label });
     const details = element("details", { class: "as-table" }, element("summary", {}, "Show as table"));
     const legend = element("div", { class: "legend" });
@@ -25,6 +26,7 @@ ampdoctor.chart = (() => {
       if (instance === null) {
         instance = echarts.init(canvas, null, { renderer: "canvas" });
         if (clicked) instance.on("click", clicked);
+        if (started) started(instance, canvas);
       }
       instance.resize();
       instance.setOption({ ...base(), ...option(canvas.clientWidth) }, { notMerge: true });

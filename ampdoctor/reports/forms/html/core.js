@@ -88,5 +88,19 @@ const ampdoctor = (() => {
     return element("label", { class: "field check" }, box, label);
   }
 
-  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox };
+  /** Give lines to paste their button; a copy of such a block gets a button of its own. */
+  function copyable(place) {
+    if (!navigator.clipboard) return;
+    for (const block of place.querySelectorAll(".paste")) {
+      block.querySelector(".copy")?.remove();
+      const button = element("button", { type: "button", class: "copy", click: async () => {
+        await navigator.clipboard.writeText(block.querySelector("code").textContent);
+        button.textContent = "Copied";
+        setTimeout(() => { button.textContent = "Copy"; }, 2000);
+      } }, "Copy");
+      block.append(button);
+    }
+  }
+
+  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox, copyable };
 })();

@@ -5,7 +5,7 @@
 
 ampdoctor.scaler = (() => {
   const { data, element, number, power } = ampdoctor;
-  const SERIES = [["current", "in use", "series-2"], ["recommended", "recommended", "series-1"]];
+  const SERIES = [["current", "in use", "series-2", "dashed"], ["recommended", "recommended", "series-1", "solid"]];
 
   /** Points where the scale changes, as a line that holds its value in between; the last is drawn to `end`. */
   const held = (points, end) => (points.length ? [...points, [end, points.at(-1)[1]]] : []);
@@ -24,19 +24,26 @@ ampdoctor.scaler = (() => {
     const steps = known.flatMap(([key]) => [...trajectory[key].points.map(([step]) => step), ...trajectory[key].skips]);
     const end = Math.max(horizon ?? 1, ...steps);
     const edge = limit.length ? Math.min(...limit.map(([, scale]) => Number(scale))) : null;
-    const events = known.flatMap(([key, label]) => [
-      ...trajectory[key].points.map(([step, scale]) => ({ step, label, scale, event: "scale from here on" })),
-      ...trajectory[key].skips.map((step) => (
-        { step, label, scale: scaleAt(trajectory[key].points, step), event: "step skipped" })),
-    ]).sort((a, b) => a.step - b.step)
-      .concat(limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale without overflow" })));
     host.append(element("p", { class: "muted" }, "One replica of the simulation for each, that with the median number of " +
       `skipped steps: ${known.map(([key, label]) => `${label} ${trajectory[key].skipped} of ${end}`).join(", ")}.` +
       (edge === null ? "" : ` No recorded step overflows at scales up to ${power(edge)} (dotted). That is the edge; the scale ` +
         "that fits is bound by how large gradients are expected to become, by the loss and by a cap.")));
+    paths(host, {
+      label: "Loss scale over the steps, simulated", end, edge,
+      paths: known.map(([key, label, color, dash]) => [label, color, dash, trajectory[key]]),
+      more: limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale without overflow" })),
+    });
+  }
 
+  /** Draw scales over steps up to `end`. paths: [label, colour, dash, {points, skips}]; edge: a scale, or null; more: further
+   *  rows of the table. */
+  function paths(host, { label: title, paths: known, end, edge = null, more = [] }) {
+    const events = known.flatMap(([label, , , path]) => [
+      ...path.points.map(([step, scale]) => ({ step, label, scale, event: "scale from here on" })),
+      ...path.skips.map((step) => ({ step, label, scale: scaleAt(path.points, step), event: "step skipped" })),
+    ]).sort((a, b) => a.step - b.step).concat(more);
     const chart = ampdoctor.chart(host, {
-      label: "Loss scale over the steps, simulated",
+      label: title,
       height: () => 300,
       option,
       columns: [
@@ -48,21 +55,22 @@ ampdoctor.scaler = (() => {
       rows: () => events,
     });
     chart.legend.append(...ampdoctor.chart.legend([
-      ...known.map(([key, label, color]) => [`${color} line${key === "current" ? " dashed" : ""}`, label]), ["overflow", "step skipped"],
+      ...known.map(([label, color, dash]) => [`${color} line ${dash}`, label]),
+      ...(known.some(([, , , path]) => path.skips.length) ? [["overflow", "step skipped"]] : []),
       ...(edge === null ? [] : [["muted line dotted", "edge: above it a recorded step overflows"]]),
     ]));
 
     function option() {
       const { axis, tooltip } = ampdoctor.chart;
       const says = (name) => ({ value }) => [`step ${value[0]}`, `${name}: scale ${power(value[1])}`];
-      const lines = known.map(([key, label, color]) => ({
-        type: "line", step: "end", symbol: "circle", symbolSize: 5, showSymbol: trajectory[key].points.length < 60,
-        data: held(trajectory[key].points, end), tooltip: tooltip(says(label)),
-        lineStyle: { width: 2, type: key === "current" ? "dashed" : "solid" }, color: ampdoctor.color(color),
+      const lines = known.map(([label, color, dash, { points }]) => ({
+        type: "line", step: "end", symbol: "circle", symbolSize: 5, showSymbol: points.length < 60,
+        data: held(points, end), tooltip: tooltip(says(label)),
+        lineStyle: { width: 2, type: dash }, color: ampdoctor.color(color),
       }));
-      const skips = known.filter(([key]) => trajectory[key].skips.length).map(([key, label]) => ({
-        type: "scatter", symbol: "diamond", symbolSize: 10, color: ampdoctor.color("overflow"), z: 5,
-        data: trajectory[key].skips.map((step) => [step, scaleAt(trajectory[key].points, step)]),
+      const skips = known.filter(([, , , path]) => path.skips.length).map(([label, , , path]) => ({
+        type: "scatter", symbol: "diamond", symbolSize: path.skips.length > 100 ? 6 : 10, color: ampdoctor.color("overflow"), z: 5,
+        data: path.skips.map((step) => [step, scaleAt(path.points, step)]),
         tooltip: tooltip(({ value }) => [`step ${value[0]} skipped`, `${label}: scale ${power(value[1])}`]),
       }));
       const bound = edge === null ? [] : [{
@@ -80,5 +88,5 @@ ampdoctor.scaler = (() => {
     }
   }
 
-  return { start };
+  return { start, paths };
 })();

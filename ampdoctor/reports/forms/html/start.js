@@ -2,7 +2,7 @@
 /* Start each view for which the page has a place, and make what is static easier to use. */
 
 (() => {
-  const { element, host } = ampdoctor;
+  const { host } = ampdoctor;
 
   for (const [id, start] of [
     ["path-view", ampdoctor.path.start], ["proof-view", ampdoctor.proof.start],
@@ -19,14 +19,17 @@
     } else host("ranges-scale").hidden = true;
   }
 
-  for (const block of document.querySelectorAll(".paste")) {
-    const button = element("button", { type: "button", class: "copy", click: async () => {
-      await navigator.clipboard.writeText(block.querySelector("code").textContent);
-      button.textContent = "Copied";
-      setTimeout(() => { button.textContent = "Copy"; }, 2000);
-    } }, "Copy");
-    if (navigator.clipboard) block.append(button);
+  if (host("lanes-view")) {
+    const open = ampdoctor.alerts.start(host("alerts-view"));
+    ampdoctor.strip.start(host("lanes-view"), open);
+    ampdoctor.lanes.start(host("lanes-view"));
+    host("lanes-view").append(host("maps-view"));  // so that the flags stay in sight over both
+    ampdoctor.maps.start(host("maps-view"));
+    ampdoctor.scalers.start(host("scalers-view"));
+    document.querySelectorAll(".run-key").forEach((key) => key.append(ampdoctor.health.swatch(ampdoctor.health.runs[key.dataset.run])));
   }
+
+  ampdoctor.copyable(document);
 
   for (const scroller of document.querySelectorAll(".scroll:not(.tall)")) {
     if (scroller.scrollWidth > scroller.clientWidth) scroller.setAttribute("tabindex", "0");

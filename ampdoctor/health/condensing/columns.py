@@ -1,0 +1,73 @@
+"""The steps of a run as columns of numbers, gathered while a log is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampdoctor.evidence.run_log.lines import Stamped, StepLine
+
+Column: TypeAlias = NDArray[np.float64]
+
+_NUMBERS = (
+    *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
+    *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
+)
+_MORE = ("rate", "time_ms", "group")
+"""What is no field of a step: the rate of its first group of parameters, its stamp's time, its number of `Groups`."""
+_BLOCK = 8192
+
+
+class Columns:
+    """Steps of one optimizer. A number that is not known is NaN; a loss or norm that was NaN is infinite.
+
+    To a curve the two are the same, not finite. Whole numbers up to 2^53 are exact.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float | None, ...]] = []
+        self._blocks: list[NDArray[np.float64]] = []
+
+    def add(self, whole: Stamped, step: StepLine, group: int) -> None:
+        """Adds a step.
+
+        Args:
+            whole: Its line.
+            step: What it says.
+            group: Of those lines that stand or fall together, in the order of their beginnings.
+        """
+        rates = step.learning_rates
+        if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
+            step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
+        self._rows.append((*_VALUES(step), rates[0] if rates else None, whole.stamp.time_ms or None, group))
+        if len(self._rows) == _BLOCK:
+            self._fold()
+
+    def __len__(self) -> int:
+        return len(self._rows) + sum(map(len, self._blocks))
+
+    def whole(self) -> Mapping[str, Column]:
+        """Returns all columns by name, in the order of arrival."""
+        self._fold()
+        width = len(_NUMBERS) + len(_MORE)
+        table = np.concatenate(self._blocks) if self._blocks else np.empty((0, width))
+        self._blocks = [table]
+        return {name: np.ascontiguousarray(table[:, at]) for at, name in enumerate((*_NUMBERS, *_MORE))}
+
+    def _fold(self) -> None:
+        if self._rows:
+            self._blocks.append(np.array(self._rows, dtype=np.float64))  # which makes NaN of None
+            self._rows = []
+
+
+_VALUES = attrgetter(*_NUMBERS)
+
+
+def _infinite(value: float | None) -> float | None:
+    return math.inf if value is not None and math.isnan(value) else value

@@ -1,0 +1,226 @@
+"""Makes of a log's lines what a report shows of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import TypeAlias
+
+import numpy as np
+
+from ampdoctor.evidence.report.health import (
+    ActionMark,
+    CheckpointMark,
+    Curve,
+    CurveName,
+    Ending,
+    HealthRun,
+    LookMark,
+)
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.lines import (
+    ActionLine,
+    CheckpointLine,
+    EndLine,
+    LookLine,
+    LostLine,
+    RunLine,
+    Stamped,
+    StepLine,
+)
+from ampdoctor.health.condensing.columns import Column, Columns
+from ampdoctor.health.condensing.curves import axis_of, curve_of, spans_of
+from ampdoctor.health.condensing.maps import Maps
+from ampdoctor.health.condensing.scaler_history import scaler_histories
+from ampdoctor.health.condensing.standing import Groups, standing
+
+Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
+MOST_MARKS = 10_000
+"""Checkpoints, looks and actions that are kept; of more, the last."""
+
+
+@dataclass(slots=True)
+class Condenser:
+    """Hears the lines of one rank in the order of their arrival, in bounded memory: some 150 bytes a step.
+
+    Attributes:
+        groups: The attempts, restarts and runs that it has heard of.
+        header: The last line that said what the run is.
+    """
+
+    groups: Groups = field(default_factory=Groups)
+    header: RunLine = field(default_factory=lambda: RunLine(name=""))
+    _steps: dict[int, Columns] = field(default_factory=dict)
+    _maps: dict[int, Maps] = field(default_factory=dict)
+    _marks: list[tuple[int, Mark]] = field(default_factory=list)
+    _lost: dict[tuple[str, int], int] = field(default_factory=dict)
+    _end: EndLine | None = None
+
+    def hear(self, whole: Stamped) -> None:
+        """Takes a line."""
+        line = whole.line
+        if isinstance(line, StepLine):
+            group = self._group(whole, line.step)
+            columns = self._steps.get(line.optimizer)
+            if columns is None:
+                columns = self._steps[line.optimizer] = Columns()
+            columns.add(whole, line, group)
+        elif isinstance(line, DetailLine):
+            self._group(whole, line.step)
+            self._maps.setdefault(line.optimizer, Maps()).add(line, self.header.tensors)
+        elif isinstance(line, RunLine):
+            if self.header.scaler is not None and line.scaler is None:
+                line = _with_scaler(line, self.header)
+            self.header, self._end = line, None
+        elif isinstance(line, CheckpointLine | LookLine | ActionLine):
+            self._marks.append((self.groups.of(whole.stamp), line))
+            del self._marks[: -MOST_MARKS or None]
+        elif isinstance(line, LostLine):
+            key = (whole.stamp.run_id, whole.stamp.restarts)
+            self._lost[key] = line.details + line.steps + line.others + line.unmade
+        elif isinstance(line, EndLine):
+            self._end = line
+
+    def _group(self, whole: Stamped, step: int) -> int:
+        group = self.groups.of(whole.stamp)
+        if self.groups.begins(group, step) and group:
+            for maps in self._maps.values():
+                maps.forget_from(step)
+        return group
+
+    def runs(self, *, name: str, source: str, kind: str, lately: bool | None) -> tuple[HealthRun, ...]:
+        """Returns the run; of several optimizers, one each.
+
+        Args:
+            name: Where the log has none.
+            source: Path of the log, as the user named it.
+            kind: Whose log it is, in a word.
+            lately: Whether the log has grown lately; None where a log of this kind does not say whether a run has
+                ended.
+        """
+        optimizers = sorted(self._steps)
+        ending: Ending = "ended" if self._end is not None else "unknown"
+        if self._end is None and lately is not None:
+            ending = "running" if lately else "cut_off"
+        return tuple(
+            self._run(
+                optimizer,
+                several=len(optimizers) > 1,
+                name=self.header.name or name,
+                source=source,
+                kind=kind,
+                ending=ending,
+            )
+            for optimizer in optimizers
+        )
+
+    def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
+        columns = standing(self._steps[optimizer].whole(), self.groups)
+        steps, names = columns["step"], self.header.optimizers
+        skipped = int((columns["skipped"] == 1).sum())
+        told = int((~np.isnan(columns["skipped"])).sum())
+        maps = self._maps.get(optimizer) or Maps()
+        spans = spans_of(steps)
+        return HealthRun(
+            name=name,
+            source=source,
+            format=kind,
+            optimizer=(names[optimizer] if optimizer < len(names) else str(optimizer)) if several else "",
+            ending=ending,
+            exit_code=None if self._end is None else self._end.exit_code,
+            precision=self.header.precision,
+            steps=len(steps),
+            skipped=skipped,
+            first_step=int(steps[0]) if len(steps) else 0,
+            last_step=int(steps[-1]) if len(steps) else 0,
+            lost=sum(self._lost.values()),
+            skip_share=skipped / told if told else None,
+            axis=axis_of(columns, spans),
+            curves=_curves(columns, maps.headroom),
+            maps=maps.heat_maps(),
+            scalers=scaler_histories(columns, self.header.scalers, self.header.scaler),
+            checkpoints=self._checkpoints(),
+            looks=self._looks(source),
+            actions=tuple(
+                ActionMark(step=line.step, action=line.action, reason=line.reason)
+                for _, line in self._marks
+                if isinstance(line, ActionLine)
+            ),
+        )
+
+    def _checkpoints(self) -> tuple[CheckpointMark, ...]:
+        by_path = {line.path: line for _, line in self._marks if isinstance(line, CheckpointLine)}
+        marks = [
+            CheckpointMark(step=one.step, path=one.path, health=one.health, reason=one.reason)
+            for one in by_path.values()
+        ]
+        return tuple(sorted(marks, key=lambda mark: mark.step))
+
+    def _looks(self, source: str) -> tuple[LookMark, ...]:
+        looks = sorted((line for _, line in self._marks if isinstance(line, LookLine)), key=lambda line: line.step)
+        return tuple(_look(line, source) for line in looks)
+
+
+def _with_scaler(line: RunLine, before: RunLine) -> RunLine:
+    """The header of a later file, which does not say again in what state the scaler began."""
+    return replace(line, scaler=before.scaler)
+
+
+def _look(line: LookLine, source: str) -> LookMark:
+    bundle = None if line.bundle is None else str(PurePath(source) / line.bundle)
+    return LookMark(
+        step=line.step,
+        verdict=line.verdict,
+        says=line.findings[0].message if line.findings else "",
+        bundle=bundle,
+        command=None if bundle is None else f"ampdoctor bisect-nan {bundle}",
+    )
+
+
+def _curves(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> tuple[Curve, ...]:
+    spans = spans_of(columns["step"])
+    numbers = _numbers(columns, headroom)
+    found = (curve_of(name, values, spans) for name, values in numbers.items())
+    return tuple(curve for curve in found if curve is not None)
+
+
+def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> dict[CurveName, Column]:
+    """Returns what is drawn, from what the log says of each step."""
+    steps, scale, norm = columns["step"], columns["loss_scale"], columns["gradient_norm"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)
+    clipped = columns["norm_clipped"] == 1
+    after = np.where(clipped, norm, np.fmin(norm, columns["max_norm"]))
+    after[np.isnan(columns["max_norm"]) & ~clipped | np.isnan(norm)] = np.nan
+    least = np.full(len(steps), np.nan)
+    if headroom:
+        at, inverse = np.unique(steps, return_index=True)
+        wanted = np.array(sorted(headroom), dtype=np.float64)
+        place = np.minimum(np.searchsorted(at, wanted), max(len(at) - 1, 0))
+        hit = at[place] == wanted if len(at) else np.zeros(len(wanted), bool)
+        least[inverse[place[hit]]] = np.array([headroom[int(step)] for step in wanted])[hit]
+    return {
+        "loss": columns["loss"],
+        "gradient_norm": np.where(clipped, np.nan, norm),
+        "clipped_norm": after,
+        "loss_scale": scale,
+        "learning_rate": columns["rate"],
+        "headroom_binades": least,
+        "step_seconds": columns["seconds"],
+        "data_seconds": columns["data_seconds"],
+        "samples_per_second": _rate(columns, "samples"),
+        "tokens_per_second": _rate(columns, "tokens"),
+        "memory_bytes": columns["memory_bytes"],
+    }
+
+
+def _rate(columns: Mapping[str, Column], counted: str) -> Column:
+    """Returns what was counted from each row to the one before it, a second of the steps between them."""
+    values, rate = columns[counted], np.full(len(columns[counted]), np.nan)
+    if len(values) > 1:
+        seconds = columns["seconds"][1:] * np.diff(columns["step"])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate[1:] = np.where(seconds > 0, np.diff(values) / seconds, np.nan)
+        rate[rate < 0] = np.nan
+    return rate

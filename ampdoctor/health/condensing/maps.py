@@ -1,0 +1,220 @@
+"""Numbers of many tensors over a run's steps: heat maps whose columns and rows are the worst of all that there were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampdoctor.evidence.report.health import HeatMap, MapName
+from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+
+MOST_COLUMNS = 400
+MOST_ROWS = 200
+MOST_CELLS = 480_000
+"""Of all maps of a run: six of full size, some 4 MB of a page."""
+SHOWN: tuple[tuple[MapName, str], ...] = (
+    ("norm", "gradient"),
+    ("zero_share", "gradient"),
+    ("flushed_share", "gradient"),
+    ("headroom_binades", "gradient"),
+    ("norm", "parameter"),
+    ("update_ratio", "parameter"),
+    ("update_ratio", "update"),
+    ("amax", "activation"),
+    ("headroom_binades", "activation"),
+    ("flushed_share", "activation_gradient"),
+)
+"""What is drawn, and of which tensors."""
+_LOWEST_IS_WORST = frozenset({"headroom_binades"})
+_BY_CHANGE = frozenset({"norm", "amax", "update_ratio"})
+"""Of these no value is bad in itself: the worst is farthest from what is usual for its tensor, in binades."""
+_HELD = 2 * MOST_COLUMNS
+
+_Values = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One map while it is gathered: at most `_HELD` columns, of neighbours the worse where there would be more."""
+
+    name: MapName
+    rows: dict[str, int] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    columns: list[_Values] = field(default_factory=list)
+
+    def add(self, step: int, rows: NDArray[np.intp], values: _Values) -> None:
+        """Adds what a line says of some rows at a step."""
+        if not self.steps or self.steps[-1] != step:
+            if len(self.steps) >= _HELD:
+                self._halve()
+            self.steps.append(step)
+            self.columns.append(np.full(len(self.rows), np.nan))
+        column = self.columns[-1]
+        if len(column) < len(self.rows):
+            column = self.columns[-1] = np.append(column, np.full(len(self.rows) - len(column), np.nan))
+        lowest = self.name in _LOWEST_IS_WORST
+        (np.fmin if lowest else np.fmax).at(column, rows, values)  # a module that is called twice has two values
+
+    def forget_from(self, step: int) -> None:
+        """Forgets what was undone."""
+        kept = [at for at, known in enumerate(self.steps) if known < step]
+        self.steps = [self.steps[at] for at in kept]
+        self.columns = [self.columns[at] for at in kept]
+
+    def table(self) -> _Values:
+        """Returns a row a tensor, a column a step."""
+        table = np.full((len(self.rows), len(self.columns)), np.nan)
+        for at, column in enumerate(self.columns):
+            table[: len(column), at] = column
+        return table
+
+    def _halve(self) -> None:
+        pairs = np.arange(len(self.steps)).reshape(-1, 2)
+        kept = _worst_columns(self.name, self.table(), list(pairs))
+        self.steps = [self.steps[at] for at in kept]
+        self.columns = [self.columns[at] for at in kept]
+
+
+class Maps:
+    """All maps of one optimizer's details."""
+
+    def __init__(self) -> None:
+        self._maps = {key: _Growing(key[0]) for key in SHOWN}
+        self._layouts: dict[tuple[tuple[str, int], ...], _Layout] = {}
+        self._table: Sequence[str] = ()
+        self.headroom: dict[int, float] = {}
+        """By step the least headroom of its gradients: of the steps that are looked at, however many."""
+
+    def add(self, line: DetailLine, table: Sequence[str]) -> None:
+        """Adds a line.
+
+        Args:
+            line: The tensors of a step, or some of them.
+            table: Their names, as the file says them before the line.
+        """
+        if table is not self._table:
+            self._table, self._layouts = table, {}
+        signature = tuple(map(_ADDRESS, line.tensors))
+        layout = self._layouts.get(signature)
+        if layout is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts = {}
+            layout = self._layouts[signature] = _Layout(line.tensors, table)
+        for key, members in layout.members.items():
+            growing = self._maps[key]
+            values = np.array([_GET[key[0]](line.tensors[at]) for at in members.at], dtype=np.float64)
+            known = ~np.isnan(values)
+            if known.any():
+                rows = members.rows_in(growing)
+                growing.add(line.step, rows[known], values[known])
+            if key == ("headroom_binades", "gradient") and known.any():
+                least = float(values[known].min())
+                self.headroom[line.step] = min(self.headroom.get(line.step, least), least)
+
+    def forget_from(self, step: int) -> None:
+        """Forgets the steps that a later attempt has undone."""
+        for growing in self._maps.values():
+            growing.forget_from(step)
+        self.headroom = {at: value for at, value in self.headroom.items() if at < step}
+
+    def heat_maps(self) -> tuple[HeatMap, ...]:
+        """Returns those that the log had numbers for."""
+        there = [(key, growing) for key, growing in self._maps.items() if growing.steps]
+        rows = sum(min(len(growing.rows), MOST_ROWS) for _, growing in there)
+        columns = max(min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)), 2)
+        return tuple(_heat_map(key[0], key[1], growing, columns) for key, growing in there)
+
+
+_MOST_LAYOUTS = 64
+
+
+@dataclass(slots=True)
+class _Members:
+    """The tensors of a line that belong to one map: their places in the line, and their names."""
+
+    at: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    rows: NDArray[np.intp] | None = None
+
+    def rows_in(self, growing: _Growing) -> NDArray[np.intp]:
+        if self.rows is None:
+            self.rows = np.array([growing.rows.setdefault(name, len(growing.rows)) for name in self.names], np.intp)
+        return self.rows
+
+
+class _Layout:
+    """Which tensors a line speaks of; most lines of a log speak of the same."""
+
+    def __init__(self, tensors: Sequence[TensorDetail], table: Sequence[str]) -> None:
+        self.members: dict[tuple[MapName, str], _Members] = {}
+        by_role: dict[str, list[MapName]] = {}
+        for name, role in SHOWN:
+            by_role.setdefault(role, []).append(name)
+        for at, tensor in enumerate(tensors):
+            for name in by_role.get(tensor.role, ()):
+                members = self.members.setdefault((name, tensor.role), _Members())
+                members.at.append(at)
+                members.names.append(table[tensor.tensor] if tensor.tensor < len(table) else f"#{tensor.tensor}")
+
+
+_ADDRESS = attrgetter("role", "tensor")
+_GET: Mapping[str, attrgetter[float | None]] = {name: attrgetter(name) for name, _ in SHOWN}
+
+
+def _badness(name: MapName, table: _Values) -> _Values:
+    """Returns how bad each cell is; -inf where nothing is known."""
+    if name in _BY_CHANGE:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log2(np.abs(table))
+            finite = np.where(np.isfinite(logs), logs, np.nan)
+            usual = _medians(finite)
+            bad = np.abs(logs - usual[:, None])
+        bad = np.where(np.isinf(table), np.inf, np.where(table == 0, 0.0, bad))
+    else:
+        bad = -table if name in _LOWEST_IS_WORST else table
+    return np.where(np.isnan(bad), -np.inf, bad)
+
+
+def _medians(table: _Values) -> _Values:
+    """Returns the median of each row's known values; NaN where it has none."""
+    ordered = np.sort(table, axis=1)
+    known = np.isfinite(ordered).sum(axis=1)
+    return np.asarray(ordered[np.arange(len(ordered)), np.maximum(known - 1, 0) // 2])
+
+
+def _worst_columns(name: MapName, table: _Values, spans: Sequence[NDArray[np.intp]]) -> list[int]:
+    """Returns of each span of columns the one with the worst cell."""
+    worst = _badness(name, table).max(axis=0, initial=-np.inf)
+    return [int(span[np.argmax(worst[span])]) for span in spans]
+
+
+def _heat_map(name: MapName, role: str, growing: _Growing, most: int) -> HeatMap:
+    table, tensors = growing.table(), list(growing.rows)
+    if len(growing.steps) > most:
+        kept = _worst_columns(name, table, np.array_split(np.arange(len(growing.steps)), most))
+    else:
+        kept = list(range(len(growing.steps)))
+    rows = np.arange(len(tensors))
+    if len(tensors) > MOST_ROWS:
+        worst = _badness(name, table).max(axis=1, initial=-np.inf)
+        rows = np.sort(np.argsort(-worst, kind="stable")[:MOST_ROWS])
+    return HeatMap(
+        name=name,
+        role=role,
+        steps=tuple(growing.steps[at] for at in kept),
+        tensors=tuple(tensors[at] for at in rows),
+        of=len(tensors),
+        values=tuple(_cells(table[at, kept]) for at in rows),
+    )
+
+
+def _cells(values: _Values) -> tuple[float | None, ...]:
+    return tuple(_known(values.tolist()))
+
+
+def _known(values: Sequence[float]) -> Iterator[float | None]:
+    return (None if value != value else value for value in values)  # noqa: PLR0124 - NaN is not itself

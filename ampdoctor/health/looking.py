@@ -1,0 +1,156 @@
+"""Reads a log once: what it shows, and what the rules on runs over time find in it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ampdoctor.diagnosis.catalogue import codes_in
+from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.codec import Positive
+from ampdoctor.evidence.paths import shown_path
+from ampdoctor.evidence.report import Finding, Skipped
+from ampdoctor.evidence.report.health import HealthRun
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamped, StepLine
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.health.condensing.condenser import Condenser
+from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.opening import FoundLog
+
+Told: TypeAlias = Callable[[int], None]
+"""Told how many lines were read."""
+
+LATELY_S = 600
+"""A log without a last line is growing where it was written to within this time: the longest a step or a save takes."""
+_TELLS_ITS_END = frozenset({"ampdoctor"})
+_EVERY = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What reading a log has shown.
+
+    Attributes:
+        runs: One for each optimizer.
+        findings: Those that stand, in the order of arrival.
+        undone: Those at steps that a rollback or a restart has undone.
+        ranks: How many ranks the log has lines of.
+        detail_every: Steps from one look at single tensors to the next, where the log says it.
+        skipped: What was left out.
+    """
+
+    runs: tuple[HealthRun, ...]
+    findings: tuple[Finding, ...] = ()
+    undone: tuple[Finding, ...] = ()
+    ranks: Positive = 1
+    detail_every: Positive | None = None
+    skipped: tuple[Skipped, ...] = ()
+
+
+def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
+    """Reads a log.
+
+    Args:
+        found: The log.
+        thresholds: Those in force.
+        told: Told about the progress.
+
+    Raises:
+        CheckpointError: It cannot be read, or has no step.
+    """
+    noticed = Noticed()
+    reader = _Reader(thresholds)
+    for number, whole in enumerate(found.lines(noticed)):
+        reader.hear(whole)
+        if told is not None and number % _EVERY == 0:
+            told(number)
+    source = shown_path(found.folder)
+    kind = found.kind.format
+    runs = reader.condenser.runs(
+        name=found.name, source=source, kind=kind, lately=False if kind in _TELLS_ITS_END else None
+    )
+    if not runs:
+        raise CheckpointError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
+    for name, count in sorted(noticed.damaged.items()):
+        lines = "a line that is" if count == 1 else f"{count} lines that are"
+        noticed.skipped.append(Skipped(what=name, reason=f"it has {lines} damaged"))
+    findings, undone = reader.findings()
+    return Looked(
+        runs=runs,
+        findings=findings,
+        undone=undone,
+        ranks=max(len(reader.ranks), 1),
+        detail_every=reader.condenser.header.detail_every,
+        skipped=(*found.skipped, *noticed.skipped),
+    )
+
+
+def grown_lately(found: FoundLog) -> bool:
+    """Was a log written to within `LATELY_S`?"""
+    newest = max((written for _, _, written in found.sizes()), default=0)
+    return time.time() - newest / 1e9 < LATELY_S
+
+
+class _Reader:
+    """Hears all lines: those of the first rank are condensed, those of every rank are judged."""
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
+        self.condenser = Condenser()
+        self.ranks: dict[int, Judge] = {}
+        self._shown: int | None = None
+        self._found: list[tuple[int, Finding]] = []
+        self._judged = codes_in("trends")
+
+    def hear(self, whole: Stamped) -> None:
+        stamp, line = whole.stamp, whole.line
+        judge = self.ranks.get(stamp.rank)
+        if judge is None:
+            judge = self.ranks[stamp.rank] = Judge(self._thresholds)
+            self._shown = stamp.rank if self._shown is None else self._shown
+        if stamp.rank == self._shown:
+            self.condenser.hear(whole)
+        kind = type(line)
+        if kind is AlertLine and isinstance(line, AlertLine):
+            if line.finding.code not in self._judged:  # those are found anew, with the thresholds in force
+                self._add(whole, line.finding)
+        elif kind is LookLine and isinstance(line, LookLine):
+            for finding in line.findings:
+                self._add(whole, _at(finding, line.step))
+        elif (found := judge.hear(line)) and isinstance(line, StepLine | DetailLine):
+            for finding in found:
+                self._add(whole, finding)
+
+    def _add(self, whole: Stamped, finding: Finding) -> None:
+        rank = whole.stamp.rank
+        placed = replace(finding, where=replace(finding.where, rank=rank)) if rank else finding
+        self._found.append((self.condenser.groups.of(whole.stamp), placed))
+
+    def findings(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+        """Returns those that stand, and those that were undone; what every rank saw at one step is said once."""
+        standing: dict[tuple[str, str | None, int | None], Finding] = {}
+        ranks: Counter[tuple[str, str | None, int | None]] = Counter()
+        undone = []
+        for group, finding in self._found:
+            step = finding.where.step
+            if step is not None and step >= self.condenser.groups.undone_from(group):
+                undone.append(finding)
+                continue
+            key = (finding.code, finding.where.tensor, step)
+            ranks[key] += 1
+            standing.setdefault(key, finding)
+        return tuple(_of_ranks(finding, ranks[key]) for key, finding in standing.items()), tuple(undone)
+
+
+def _at(finding: Finding, step: int) -> Finding:
+    """A look's finding, at the step of the run and not at that of its replay."""
+    return replace(finding, where=replace(finding.where, step=step))
+
+
+def _of_ranks(finding: Finding, ranks: int) -> Finding:
+    return finding if ranks == 1 else replace(finding, evidence={**finding.evidence, "ranks": ranks})

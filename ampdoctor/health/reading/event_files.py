@@ -1,0 +1,32 @@
+"""TensorBoard's event files, whichever framework has written them: the files of one folder are one run's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ampdoctor.checkpoints.formats.log_files import known_fields
+from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, scalars_in
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.evidence.run_log.lines import RunLine, Stamped
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
+from ampdoctor.health.reading.rows import Row, lines_of
+
+
+def _claims(place: Place) -> Sequence[str]:
+    return [name for name in place.names if is_event_file(name)]
+
+
+def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    with ExitStack() as stack:
+        files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
+        rows = (
+            Row(event.step, fields, int(event.wall_time * 1000))
+            for event in scalars_in(files, noticed.skipped)
+            if event.step >= 0 and (fields := known_fields(event.values))
+        )
+        yield from lines_of(rows, RunLine(name=folder.name))
+
+
+TENSORBOARD = LogKind(format="tensorboard", claims=_claims, read=_read)

@@ -1,0 +1,176 @@
+"""Finds the log at a path: the kinds of log in the order in which they are asked, and where runs keep theirs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
+from ampdoctor.checkpoints.storage.listing import list_folder
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
+from ampdoctor.health.reading.event_files import TENSORBOARD
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
+from ampdoctor.health.reading.our_log import AMPDOCTOR
+from ampdoctor.health.reading.stdout_lines import DEEPSPEED, MEGATRON
+from ampdoctor.health.reading.tables import ANY_TABLE, LIGHTNING
+from ampdoctor.health.reading.trainer_state import TRANSFORMERS
+from ampdoctor.health.reading.wandb_file import WANDB
+
+KINDS: tuple[LogKind, ...] = (
+    AMPDOCTOR,
+    TRANSFORMERS,
+    LIGHTNING,
+    DEEPSPEED_MONITOR,
+    WANDB,
+    TENSORBOARD,
+    MEGATRON,
+    DEEPSPEED,
+    ANY_TABLE,
+)
+"""Of a folder that has several, the first is read: it says most."""
+
+_BELOW = (
+    ("", "checkpoint-*"),
+    ("", "version_*"),
+    ("lightning_logs", "version_*"),
+    ("runs", "*"),
+    ("logs", "*"),
+    ("", "offline-run-*"),
+    ("", "run-*"),
+    ("wandb", "*run-*"),
+    ("ampdoctor-health", "*"),
+    ("", "*"),
+)
+"""Where runs keep their logs in a folder that has none itself: the folder, and the names in it, of which the latest
+counts."""
+_READ = (
+    "ampdoctor's own log, trainer_state.json, metrics.csv, TensorBoard's event files, a .wandb file, what Megatron-LM "
+    "or DeepSpeed print, CSV or JSON lines with a step and a loss"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLog:
+    """A log that can be read, again and again.
+
+    Attributes:
+        typed: The path as it was typed.
+        kind: Of which kind it is.
+        folder: Where its files are.
+        names: Its files.
+        skipped: Other logs that lie there, and are not read.
+    """
+
+    typed: str
+    kind: LogKind
+    folder: Path
+    names: tuple[str, ...]
+    skipped: tuple[Skipped, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        """A name for people: the folder's, or the file's."""
+        return Path(self.typed).name or self.folder.absolute().name
+
+    def lines(self, noticed: Noticed) -> Iterator[Stamped]:
+        """Yields its lines in the order of their arrival.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        return self.kind.read(self.folder, self.names, noticed)
+
+    def sizes(self) -> list[tuple[str, int, int]]:
+        """Returns of each file its path, its size and when it was last written, in nanoseconds.
+
+        Raises:
+            CheckpointError: A file is gone.
+        """
+        found = []
+        for name in self.names:
+            try:
+                of_file = (self.folder / name).stat()
+            except OSError as error:
+                raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
+            found.append((os.fspath((self.folder / name).absolute()), of_file.st_size, of_file.st_mtime_ns))
+        return found
+
+
+def find_log(path: str | os.PathLike[str]) -> FoundLog:
+    """Returns the log at a path: a file, a folder with one, or a folder above the folders of runs, of which the last.
+
+    Raises:
+        CheckpointError: There is none, or the path cannot be read.
+        LimitExceededError: The folder has too many entries.
+    """
+    typed = os.fspath(path)
+    place = _place(Path(path))
+    found = _in(typed, place)
+    if found is not None:
+        return found
+    if place.named:
+        raise CheckpointError(f"{Path(path).name} is no log that is read here: {_READ}.")
+    for runs in _runs_below(Path(path)):
+        for folder in runs:
+            found = _in(typed, _place(folder))
+            if found is not None:
+                others = [one for one in runs if one is not folder]
+                return _beside(found, folder, others, Path(path))
+    raise CheckpointError(f"{Path(path).name or typed} holds no log that is read here: {_READ}.")
+
+
+def has_log(path: Path) -> bool:
+    """Is there a log in a file or folder itself? What cannot be read is none."""
+    try:
+        return _in(str(path), _place(path)) is not None
+    except CheckpointError:
+        return False
+
+
+def _place(path: Path) -> Place:
+    if is_folder(path):
+        return Place(path, tuple(list_folder(path).files))
+    with RegularFile(path, path.name):  # says why, where it cannot be opened
+        return Place(path.parent, (path.name,), named=True)
+
+
+def _in(typed: str, place: Place) -> FoundLog | None:
+    found: FoundLog | None = None
+    for kind in KINDS:
+        names = tuple(kind.claims(place))
+        if names:
+            return FoundLog(typed=typed, kind=kind, folder=place.folder, names=names)
+    return found
+
+
+def _runs_below(folder: Path) -> Iterator[Sequence[Path]]:
+    for inner, pattern in _BELOW:
+        try:
+            runs = [path for path in (folder / inner).glob(pattern) if is_folder(path) and not path.is_symlink()]
+        except OSError:
+            continue
+        if runs:
+            yield sorted(runs, key=_last_written, reverse=True)
+
+
+def _last_written(folder: Path) -> tuple[int, str]:
+    """By the last change of what lies in it; of equal ones the last by name."""
+    try:
+        times = [entry.stat().st_mtime_ns for entry in os.scandir(folder) if entry.is_file()]
+    except OSError:
+        times = []
+    return max(times, default=0), folder.name
+
+
+def _beside(found: FoundLog, folder: Path, others: Sequence[Path], root: Path) -> FoundLog:
+    there = [other for other in others if has_log(other)]
+    skipped = tuple(
+        Skipped(what=str(other.relative_to(root)), reason=f"a log that was written before {folder.relative_to(root)}'s")
+        for other in there
+    )
+    return FoundLog(typed=found.typed, kind=found.kind, folder=found.folder, names=found.names, skipped=skipped)

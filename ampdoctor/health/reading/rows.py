@@ -1,0 +1,126 @@
+"""Rows of other people's logs as lines of a run's log: a row has a step and some numbers of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ampdoctor.checkpoints.formats.log_files import step_of
+from ampdoctor.evidence.run_log.lines import EndLine, Line, RunLine, Stamp, Stamped, StepLine
+
+_LATE = 8
+"""Steps that still wait for numbers that are logged late: a norm that is written after the next step's loss."""
+_SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
+_LARGEST = 2.0**63
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of a log.
+
+    Attributes:
+        step: Its step, as the log counts them.
+        values: Its numbers, by the names of `StepLine` or of `LogEntry`.
+        time_ms: Milliseconds since 1970; 0 where the log does not say.
+    """
+
+    step: int
+    values: dict[str, float] = field(default_factory=dict)
+    time_ms: int = 0
+
+
+def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
+    """Returns the row that these fields are; None without a step."""
+    step = step_of(fields)
+    if step is None:
+        return None
+    return Row(step, {name: value for name, value in fields.items() if name != "step"}, time_ms)
+
+
+def lines_of(rows: Iterable[Row], run: RunLine, *, ended: bool = False) -> Iterator[Stamped]:
+    """Yields the lines of a run; rows of one step become one step.
+
+    Where the step falls back, and the row is no late one that only adds to its step, the run was started again from an
+    earlier checkpoint: what follows is its next attempt, which undoes what came before it from there on.
+
+    Args:
+        rows: In the order in which they were logged.
+        run: What is known of the run.
+        ended: Whether the log says that the run has ended in order.
+    """
+    stamps = _Stamps(run.name)
+    yield stamps.stamped(run, 0)
+    steps = 0
+    for attempt, row in _in_order(rows):
+        line = _step(row)
+        if line is not None:
+            stamps.attempt = attempt
+            steps += 1
+            yield stamps.stamped(line, row.time_ms)
+    if ended:
+        yield stamps.stamped(EndLine(steps=steps), stamps.last)
+
+
+@dataclass(slots=True)
+class _Stamps:
+    name: str
+    attempt: int = 0
+    last: int = 0
+
+    def stamped(self, line: Line, time_ms: int) -> Stamped:
+        self.last = time_ms
+        branch = self.attempt - 1 if self.attempt else None
+        return Stamped(Stamp(run_id=self.name or "-", attempt=self.attempt, branch=branch, time_ms=time_ms), line)
+
+
+def _in_order(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
+    """Yields each step once, with the attempt that it belongs to."""
+    waiting: list[Row] = []
+    attempt = 0
+    for row in rows:
+        known = next((one for one in reversed(waiting) if one.step == row.step), None)
+        if known is not None and (known is waiting[-1] or _adds(known, row)):
+            known.values |= row.values
+            known.time_ms = row.time_ms or known.time_ms
+            continue
+        if waiting and row.step <= waiting[-1].step:
+            if not row.values.keys() & _SAYS_SOMETHING:  # a rate or an average of something that has passed
+                continue
+            yield from ((attempt, one) for one in waiting)
+            waiting, attempt = [], attempt + 1
+        waiting.append(row)
+        if len(waiting) > _LATE:
+            yield attempt, waiting.pop(0)
+    yield from ((attempt, one) for one in waiting)
+
+
+def _adds(known: Row, late: Row) -> bool:
+    """Does a row add new values to its step, and contradict none?"""
+    new = late.values.keys() - known.values.keys()
+    return bool(new) and all(known.values[name] == late.values[name] for name in late.values.keys() - new)
+
+
+def _step(row: Row) -> StepLine | None:
+    values = row.values
+    if not values.keys() & _SAYS_SOMETHING:
+        return None
+    rate, skipped = values.get("learning_rate"), values.get("skipped")
+    return StepLine(
+        step=row.step,
+        loss=values.get("loss"),
+        gradient_norm=values.get("gradient_norm", values.get("grad_norm")),
+        max_norm=values.get("max_norm"),
+        loss_scale=values.get("loss_scale", values.get("scale")),
+        skipped=None if skipped is None else bool(skipped),
+        learning_rates=() if rate is None else (rate,),
+        seconds=values.get("seconds"),
+        data_seconds=values.get("data_seconds"),
+        memory_bytes=_count(values.get("memory_bytes")),
+        samples=_count(values.get("samples")),
+        tokens=_count(values.get("tokens")),
+    )
+
+
+def _count(value: float | None) -> int | None:
+    return int(value) if value is not None and math.isfinite(value) and 0 <= value < _LARGEST else None

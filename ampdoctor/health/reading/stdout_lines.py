@@ -1,0 +1,113 @@
+"""What Megatron-LM and DeepSpeed print: lines of a text file into which a job's output was sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from ampdoctor.checkpoints.formats.log_files import as_number, lines_in
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.evidence.run_log.lines import RunLine, Stamped
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, Read
+from ampdoctor.health.reading.rows import Row, lines_of
+
+_SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
+_HEAD = 8 * 1024 * 1024
+"""Bytes in which the first line of a step stands: before it a job prints its arguments and compiles."""
+
+_ITERATION = re.compile(rb"\biteration\s+(\d+)/\s*\d+\s*\|(.*)")
+_MEGATRON = {
+    "consumed samples": "samples",
+    "consumed tokens": "tokens",
+    "learning rate": "learning_rate",
+    "lm loss": "loss",
+    "loss": "loss",
+    "loss scale": "loss_scale",
+    "grad norm": "gradient_norm",
+    "elapsed time per iteration (ms)": "milliseconds",
+    "elapsed time per iteration (s)": "seconds",
+    "number of skipped iterations": "skips",
+    "number of nan iterations": "nans",
+}
+
+_STEP = re.compile(rb"\[Rank 0\] step=(\d+), skipped=(\d+)(?:, lr=\[\[?([^,\]]+))?")
+_OVERFLOW = re.compile(
+    rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
+    rb"(?: reducing to ([0-9.e+]+))?"
+)
+
+
+def _megatron_rows(lines: Iterator[bytes]) -> Iterator[Row]:
+    """Yields the rows of Megatron-LM's lines, each the mean over the iterations since the one before it.
+
+    Megatron-LM leaves a loss that is not finite out of the mean. Only where a line is one iteration, which iteration
+    was skipped or had no finite loss is known.
+    """
+    before: int | None = None
+    for line in lines:
+        found = _ITERATION.search(line)
+        if found is None:
+            continue
+        step, values = int(found[1]), {}
+        for part in found[2].decode("utf-8", "replace").split("|"):
+            key, _, value = part.rpartition(":")
+            field, number = _MEGATRON.get(key.strip()), as_number(value.strip())
+            if field is not None and number is not None:
+                values[field] = number
+        if "milliseconds" in values:
+            values["seconds"] = values.pop("milliseconds") / 1000
+        skips, nans = values.pop("skips", None), values.pop("nans", 0.0)
+        single = before is not None and step == before + 1
+        if skips == 0 or (single and skips is not None):
+            values["skipped"] = float(skips > 0)
+        if single and nans:
+            values["loss"] = float("nan")
+        before = step
+        yield Row(step, values)
+
+
+def _deepspeed_rows(lines: Iterator[bytes]) -> Iterator[Row]:
+    """Yields the rows of DeepSpeed's lines.
+
+    An overflow is printed without its step: those since the last line of a step are put right behind that step.
+    """
+    step, scale = 0, None
+    for line in lines:
+        overflow = _OVERFLOW.search(line)
+        if overflow is not None:
+            attempted = as_number(overflow[1].decode())
+            step += 1
+            if attempted is not None:
+                yield Row(step, {"loss_scale": attempted, "skipped": 1.0})
+            scale = as_number((overflow[2] or overflow[1]).decode())
+            continue
+        found = _STEP.search(line)
+        if found is None:
+            continue
+        rate = as_number((found[3] or b"").decode("utf-8", "replace"))
+        values = {} if rate is None else {"learning_rate": rate}
+        known = {} if scale is None else {"loss_scale": scale}
+        if step != int(found[1]):  # else the last of the overflows was this step's
+            values |= {**known, "skipped": 0.0}
+        step = int(found[1])
+        yield Row(step, values)
+
+
+def _claims(place: Place, *, pattern: re.Pattern[bytes]) -> Sequence[str]:
+    likely = [name for name in place.names if place.named or Path(name).suffix in _SUFFIXES]
+    return next(([name] for name in likely if pattern.search(place.head(name, _HEAD))), ())
+
+
+def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]]) -> Read:
+    def read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:  # noqa: ARG001 - every kind's
+        (name,) = names
+        with RegularFile(folder / name, name) as file:
+            yield from lines_of(rows(lines_in(file)), RunLine(name=Path(name).stem))
+
+    return read
+
+
+MEGATRON = LogKind(format="megatron", claims=partial(_claims, pattern=_ITERATION), read=_reading(_megatron_rows))
+DEEPSPEED = LogKind(format="deepspeed", claims=partial(_claims, pattern=_STEP), read=_reading(_deepspeed_rows))

@@ -1,0 +1,64 @@
+"""`trainer_state.json` of the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ampdoctor.checkpoints.formats.json_file import read_json
+from ampdoctor.checkpoints.formats.log_files import known_fields
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.run_log.lines import RunLine, Stamped
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
+from ampdoctor.health.reading.rows import Row, lines_of, row_of
+
+_NAME = "trainer_state.json"
+_SUMMARY = "train_runtime"
+"""A key of the line that the Trainer writes at the end."""
+_HIDES = (
+    "the Trainer writes a loss that is not finite as the mean of those before it, unless logging_nan_inf_filter=False"
+)
+
+
+def _claims(place: Place) -> Sequence[str]:
+    if place.named:
+        begins = place.head(place.names[0], 1).strip() == b"{"
+        return place.names if begins and _holds_a_log(place) else ()
+    return [_NAME] if _NAME in place.names else ()
+
+
+def _holds_a_log(place: Place) -> bool:
+    if place.names[0] == _NAME:
+        return True
+    if not place.names[0].endswith(".json"):
+        return False
+    try:
+        with RegularFile(place.folder / place.names[0], place.names[0]) as file:
+            return isinstance(read_json(file).get("log_history"), list)
+    except CheckpointError:
+        return False
+
+
+def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    (name,) = names
+    with RegularFile(folder / name, name) as file:
+        content = read_json(file)
+    history = content.get("log_history")
+    if not isinstance(history, list):
+        raise CheckpointError(f"{name} has no log_history: the Trainer has logged nothing.")
+    known = [row for row in history if isinstance(row, dict)]
+    noticed.damaged.update({name: len(history) - len(known)} if len(known) < len(history) else {})
+    rows: list[Row] = []
+    for values in known:
+        row = row_of(known_fields(values))
+        if row is not None:
+            rows.append(row)
+    if any("loss" in row.values for row in rows):
+        noticed.skipped.append(Skipped(what=f"{name}: losses that are not finite", reason=_HIDES))
+    ended = any(_SUMMARY in values for values in known)
+    yield from lines_of(rows, RunLine(name=folder.name), ended=ended)
+
+
+TRANSFORMERS = LogKind(format="transformers", claims=_claims, read=_read)

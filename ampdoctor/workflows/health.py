@@ -1,0 +1,180 @@
+"""`health`: what the logs of runs show over their steps, and what the rules on runs over time find in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.paths import shown_path
+from ampdoctor.evidence.report import (
+    Check,
+    ErrorNote,
+    Finding,
+    Report,
+    finding_order,
+    verdict_of,
+    with_files,
+)
+from ampdoctor.evidence.report.health import CurveName, HealthSection
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.kept import look_again
+from ampdoctor.health.looking import Looked, Told, grown_lately
+from ampdoctor.health.reading.opening import FoundLog, find_log
+from ampdoctor.workflows.opening.request import Progress
+
+_SIGNALS: tuple[tuple[str, CurveName, str], ...] = (
+    ("loss", "loss", "data"),
+    ("gradient norm", "gradient_norm", "gradient"),
+    ("loss scale", "loss_scale", "scale"),
+    ("learning rate", "learning_rate", "optimizer"),
+    ("time of a step", "step_seconds", "hardware"),
+)
+"""What is looked at, its curve, and what moved first in a finding about it."""
+_NOT_LOGGED = "not in the log"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A log that was read."""
+
+    shown: str
+    found: FoundLog
+    looked: Looked
+
+
+def health(
+    logs: Sequence[str | os.PathLike[str]],
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    progress: Progress | None = None,
+) -> Report:
+    """Judge the logs of runs over time.
+
+    Args:
+        logs: Each a file, a folder with a log, or a folder above those of runs, of which the latest is read:
+            ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's event files, the file of
+            a W&B run, what Megatron-LM or DeepSpeed have printed, CSV or JSON lines.
+        thresholds: What counts as harmful, as too many.
+        progress: Told how many lines were read.
+
+    Returns:
+        A report with `health`, a run for each log (of a log with several optimizers one each), and what was found in
+        them: `where.file` says in which. Its verdict is `sick` if a finding is an error. Of several logs, one that
+        cannot be read is one of `errors`.
+
+    Raises:
+        CheckpointError: The only log cannot be read, or there is none.
+        UsageError: No log is named.
+    """
+    given: dict[str, str] = {}
+    for log in logs:
+        given.setdefault(shown_path(log), os.fspath(log))
+    if not given:
+        raise UsageError("no log to read")
+    read: list[_Read] = []
+    errors: list[ErrorNote] = []
+    for shown, typed in given.items():
+        try:
+            found = find_log(typed)
+            looked = look_again(found, thresholds, _told(progress, shown if len(given) > 1 else ""))
+            read.append(_Read(shown, found, _with_ending(looked, found)))
+        except CheckpointError as error:
+            if len(given) == 1:
+                raise
+            kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
+            errors.append(ErrorNote(what=shown, kind=kind, message=str(error)))
+    return _report(read, errors, list(given), thresholds)
+
+
+def _told(progress: Progress | None, shown: str) -> Told | None:
+    if progress is None:
+        return None
+
+    def told(lines: int) -> None:
+        progress(f"{shown}: lines" if shown else "lines", lines, None, unit="lines")
+
+    return told
+
+
+def _with_ending(looked: Looked, found: FoundLog) -> Looked:
+    """Says of a run that has not ended in order whether it still runs, which what was kept cannot know."""
+    if not any(run.ending == "cut_off" for run in looked.runs) or not grown_lately(found):
+        return looked
+    runs = (replace(run, ending="running") if run.ending == "cut_off" else run for run in looked.runs)
+    return replace(looked, runs=tuple(runs))
+
+
+def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[str], thresholds: Thresholds) -> Report:
+    several = len(shown) > 1
+    findings = sorted(
+        (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
+    )
+    runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
+    return Report(
+        command="health",
+        target=_target(read, shown),
+        verdict=verdict_of(findings, settled=not errors),
+        complete=not errors,
+        findings=tuple(findings),
+        checks=tuple(
+            replace(check, name=f"{one.shown}: {check.name}") if several else check
+            for one in read
+            for check in _checks(one.looked)
+        ),
+        skipped=tuple(
+            replace(part, what=f"{one.shown}: {part.what}") if several else part
+            for one in read
+            for part in one.looked.skipped
+        ),
+        errors=tuple(errors),
+        health=HealthSection(runs=runs, axis="step", detail_every=next((one.looked.detail_every for one in read), None))
+        if runs
+        else None,
+        thresholds=thresholds.listed(),
+    )
+
+
+def _in_log(finding: Finding, shown: str) -> Finding:
+    return with_files(finding, lambda _: shown)
+
+
+def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:
+    if len(shown) > 1:
+        return {"path": f"{len(shown)} paths", "paths": list(shown), "global_step": None}
+    (only,) = read
+    return {
+        "path": only.found.name,
+        "location": only.shown,
+        "format": only.found.kind.format,
+        "files": [
+            {"path": name, "bytes": size}
+            for name, (_, size, _) in zip(only.found.names, only.found.sizes(), strict=True)
+        ],
+        "global_step": max(run.last_step for run in only.looked.runs),
+    }
+
+
+def _checks(looked: Looked) -> Iterator[Check]:
+    """Yields what was looked at; of a run with several optimizers over all of them."""
+    runs = looked.runs
+    steps, skipped = sum(run.steps for run in runs), sum(run.skipped for run in runs)
+    yield Check(name="steps", result="ok", headroom={"steps": steps, "skipped": skipped, "ranks": looked.ranks})
+    first = [finding.evidence.get("first") for finding in looked.findings]
+    for name, curve, about in _SIGNALS:
+        there = any(one.name == curve for run in runs for one in run.curves)
+        result = "found" if about in first else "ok" if there else _NOT_LOGGED
+        yield Check(name=name, result=result)
+    tensors = max((one.of for run in runs for one in run.maps), default=0)
+    of_tensors = any(finding.where.tensor is not None for finding in looked.findings)
+    result = "found" if of_tensors else "ok" if tensors else _NOT_LOGGED
+    yield Check(name="single tensors", result=result, headroom={"tensors": tensors} if tensors else {})
+    if looked.undone:
+        yield Check(name="steps that were undone", result=_undone(looked.undone))
+
+
+def _undone(findings: Sequence[Finding]) -> str:
+    first = findings[0]
+    more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+    return f"what was found there stands no more: {first.code} at step {first.where.step}{more}"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from ampdoctor.evidence.run_log.lines import LookLine, StepLine
+from tests.health.logs import HEADER, steps, write
+
+SICK = [HEADER, *steps(0, 40), StepLine(step=40, loss=float("nan"))]
+
+
+@pytest.fixture
+def run(run_cli, tmp_path):
+    def at(*arguments, **more):
+        return run_cli("health", *arguments, cwd=tmp_path, env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, **more)
+
+    return at
+
+
+def test_exit_codes_and_a_written_report(run, tmp_path, check_report):
+    write(tmp_path / "well" / "log.jsonl", [HEADER, *steps(0, 40)])
+    write(tmp_path / "sick" / "log.jsonl", SICK)
+    assert run("well").returncode == 0
+    done = run("sick", "--output", "report.json", "--format", "json")
+    assert (done.returncode, done.stdout) == (1, "")
+    report = check_report((tmp_path / "report.json").read_text())
+    assert [one["code"] for one in report["findings"]] == ["AMP722"]
+    assert run("sick", "--fail-on", "never").returncode == 0
+
+
+def test_what_is_no_log_is_one_sentence_and_nothing_is_written(run, tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    done = run("notes.txt", "--output", "report.md", "--format", "markdown")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ampdoctor: error: notes.txt is no log that is read here")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_report_is_not_written_over_the_log(run, tmp_path):
+    log = write(tmp_path / "log.jsonl", SICK)
+    before = log.read_bytes()
+    done = run("log.jsonl", "--output", "log.jsonl", "--format", "json")
+    assert (done.returncode, log.read_bytes()) == (2, before)
+    done = run(".", "--output", "log.jsonl", "--format", "json")
+    assert (done.returncode, log.read_bytes()) == (2, before)
+
+
+def test_the_people_read_the_verdict_the_run_and_the_command_of_its_bundle(run, tmp_path):
+    look = LookLine(step=40, verdict="sick", bundle="bundle-40", reason="the loss is not finite")
+    scaled = [StepLine(step=at, loss=2.0, loss_scale=65536.0 if at else 131072.0, skipped=at == 0) for at in range(40)]
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *scaled, *SICK[-1:], look])
+    done = run("run")
+    assert done.returncode == 1
+    for said in (
+        "verdict: sick (1 error",
+        "ERROR AMP722 steps-not-finite",
+        "run small (run)",
+        "steps 0 to 40, fp16, loss 2 to 2, still running",
+        "skipped  1 step (2.50%)",
+        "not finite  the loss of 1 step",
+        "loss scale 131072 at first, 65536 at least, 131072 at most, 65536 in the end; 0 growths, 1 backoff",
+        "    ampdoctor bisect-nan run/bundle-40\n",
+        "next: the sick step was kept, and is replayed by: ampdoctor bisect-nan run/bundle-40",
+    ):
+        assert said in re.sub(r"(?<=\w)  +(?=\w)", "  ", done.stdout)
+
+
+def test_a_setting_of_the_file_is_followed(run, tmp_path):
+    write(tmp_path / "log.jsonl", SICK)
+    (tmp_path / "ampdoctor.toml").write_text('[health]\nfail-on = "never"\n')
+    assert run(".").returncode == 0
+
+
+def test_it_needs_no_torch(tmp_path, run_cli):
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40)])
+    code = (
+        "import sys; from ampdoctor.workflows.health import health; "
+        "report = health([sys.argv[1]]); assert report.verdict == 'healthy'; assert 'torch' not in sys.modules"
+    )
+    done = run_cli(command=(sys.executable, "-c", code, str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_hostile_name_is_shown_harmless(run, tmp_path):
+    row = {"step": 1, "loss": 2.0}
+    (tmp_path / "a[red]\x1b[31m.jsonl").write_text(json.dumps(row) + "\n")
+    done = run("a[red]\x1b[31m.jsonl")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert "[red]" in done.stdout

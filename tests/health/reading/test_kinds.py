@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.run_log.lines import EndLine, StepLine
+from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.opening import find_log
+from tests.health.logs import HEADER, write
+from tests.health.logs import steps as of_steps
+
+
+def read(path):
+    found, noticed = find_log(path), Noticed()
+    return found.kind.format, list(found.lines(noticed)), noticed
+
+
+def steps(lines):
+    return [one.line for one in lines if isinstance(one.line, StepLine)]
+
+
+TRAINER_STATE = {
+    "global_step": 20,
+    "log_history": [
+        {"epoch": 0.5, "grad_norm": 1.5, "learning_rate": 1e-4, "loss": 2.5, "num_input_tokens_seen": 640, "step": 10},
+        {"epoch": 0.5, "eval_loss": 2.4, "eval_runtime": 0.1, "step": 10},
+        {"epoch": 1.0, "grad_norm": "nan", "learning_rate": 5e-5, "loss": 2.0, "step": 20},
+        {"epoch": 1.0, "step": 20, "total_flos": 1.0, "train_loss": 2.25, "train_runtime": 3.5},
+    ],
+}
+
+
+def test_the_trainers_state(tmp_path):
+    (tmp_path / "trainer_state.json").write_text(json.dumps(TRAINER_STATE))
+    for path in (tmp_path, tmp_path / "trainer_state.json"):
+        kind, lines, noticed = read(path)
+        first, second = steps(lines)
+        assert kind == "transformers"
+        assert (first.step, first.loss, first.gradient_norm, first.learning_rates) == (10, 2.5, 1.5, (1e-4,))
+        assert (first.tokens, second.loss) == (640, 2.0)
+        assert math.isnan(second.gradient_norm)
+        assert isinstance(lines[-1].line, EndLine)
+        assert "logging_nan_inf_filter" in noticed.skipped[0].reason
+
+
+def test_the_last_of_the_trainers_checkpoints_has_the_whole_log(tmp_path):
+    for step in (10, 20):
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        history = [row for row in TRAINER_STATE["log_history"] if row["step"] <= step]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    found = find_log(tmp_path / "out")
+    assert found.folder.name == "checkpoint-20"
+    assert [one.what for one in found.skipped] == ["checkpoint-10"]
+
+
+def test_lightnings_table(tmp_path):
+    text = "epoch,lr-AdamW,step,train_loss,val_loss\n,0.01,9,,\n0,,9,0.5,\n0,,9,,0.7\n,0.02,19,,\n0,,19,nan,\n"
+    folder = tmp_path / "lightning_logs" / "version_3"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text(text)
+    kind, lines, _ = read(tmp_path)
+    first, second = steps(lines)
+    assert (kind, first.step, first.loss, first.learning_rates) == ("lightning", 9, 0.5, (0.01,))
+    assert (second.step, second.learning_rates) == (19, (0.02,))
+    assert math.isnan(second.loss)
+
+
+MEGATRON = """\
+using world size: 8, data-parallel size: 1
+ [2026-11-02 10:00:01] iteration        1/     500 | consumed samples:          512 | elapsed time per iteration (ms): \
+1250.0 | learning rate: 1.5E-05 | global batch size:   512 | lm loss: 1.087E+01 | loss scale: 65536.0 | grad norm: \
+2.500 | number of skipped iterations:   0 | number of nan iterations:   0 |
+ iteration        2/     500 | consumed samples:         1024 | elapsed time per iteration (ms): 1000.0 | learning \
+rate: 1.5E-05 | global batch size:   512 | loss scale: 32768.0 | grad norm: inf | number of skipped iterations:   1 | \
+number of nan iterations:   1 |
+ validation loss at iteration 2 | lm loss value: 1.0E+01 | lm loss PPL: 2.2E+04 |
+ iteration       12/     500 | consumed samples:         6144 | elapsed time per iteration (ms): 1000.0 | learning \
+rate: 1.5E-05 | global batch size:   512 | lm loss: 9.0E+00 | loss scale: 32768.0 | grad norm: 1.250 | number of \
+skipped iterations:   3 | number of nan iterations:   0 |
+"""
+
+
+def test_megatrons_lines(tmp_path):
+    (tmp_path / "main_log.txt").write_text(MEGATRON)
+    for path in (tmp_path, tmp_path / "main_log.txt"):
+        kind, lines, _ = read(path)
+        first, second, third = steps(lines)
+        assert kind == "megatron"
+        assert (first.step, first.loss, first.loss_scale, first.skipped) == (1, 10.87, 65536.0, False)
+        assert (first.samples, first.gradient_norm, first.learning_rates) == (512, 2.5, (1.5e-5,))
+        assert first.seconds == 1.25
+        assert (second.step, second.skipped, second.gradient_norm) == (2, True, math.inf)
+        assert math.isnan(second.loss)
+        # three of ten iterations were skipped: which, the line does not say
+        assert (third.step, third.loss, third.skipped) == (12, 9.0, None)
+
+
+DEEPSPEED = """\
+[2024-07-17 19:44:06,829] [INFO] [loss_scaler.py:190:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. \
+Attempted loss scale: 65536, but hysteresis is 2. Reducing hysteresis to 1
+[2024-07-17 19:44:06,945] [INFO] [loss_scaler.py:183:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. \
+Attempted loss scale: 65536, reducing to 32768
+[2024-07-17 19:44:16,945] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=2, lr=[0.001, 0.001], mom=[0.9]
+[2024-07-17 19:44:26,945] [INFO] [logging.py:96:log_dist] [Rank 0] step=20, skipped=2, lr=[0.0005], mom=[(0.9, 0.999)]
+"""
+
+
+def test_deepspeeds_lines(tmp_path):
+    (tmp_path / "out.log").write_text(DEEPSPEED)
+    kind, lines, _ = read(tmp_path)
+    found = [(one.step, one.skipped, one.loss_scale, one.learning_rates) for one in steps(lines)]
+    assert kind == "deepspeed"
+    assert found == [
+        (1, True, 65536.0, ()),
+        (2, True, 65536.0, ()),
+        (10, False, 32768.0, (0.001,)),
+        (20, False, 32768.0, (0.0005,)),
+    ]
+
+
+def test_deepspeeds_monitor_has_a_table_for_each_number(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "Train_Samples_train_loss.csv").write_text(
+        "step,train_loss\n16,2.0\n32,1.5\n48,1.0\nstep,train_loss\n32,1.75\n"
+    )
+    (folder / "Train_Samples_loss_scale.csv").write_text("step,loss_scale\n16,65536\n32,32768\n")
+    kind, lines, _ = read(folder)
+    found = [(one.stamp.attempt, one.line.step, one.line.loss, one.line.loss_scale) for one in lines[1:]]
+    assert kind == "deepspeed"
+    assert found == [(0, 1, 2.0, 65536.0), (0, 2, 1.5, 32768.0), (0, 3, 1.0, None), (1, 2, 1.75, None)]
+
+
+def test_any_table_and_any_lines_with_a_step_and_a_loss(tmp_path):
+    (tmp_path / "a.csv").write_text("iteration,lm loss,grad-norm,step_time\n1,2.0,0.5,0.25\n2,nan,inf,0.25\n")
+    (tmp_path / "b.jsonl").write_text('starting\n{"update": 1, "loss": 2.0}\n{"update": 2, "loss": "nan"}\n')
+    for name in ("a.csv", "b.jsonl"):
+        kind, lines, _ = read(tmp_path / name)
+        first, second = steps(lines)
+        assert (kind, first.step, first.loss) == ("table", 1, 2.0)
+        assert math.isnan(second.loss)
+
+
+def test_event_files_of_a_run(tmp_path):
+    tensorboard = pytest.importorskip("tensorboard.compat.proto.event_pb2")
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder = tmp_path / "runs" / "Nov02_10-00-00"
+    writer = EventFileWriter(str(folder))
+    for step, loss in ((1, 2.0), (2, math.nan)):
+        for tag, value in (("train/loss", loss), ("train/grad_norm", 0.5)):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            writer.add_event(tensorboard.Event(wall_time=1.75e9 + step, step=step, summary=summary))
+    writer.close()
+    kind, lines, _ = read(tmp_path)
+    first, second = steps(lines)
+    assert (kind, first.step, first.loss, first.gradient_norm) == ("tensorboard", 1, 2.0, 0.5)
+    assert (second.step, math.isnan(second.loss)) == (2, True)
+    assert lines[1].stamp.time_ms == 1_750_000_001_000
+
+
+def test_what_is_no_log_is_refused_with_what_is_read(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing of a training\n")
+    (tmp_path / "data.csv").write_text("step,price\n1,2.0\n")
+    for path in (tmp_path / "notes.txt", tmp_path / "data.csv", tmp_path):
+        with pytest.raises(CheckpointError, match=r"trainer_state\.json, metrics\.csv"):
+            find_log(path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_log(tmp_path / "gone")
+
+
+def test_a_folder_of_runs_stands_for_the_run_that_was_written_last(tmp_path):
+    import os
+
+    for at, name in enumerate(("b-old", "a-new")):
+        path = write(tmp_path / name / "log.jsonl", [HEADER, *of_steps(0, at + 1)])
+        os.utime(path, (1_700_000_000 + at, 1_700_000_000 + at))
+    found = find_log(tmp_path)
+    assert found.folder.name == "a-new"
+    assert [(one.what, one.reason) for one in found.skipped] == [("b-old", "a log that was written before a-new's")]

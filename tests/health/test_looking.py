@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+
+from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, StepLine
+from ampdoctor.evidence.where import Where
+from ampdoctor.health import kept
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.health import health
+from ampdoctor.workflows.scan import scan
+from tests.health.logs import HEADER, detail, stamped, steps, write
+
+BORN = Finding(
+    code="AMP201",
+    name="forward-overflow",
+    severity="error",
+    message="An op overflows.",
+    where=Where(step=0, phase="forward", module="block.3"),
+)
+
+
+def nan_at(step, **stamp):
+    line = StepLine(step=step, loss=math.nan, gradient_norm=math.nan)
+    return stamped(line, **stamp) if stamp else line
+
+
+def codes(report):
+    return [(one.code, one.where.step) for one in report.findings]
+
+
+def test_a_healthy_run(tmp_path, check_report, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 50), detail(0, 1.0), EndLine(exit_code=0)])
+    report = health(["run"])
+    assert (report.command, report.verdict, report.findings, report.complete) == ("health", "healthy", (), True)
+    assert {check.name: check.result for check in report.checks}["loss scale"] == "not in the log"
+    written = check_report(render_json(report))
+    assert written["target"]["global_step"] == 49
+    assert written["health"]["runs"][0]["ending"] == "ended"
+
+
+def test_a_loss_that_is_not_finite_is_an_error_with_its_step_and_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 40), nan_at(40)])
+    report = health(["run"])
+    assert (report.verdict, codes(report)) == ("sick", [("AMP722", 40)])
+    assert report.findings[0].where.file == "run"
+
+
+def test_what_was_found_at_steps_that_were_undone_stands_no_more(tmp_path):
+    again = [stamped(step, attempt=1, branch=0) for step in steps(30, 60)]
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40), nan_at(40), *again])
+    report = health([tmp_path])
+    assert (report.verdict, report.findings) == ("healthy", ())
+    (check,) = [one for one in report.checks if one.name == "steps that were undone"]
+    assert "AMP722 at step 40" in check.result
+
+
+def test_looks_of_the_log_count_and_alerts_of_the_judge_are_found_anew(tmp_path):
+    stale = Finding(code="AMP722", name="x", severity="error", message="Was.", where=Where(step=3, phase="loss"))
+    other = Finding(code="AMP201", name="forward-overflow", severity="note", message="Is.", where=BORN.where)
+    lines = [*steps(0, 5), AlertLine(step=3, finding=stale), AlertLine(step=4, finding=other)]
+    write(
+        tmp_path / "log.jsonl", [HEADER, *lines, LookLine(step=4, verdict="sick", findings=(BORN,), bundle="bundle-4")]
+    )
+    report = health([tmp_path])
+    assert codes(report) == [("AMP201", 4), ("AMP201", 0)]
+    assert report.health.runs[0].looks[0].says == "An op overflows."
+
+
+def test_each_rank_is_judged_and_what_several_see_is_said_once(tmp_path):
+    sick = [HEADER, *steps(0, 40), nan_at(40)]
+    write(tmp_path / "log.jsonl", sick, world_size=3)
+    write(tmp_path / "log.rank1.jsonl", sick, rank=1, world_size=3)
+    write(tmp_path / "log.rank2.jsonl", [HEADER, *steps(0, 30), nan_at(30), *steps(31, 41)], rank=2, world_size=3)
+    report = health([tmp_path])
+    found = [(one.where.step, one.where.rank, one.evidence.get("ranks")) for one in report.findings]
+    assert found == [(30, 2, None), (40, 0, 2)]
+    assert report.health.runs[0].steps == 41
+
+
+def test_a_threshold_is_moved(tmp_path):
+    gentle = [StepLine(step=at, loss=2.0 + 0.01 * (at % 3), gradient_norm=0.5 + 0.01 * (at % 5)) for at in range(400)]
+    jump = StepLine(step=400, loss=2.0, gradient_norm=5.0)
+    write(tmp_path / "log.jsonl", [HEADER, *gentle, jump])
+    assert codes(health([tmp_path])) == [("AMP720", 400)]
+    assert health([tmp_path], thresholds=thresholds_from({"AMP720": {"deviations": 100}})).findings == ()
+
+
+def test_several_logs_stand_side_by_side_and_one_that_cannot_be_read_is_said(tmp_path, monkeypatch, check_report):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a" / "log.jsonl", [HEADER, *steps(0, 40), nan_at(40)])
+    (tmp_path / "b.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    report = health(["a", "b.jsonl", "gone", "a"])
+    assert [run.source for run in report.health.runs] == ["a", "b.jsonl"]
+    assert [run.format for run in report.health.runs] == ["ampdoctor", "table"]
+    assert [one.where.file for one in report.findings] == ["a"]
+    assert [(one.what, one.kind) for one in report.errors] == [("gone", "unreadable")]
+    assert not report.complete
+    check_report(render_json(report))
+
+
+def test_a_log_without_a_step_and_no_log_at_all_are_refused(tmp_path):
+    write(tmp_path / "log.jsonl", [HEADER])
+    with pytest.raises(CheckpointError, match="has no step"):
+        health([tmp_path])
+    with pytest.raises(UsageError):
+        health([])
+
+
+def test_a_run_without_a_last_line_runs_while_its_log_grows(tmp_path):
+    path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 3)])
+    assert health([tmp_path]).health.runs[0].ending == "running"
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    assert health([tmp_path]).health.runs[0].ending == "cut_off"
+
+
+def test_damaged_lines_are_said(tmp_path):
+    path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 3)])
+    path.write_text(path.read_text() + "{}\nno line\n")
+    assert [(one.what, one.reason) for one in health([tmp_path]).skipped] == [
+        ("log.jsonl", "it has 2 lines that are damaged")
+    ]
+
+
+def test_a_second_look_begins_with_what_the_first_has_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40), nan_at(40), detail(0, 0.1, 2.0), EndLine(exit_code=1)])
+    first = health([tmp_path])
+    (file,) = (tmp_path / "cache" / "ampdoctor" / "health").iterdir()
+
+    def refuse(*_):
+        raise AssertionError("the log was read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "look", refuse)
+        assert render_json(health([tmp_path])) == render_json(first)
+        with pytest.raises(AssertionError, match="read again"):
+            health([tmp_path], thresholds=thresholds_from({"AMP720": {"deviations": 100}}))
+    file.write_text(json.dumps({"runs": 3}))
+    assert render_json(health([tmp_path])) == render_json(first)
+    more = path.read_text().splitlines()[1].replace('"step":0', '"step":41')
+    with path.open("a") as stream:
+        stream.write(more + "\n")
+    assert health([tmp_path]).health.runs[0].steps == 42
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 3)])
+    assert health([tmp_path]).verdict == "healthy"
+
+
+def test_a_damaged_checkpoint_beside_a_log_is_damaged(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,train_loss\n1,2.0\n")
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(CheckpointError) as refused:
+        scan(tmp_path)
+    assert "health" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trainer_state.json", '{"log_history": [{"step": 1, "loss": 2.0}]}'),
+        ("metrics.csv", "step,train_loss\n1,2.0\n"),
+    ],
+)
+def test_scan_says_what_reads_a_training_log(tmp_path, monkeypatch, name, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(CheckpointError, match=r"`ampdoctor health run` reads it\."):
+        scan("run")
+    with pytest.raises(CheckpointError, match=f"`ampdoctor health run/{name}` reads it"):
+        scan(f"run/{name}")
+    (tmp_path / "run" / name).rename(tmp_path / "run" / "weather.csv")
+    (tmp_path / "run" / "weather.csv").write_text("day,rain\n1,2.0\n")
+    with pytest.raises(CheckpointError) as refused:
+        scan("run")
+    assert "health" not in str(refused.value)

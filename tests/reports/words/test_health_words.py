@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report.health import (
+    ActionMark,
+    CheckpointMark,
+    Curve,
+    HealthAxis,
+    HealthRun,
+    HealthSection,
+    LookMark,
+    ScalerHistory,
+)
+from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
+from ampdoctor.reports.forms.to_markdown import render_markdown
+from ampdoctor.reports.words import health_words
+from ampdoctor.reports.words.next_step import next_step
+
+RUN = HealthRun(
+    name="small", source="logs/small", format="ampdoctor", steps=3, last_step=2, axis=HealthAxis(first=(), last=())
+)
+LOSS = Curve(name="loss", low=(1.0, None), middle=(3.0, None, 1.5), high=(5.0, None), nonfinite=(0, 2))
+PATH = ScalePath(points=((0.0, 65536.0), (3.0, 32768.0)), changes=2, skips=(2,), skipped=1, replica=0)
+USED = ScalerArguments(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+
+
+def facts(**fields):
+    return list(health_words.facts(replace(RUN, **fields)))
+
+
+def test_a_run_in_a_line():
+    assert health_words.run_line(RUN) == "steps 0 to 2"
+    cut = replace(RUN, steps=2, curves=(LOSS,), ending="cut_off", precision="bf16", lost=1)
+    assert health_words.run_line(cut) == (
+        "steps 0 to 2 (2 steps logged), bf16, loss 3 to 1.5, cut off: the log has no last line and no longer grows, "
+        "1 line lost"
+    )
+    assert health_words.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
+    assert health_words.title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
+
+
+def test_a_scaler_in_two_lines():
+    scaler = ScalerHistory(path=PATH, growths=0, backoffs=1, growth_tracker=7, arguments=USED)
+    first, second = facts(scalers=(scaler,))
+    assert (
+        first[1] == "loss scale 65536 at first, 32768 at least, 65536 at most, 32768 in the end; 0 growths, 1 backoff"
+    )
+    assert "growth_interval=2000; 7 steps since the scale last changed" in second[1]
+    better = replace(USED, growth_interval=100)
+    (_, second) = facts(scalers=(replace(scaler, recommended=better, would_be=replace(PATH, skipped=0)),))
+    assert second[1].endswith("growth_interval=100 (0 steps skipped)")
+
+
+def test_marks_are_told_the_last_of_many():
+    marks = tuple(CheckpointMark(step=at, path=f"c{at}", health="good") for at in range(20))
+    ((label, said),) = facts(checkpoints=marks)
+    assert (label, said[:10], said[-19:]) == ("checkpoints", "12 before,", "c19 (step 19, good)")
+    ((label, said),) = facts(actions=(ActionMark(step=4, action="skip", reason="a spike"),))
+    assert (label, said) == ("done", "skip at step 4: a spike")
+
+
+def test_markdown_has_the_run_and_its_command_and_no_markup_of_a_name():
+    look = LookMark(step=2, verdict="sick", says="An op overflows.", bundle="b", command="ampdoctor bisect-nan b")
+    run = replace(RUN, name="<b>&", curves=(LOSS,), looks=(look,), skipped=1, skip_share=0.5)
+    text = render_markdown(Report(command="health", target={}, verdict="healthy", health=HealthSection(runs=(run,))))
+    assert "### run `<b>&` " in text  # a code span, in which nothing is markup
+    assert "- **skipped**: 1 step (50.00%)" in text
+    assert "- **not finite**: the loss of 2 steps" in text
+    assert "```console\nampdoctor bisect-nan b\n```" in text
+
+
+def test_what_comes_next_after_a_healthy_run_is_the_same_command_in_ci():
+    report = Report(command="health", target={"location": "logs/small"}, verdict="healthy")
+    assert str(next_step(report)).endswith("ampdoctor health logs/small --fail-on warning")
+    several = replace(report, target={"paths": ["a", "b c"]})
+    assert str(next_step(several)).endswith("ampdoctor health a 'b c' --fail-on warning")
