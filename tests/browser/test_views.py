@@ -15,7 +15,7 @@ from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
 
 pytestmark = pytest.mark.slow
-CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0}
+CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0, "watched": 12, "beside": 13}
 SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
 
 
@@ -374,7 +374,13 @@ def test_the_structure_is_listed(visit):
 
 
 @pytest.mark.parametrize(
-    ("name", "chart"), [("bisected", "#path-view"), ("profiled", "#heatmap-view"), ("profiled", "#headroom-view")]
+    ("name", "chart"),
+    [
+        ("bisected", "#path-view"),
+        ("profiled", "#heatmap-view"),
+        ("profiled", "#headroom-view"),
+        ("watched", "#maps-view"),
+    ],
 )
 def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
     page = visit(name)
@@ -388,6 +394,7 @@ def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
                 const { left, top } = canvas.getBoundingClientRect();
                 const at = { bubbles: true, clientX: left + x, clientY: top + y };
                 canvas.dispatchEvent(new MouseEvent("mousemove", at));
+                canvas.dispatchEvent(new PointerEvent("pointermove", at));
                 for (const tip of chart.querySelectorAll(":scope > div:not(:has(canvas))")) seen.add(tip.textContent);
             }
             return [...seen];
