@@ -32,7 +32,7 @@ def health_run(
     tensors=24,
     columns=80,
     breaks=True,
-    tensor_name="transformer.h.{}.attn.c_attn.weight",
+    tensor_name="transformer.h.#.attn.c_attn.weight",
     scalers=True,
 ):
     """A run of `spans` times `width` steps: loss falls, the scale grows, and late on the gradients jump."""
@@ -79,7 +79,7 @@ def health_run(
         curve("tokens_per_second", 524288 / seconds, 0.05),
         curve("memory_bytes", 31e9 + 2e9 * at, 0.0),
     )
-    rows = tuple(tensor_name.format(n) for n in range(tensors))
+    rows = tuple(tensor_name.replace("#", str(n)) for n in range(tensors))
     steps = tuple(int(s) for s in np.linspace(0, last[-1], columns))
     when = np.linspace(0, 1, columns)
     depth = np.arange(tensors)[:, None] / tensors
@@ -177,9 +177,9 @@ def health_report(*runs, findings=(), **section):
     )
 
 
-def watched(tensor_name="transformer.h.{}.attn.c_attn.weight"):
+def watched(tensor_name="transformer.h.#.attn.c_attn.weight"):
     run = health_run(tensor_name=tensor_name)
-    first = tensor_name.format(3)
+    first = tensor_name.replace("#", "3")
     return health_report(
         run,
         findings=(
@@ -190,8 +190,8 @@ def watched(tensor_name="transformer.h.{}.attn.c_attn.weight"):
     )
 
 
-def beside():
+def beside(name="gpt2-fp16-clipped"):
     sick = health_run(seed=1)
     well = health_run("gpt2-bf16-with-a-long-name", seed=2, breaks=False, scalers=False, spans=300)
-    third = health_run("gpt2-fp16-clipped", seed=3, breaks=False)
+    third = health_run(name, seed=3, breaks=False)
     return health_report(sick, well, third, findings=(alert(sick, HARM),), axis="tokens")

@@ -16,6 +16,7 @@ from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection, StructureSection, TrendSection
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import figures
+from tests.browser.health_pages import beside, watched
 from tests.samples import OVERFLOW, UNDERFLOW, range_figures
 
 HOSTILE = '</script><img src=x onerror="window.broken=1"><b>{a|x}</b>\u202e\x1b[31m\u2028<!--'
@@ -396,4 +397,6 @@ EVERY_VIEW = {
     "scanned": scanned(50),
     "followed": FOLLOWED,
     "listed": LISTED,
+    "watched": watched(f"h.#.{HOSTILE}"),
+    "beside": beside(HOSTILE),
 }

@@ -13,9 +13,10 @@ from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.formats import FORMATS
 from tests.browser.conftest import AXE, DESK, PHONE, harmless, wait_until
 from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
+from tests.samples import UNDERFLOW
 
 pytestmark = pytest.mark.slow
-CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0}
+CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0, "watched": 12, "beside": 13}
 SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
 
 
@@ -310,6 +311,8 @@ def test_the_path_and_the_proof_have_their_tables(visit, settle):
 
 def test_ten_thousand_tensors_are_searched_sorted_and_drawn_bit_by_bit(visit):
     page = visit("ten_thousand")
+    assert page.locator("#tensors-view").is_hidden(), "nothing was found in them"
+    page.locator("#tensors summary").click()
     view = page.locator("#tensors-view")
     status, rows = view.get_by_role("status"), view.locator("tbody tr")
     assert status.inner_text() == "10,000 tensors"
@@ -340,6 +343,7 @@ def test_ten_thousand_tensors_are_searched_sorted_and_drawn_bit_by_bit(visit):
 
 def test_the_range_of_a_tensor_is_drawn_against_the_windows(visit):
     page = visit("scanned")
+    page.locator("#tensors summary").click()
     page.get_by_label("Order", exact=True).select_option("as in the checkpoint")
     bars = page.locator("#tensors-view svg.bar")
     assert bars.first.get_attribute("aria-label") == "9.537e-7 to 9.537e-7"
@@ -355,13 +359,15 @@ def test_the_trend_shows_each_measure(visit, settle):
     settle(page)
     view = page.locator("#trend-view")
     unfold(view)
-    assert ["2000", "step-2000", "weights", "900"] in table_texts(page, view)
+    show = view.get_by_label("Show", exact=True)
+    assert show.input_value() == "fp16_flushed", "what the first finding is about"
     for measure, row in (
+        ("amax", ["2000", "step-2000", "weights", "900"]),
         ("fp16_flushed", ["3000", "step-3000", "weights", "3.00%"]),
         ("scale", ["1000", "step-1000", "loss scale", "2^16"]),
         ("loss", ["3000", "step-3000", "loss", "NaN"]),
     ):
-        view.get_by_label("Show", exact=True).select_option(measure)
+        show.select_option(measure)
         assert row in table_texts(page, view)
     assert SHOWN in page.locator("#change-view").inner_text()
 
@@ -374,7 +380,13 @@ def test_the_structure_is_listed(visit):
 
 
 @pytest.mark.parametrize(
-    ("name", "chart"), [("bisected", "#path-view"), ("profiled", "#heatmap-view"), ("profiled", "#headroom-view")]
+    ("name", "chart"),
+    [
+        ("bisected", "#path-view"),
+        ("profiled", "#heatmap-view"),
+        ("profiled", "#headroom-view"),
+        ("watched", "#maps-view"),
+    ],
 )
 def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
     page = visit(name)
@@ -388,6 +400,7 @@ def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
                 const { left, top } = canvas.getBoundingClientRect();
                 const at = { bubbles: true, clientX: left + x, clientY: top + y };
                 canvas.dispatchEvent(new MouseEvent("mousemove", at));
+                canvas.dispatchEvent(new PointerEvent("pointermove", at));
                 for (const tip of chart.querySelectorAll(":scope > div:not(:has(canvas))")) seen.add(tip.textContent);
             }
             return [...seen];
@@ -471,6 +484,8 @@ def test_without_javascript_the_findings_and_small_tables_are_there(name, visit)
     for finding in EVERY_VIEW[name].findings:
         assert page.get_by_text(finding.message, exact=True).is_visible()
     assert "Charts and the tables of single tensors need JavaScript" in page.locator("main").inner_text()
+    if any(check.result == "ok" for check in EVERY_VIEW[name].checks):
+        page.locator("#checks summary").click()  # what is fine is folded
     for check in EVERY_VIEW[name].checks:
         assert page.get_by_text(check.name).first.is_visible()
 
@@ -500,3 +515,49 @@ def test_charts_are_drawn_for_paper_before_it_is_laid_out(visit, settle):
 def test_nothing_moves_for_who_wants_no_motion(visit):
     page = visit("followed", reduced_motion="reduce")
     assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
+
+
+def test_the_charts_open_on_what_the_first_finding_is_about(drawn):
+    gradient = replace(UNDERFLOW, where=replace(UNDERFLOW.where, tensor="blocks.7.mlp.weight"))
+    page = drawn(replace(PROFILED, findings=(gradient,)), DESK)
+    chosen = page.get_by_label("Layer", exact=True).evaluate("(select) => select.selectedOptions[0].textContent")
+    assert chosen == "blocks.7.mlp.weight"
+    assert page.get_by_label("Tensors", exact=True).input_value() == "weight_grad"
+    assert page.get_by_label("Share", exact=True).input_value() == "flushed"
+    page = drawn(replace(PROFILED, findings=(replace(gradient, cause="grad_overflow"),)), DESK)
+    assert page.get_by_label("Share", exact=True).input_value() == "overflowed"
+
+
+def test_the_dots_of_the_path_say_what_they_are(visit, settle):
+    page = visit("bisected")
+    settle(page)
+    said = page.locator("#path-view .chart").evaluate_all(
+        """(charts) => charts.map((chart) => echarts.getInstanceByDom(chart).getZr().storage.getDisplayList(true)
+            .filter((shape) => !shape.ignore && shape.style.text).map((shape) => shape.style.text))"""
+    )
+    assert {"birth: linear", "harm: cross_entropy_loss", "relu", "add"} <= set(said[0])
+    assert {"6000", "3 Inf", "16 NaN"} <= set(said[1])
+
+
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+def test_no_two_names_of_a_heat_map_lie_on_each_other(viewport, visit, settle):
+    page = visit("profiled", viewport=viewport)
+    settle(page)
+    boxes = page.locator("#heatmap-view .chart").evaluate(
+        """(chart) => echarts.getInstanceByDom(chart).getZr().storage.getDisplayList(true)
+            .filter((shape) => shape.type === "tspan" && shape.style.text).map((shape) => {
+                const box = shape.getBoundingRect().clone();
+                if (shape.transform) box.applyTransform(shape.transform);
+                return [box.x, box.y, box.x + box.width, box.y + box.height, shape.style.text];
+            })"""
+    )
+    assert len(boxes) > LAYERS
+    for one, other in itertools.combinations(boxes, 2):
+        apart = one[2] <= other[0] + 1 or other[2] <= one[0] + 1 or one[3] <= other[1] + 1 or other[3] <= one[1] + 1
+        assert apart, (one[4], other[4])
+    assert all(left >= -1 and right <= viewport["width"] for left, _, right, _, _ in boxes)
+
+
+def test_a_healthy_verdict_with_warnings_says_both(visit):
+    assert visit("followed").locator("h1").inner_text() == "Healthy, with 1 warning"
+    assert visit("scanned").locator("h1").inner_text() == "Healthy"

@@ -55,6 +55,10 @@ def render_html(report: Report) -> str:
     """Return the report as one HTML page, byte for byte the same for the same report."""
     shown = report_as_dict(replace(report, health=None))  # its numbers go to the scripts alone, packed
     data = _data(shown)
+    if report.findings:
+        first = report.findings[0]
+        place = {"module": first.where.module, "tensor": first.where.tensor}
+        data["about"] = {"cause": first.cause, "name": first.name, **place}
     if report.health:
         data["health"] = health_data(report.health, report.findings)
     drawn = any(data.get(name) for name in _DRAWN) or _trajectory(shown) is not None
@@ -68,6 +72,7 @@ def render_html(report: Report) -> str:
         .render(
             report=shown,
             verdict=words.of_verdict(report),
+            warned=sum(f.severity == "warning" for f in report.findings) if report.verdict == "healthy" else 0,
             next_step=next_step(report),
             moved=words.moved(report.thresholds) if report.thresholds else "",
             findings=report.findings,

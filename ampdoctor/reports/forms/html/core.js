@@ -88,6 +88,13 @@ const ampdoctor = (() => {
     return element("label", { class: "field check" }, box, label);
   }
 
+  /** The answer for what the first finding is about: overflow, underflow, the scaler or the data; undefined where no
+   *  answer is for it. */
+  function about(answers) {
+    const said = [data.about?.cause, data.about?.name].flatMap((text) => (text ?? "").split(/[_-]/));
+    return answers[said.map((word) => (word === "scale" ? "scaler" : word)).find((word) => word in answers)];
+  }
+
   /** Give lines to paste their button; a copy of such a block gets a button of its own. */
   function copyable(place) {
     if (!navigator.clipboard) return;
@@ -102,5 +109,5 @@ const ampdoctor = (() => {
     }
   }
 
-  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox, copyable };
+  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox, copyable, about };
 })();

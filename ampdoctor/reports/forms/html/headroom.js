@@ -10,7 +10,7 @@ ampdoctor.headroom = (() => {
     const sentence = element("p", { role: "status" });
     host.append(sentence);
     let rows = [];
-    const room = (width) => ampdoctor.chart.names(rows.slice(0, SHOWN).map(({ site }) => ({ name: site.label })), width);
+    const room = (width) => ampdoctor.chart.names(rows.slice(0, SHOWN).map(({ site }) => ({ name: site.label })), width, 12);
     const chart = ampdoctor.chart(host, {
       label: "Headroom by layer in binades; below zero the layer overflows",
       height: (width) => 50 + room(width).row * Math.max(1, Math.min(rows.length, SHOWN)),
@@ -46,7 +46,7 @@ ampdoctor.headroom = (() => {
         xAxis: axis({ type: "value", name: "", axisLabel: { hideOverlap: true } }),
         yAxis: axis({
           type: "category", inverse: true, data: drawn.map((row) => row.site.label), axisTick: { show: false },
-          axisLabel: label,
+          axisLabel: { color: ampdoctor.color("ink"), ...label },
         }),
         series: [{
           type: "bar",

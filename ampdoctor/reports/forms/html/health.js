@@ -12,7 +12,8 @@ ampdoctor.health = (() => {
 
   function unpack(column) {
     const letters = atob(column.f4 ?? column.f8);
-    const bytes = Uint8Array.from(letters, (letter) => letter.charCodeAt(0));
+    const bytes = new Uint8Array(letters.length);
+    for (let at = 0; at < bytes.length; at += 1) bytes[at] = letters.charCodeAt(at);
     return column.f4 === undefined ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
   }
   const unpackAll = (columns) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, unpack(column)]));

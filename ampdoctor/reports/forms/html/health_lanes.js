@@ -67,11 +67,12 @@ ampdoctor.lanes = (() => {
         made.group = ampdoctor.health.GROUP;
         echarts.connect(ampdoctor.health.GROUP);
         canvas.append(cross, choice);
-        made.on("datazoom", () => {
-          const { startValue, endValue } = made.getOption().dataZoom[0];
-          if (Math.abs(startValue - view.from) + Math.abs(endValue - view.to) < 1e-9 * (view.to - view.from)) return;
+        made.on("datazoom", (event) => {  // in shares of the whole axis
+          const { start, end } = event.batch?.[0] ?? event, [low, high] = ampdoctor.health.extent();
+          const [from, to] = [start, end].map((share) => low + (share / 100) * (high - low));
+          if (Math.abs(from - view.from) + Math.abs(to - view.to) < 1e-3 * (view.to - view.from)) return;  // the others' echo
           own = true;
-          ampdoctor.health.zoom(startValue, endValue);
+          ampdoctor.health.zoom(from, to);
           own = false;
         });
         pointed(canvas);
@@ -94,6 +95,7 @@ ampdoctor.lanes = (() => {
       canvas.addEventListener("pointermove", (event) => {
         const x = at(event);
         if (began !== null) {
+          if (Math.abs(x - began) >= 4 && choice.hidden) canvas.setPointerCapture(event.pointerId);  // sooner, a click would be lost
           choice.hidden = Math.abs(x - began) < 4;
           choice.style.left = `${Math.min(x, began)}px`;
           choice.style.width = `${Math.abs(x - began)}px`;
@@ -102,9 +104,8 @@ ampdoctor.lanes = (() => {
       });
       canvas.addEventListener("pointerleave", () => { if (began === null) ampdoctor.health.readAt(null); });
       canvas.addEventListener("pointerdown", (event) => {
-        if (event.pointerType !== "mouse" || event.button !== 0 || !inside(at(event)) || settings.fixed) return;
+        if (event.pointerType !== "mouse" || event.button !== 0 || !inside(at(event))) return;
         began = at(event);
-        canvas.setPointerCapture(event.pointerId);
       });
       canvas.addEventListener("pointerup", (event) => {
         if (began === null) return;

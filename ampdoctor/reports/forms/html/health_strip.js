@@ -3,7 +3,7 @@
    alerts, checkpoints and actions of each run as flags on the same axis. */
 
 ampdoctor.strip = (() => {
-  const { element, color, count } = ampdoctor;
+  const { element, color } = ampdoctor;
   const { view, runs, alerts, shown, place, places } = ampdoctor.health;
   /** Of each mark its shape, colour and size, and whether it is hollow. */
   const SEVERITY = { error: ["triangle", "error", 13], warning: ["diamond", "warning", 13], note: ["circle", "note", 9] };
@@ -20,8 +20,9 @@ ampdoctor.strip = (() => {
     host.append(element("div", { class: "lane", id: "lane-flags" }, words, drawing));
     if (!runs.some((run) => lines(run).length)) { drawing.parentNode.remove(); return; }
     const { margins, xAxis, onAxis } = ampdoctor.lanes;
+    let drawn = [];  // beside the chart, which copies all that it is given
     const marks = () => rows().flatMap((row) => row.marks.map((mark) => ({ ...mark, row })));
-    const chart = onAxis(drawing, {
+    onAxis(drawing, {
       label: "Alerts, checkpoints and actions over the steps",
       height: () => 30 + ROW * Math.max(1, rows().length),
       option: (width) => ({
@@ -29,13 +30,13 @@ ampdoctor.strip = (() => {
         xAxis: xAxis(),
         yAxis: ampdoctor.chart.axis({ type: "category", inverse: true, data: rows().map((row) => row.name), axisTick: { show: false }, axisLine: { show: false },
           splitLine: { show: true }, axisLabel: { fontSize: 11, interval: 0 } }),
-        tooltip: ampdoctor.chart.tooltip(({ data }) => data.mark.says),
-        series: [{ id: "flags", type: "scatter", clip: true, data: marks().map((mark) => ({
-          value: [place(mark.run, mark.step), mark.row.name], mark, symbol: mark.look[0], symbolSize: mark.look[2],
+        tooltip: ampdoctor.chart.tooltip(({ dataIndex }) => drawn[dataIndex].says),
+        series: [{ id: "flags", type: "scatter", clip: true, data: (drawn = marks()).map((mark) => ({
+          value: [place(mark.run, mark.step), mark.row.name], symbol: mark.look[0], symbolSize: mark.look[2],
           itemStyle: { color: color(mark.look[3] ? "bg" : mark.look[1]), borderColor: color(mark.look[1]), borderWidth: mark.look[3] ? 2 : 0, opacity: 1 }, cursor: mark.alert ? "pointer" : "default" })) }],
       }),
       again: () => ({}),
-      started: (instance) => instance.on("click", ({ data }) => { if (data?.mark?.alert) opened(data.mark.alert); }),
+      started: (instance) => instance.on("click", ({ dataIndex }) => { if (drawn[dataIndex]?.alert) opened(drawn[dataIndex].alert); }),
       columns: [
         { label: "step", kind: "number", value: (row) => row.step, show: (row) => row.step.toLocaleString("en") },
         { label: "of", value: (row) => row.row.name },
@@ -67,7 +68,6 @@ ampdoctor.strip = (() => {
       return [["alerts", alert], ["saved", saved], ["actions", done]].filter(([, marks]) => marks.length)
         .map(([name, found]) => ({ name: own(name), marks: found.filter((mark) => place(run, mark.step) !== null) }));
     }
-    return chart;
   }
 
   function toolbar(host) {
@@ -133,7 +133,6 @@ ampdoctor.strip = (() => {
     ampdoctor.health.listen("at", read);
     written();
     read();
-    return count;
   }
 
   return { start };

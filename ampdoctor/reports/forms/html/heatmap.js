@@ -3,7 +3,7 @@
 
 ampdoctor.heatmap = (() => {
   const { data, element, percent } = ampdoctor;
-  const PAGE = 48;
+  const PAGE = 48, SIZE = 12, LINE = 15;
   const SCALES = [0, 4, 8, 12, 16, 20, 24];
   const STEPS = [0, 1e-4, 1e-3, 1e-2, 0.1, 0.5];
   const LEVELS = ["none", "to 0.01%", "to 0.1%", "to 1%", "to 10%", "to 50%", "more"];
@@ -31,10 +31,11 @@ ampdoctor.heatmap = (() => {
   }
 
   function start(host) {
-    const view = { measure: "flushed", order: "worst", page: 0 };
+    const view = { measure: ampdoctor.about({ overflow: "overflowed" }) ?? "flushed", order: "worst", page: 0 };
     const { state } = ampdoctor.ranges;
     const measure = ampdoctor.choice("Share", [["flushed", "flushed to zero"], ["subnormal", "subnormal"],
       ["overflowed", "overflowing"]], (value) => { view.measure = value; refresh(); });
+    measure.querySelector("select").value = view.measure;
     const order = ampdoctor.choice("Order", [["worst", "worst first"], ["name", "by name"]],
       (value) => { view.order = value; view.page = 0; refresh(); });
     const pages = element("span", { role: "status" });
@@ -63,8 +64,12 @@ ampdoctor.heatmap = (() => {
     /** What the names take of the drawing: on the left those of the layers, on top those of the columns. */
     function room(width) {
       const { names, breadth } = ampdoctor.chart;
-      const top = Math.ceil(Math.max(0, ...kinds.map(({ name }) => breadth(name, 11)))) + 14;
-      return { ...names(shown().map(({ label }) => ({ name: label })), width), top };
+      const beside = names(shown().map(({ label }) => ({ name: label })), width, SIZE);
+      const words = Math.max(0, ...kinds.flatMap(({ name }) => name.split(" ").map((word) => breadth(word, SIZE))));
+      const upright = words + 6 <= (width - beside.width - 20) / Math.max(kinds.length, 1);  // a word a line, else turned
+      const lines = Math.max(1, ...kinds.map(({ name }) => name.split(" ").length));
+      const top = upright ? lines * LINE + 12 : Math.ceil(Math.max(0, ...kinds.map(({ name }) => breadth(name, SIZE)))) + 14;
+      return { ...beside, top, upright };
     }
 
     function refresh() {
@@ -90,7 +95,7 @@ ampdoctor.heatmap = (() => {
     function option(width) {
       const { axis, tooltip } = ampdoctor.chart;
       const rows = cells.slice(PAGE * view.page, PAGE * (view.page + 1));
-      const { label, width: left, top } = room(width);
+      const { label, width: left, top, upright } = room(width);
       const colors = LEVELS.map((_, index) => ampdoctor.color(`heat-${index}`));
       return {
         grid: { left: left + 12, right: 8, top, bottom: 4, outerBoundsMode: "none" },
@@ -100,11 +105,12 @@ ampdoctor.heatmap = (() => {
         }),
         xAxis: axis({
           type: "category", position: "top", data: kinds.map((column) => column.name),
-          axisLabel: { rotate: 90, interval: 0, fontSize: 11 }, axisTick: { show: false },
+          axisLabel: { rotate: upright ? 0 : 90, interval: 0, fontSize: SIZE, lineHeight: LINE, color: ampdoctor.color("ink"),
+            formatter: (name) => (upright ? name.split(" ").join("\n") : name) }, axisTick: { show: false },
         }),
         yAxis: axis({
           type: "category", inverse: true, data: rows.map((row) => row[0].site.label), axisTick: { show: false },
-          axisLabel: label,
+          axisLabel: { color: ampdoctor.color("ink"), ...label },
         }),
         series: [{  // ECharts 6.1's own heat map always draws on a canvas apart, which hides the labels on paper
           type: "custom",

@@ -70,10 +70,19 @@ ampdoctor.path = (() => {
     return walk(root, 0);
   }
 
-  const dots = (nodes, at) => nodes.map((node, index) => ({
+  const ENDS = ["birth", "harm"];
+  const op = (node) => node.op.replace(/^aten\./, "");
+
+  /** Dots with words beside them, which lie over the line and inside the drawing. */
+  const dots = (nodes, at, words) => nodes.map((node, index) => ({
     value: at(node, index), symbol: SYMBOL[node.role], symbolSize: node.role === "birth" ? 15 : 10,
-    itemStyle: { color: ampdoctor.color(COLOR[node.role]) },
+    itemStyle: { color: ampdoctor.color(COLOR[node.role]), opacity: 1 },
+    label: { show: true, position: index < 0.6 * nodes.length ? "right" : "left", distance: 8, fontSize: SIZE, formatter: words(node),
+      fontWeight: ENDS.includes(node.role) ? "bold" : "normal", color: ampdoctor.color("ink"), textBorderColor: ampdoctor.color("bg"), textBorderWidth: 3 },
   }));
+  const what = (node) => (ENDS.includes(node.role) ? `${node.role}: ${op(node)}` : op(node));
+  const size = (node) => (node.output_amax === null ? "" : number(Number(real(node.output_amax).toPrecision(3))));
+  const bad = (node) => [[node.inf, "Inf"], [node.nan, "NaN"]].filter(([many]) => many > 0).map(([many, kind]) => `${number(many)} ${kind}`).join(", ");
 
   /** The modules' own parts of their names, each level further in than the one above, at the most half of the room. */
   function names(modules, width) {
@@ -100,7 +109,7 @@ ampdoctor.path = (() => {
         axisLine: { show: false }, axisTick: { show: false },
         axisLabel: { ...label, align: "left", margin: room + 12 } }),
       series: [{ type: "line", color: ampdoctor.color("muted"), lineStyle: { width: 1 },
-        data: dots(nodes, (node, index) => [index, place(node)]) }],
+        labelLayout: { hideOverlap: true }, data: dots(nodes, (node, index) => [index, place(node)], what) }],
     };
   }
 
@@ -121,8 +130,8 @@ ampdoctor.path = (() => {
         hideOverlap: true, showMinLabel: false, formatter: (value) => (value === top ? "Inf, NaN" : `2^${value}`) } }),
       series: [
         { type: "line", color: ampdoctor.color("muted"), connectNulls: true, lineStyle: { width: 1 },
-          data: dots(nodes, (node, index) => [index, log(node.output_amax)]) },
-        { type: "scatter", data: dots(nodes, (node, index) => [index, node.nan || node.inf ? top : null]) },
+          labelLayout: { hideOverlap: true }, data: dots(nodes, (node, index) => [index, log(node.output_amax)], size) },
+        { type: "scatter", labelLayout: { hideOverlap: true }, data: dots(nodes, (node, index) => [index, node.nan || node.inf ? top : null], bad) },
         { type: "line", symbol: "none", silent: true, step: "middle", color: ampdoctor.color("muted"),
           lineStyle: { width: 1.5, type: "dotted" }, tooltip: { show: false },
           data: nodes.map((node, index) => [index, log(node.limit) < top ? log(node.limit) : null]) },

@@ -14,9 +14,11 @@ ampdoctor.proof = (() => {
     const steps = data.proof.steps;
     const known = MEASURES.filter(([key]) => steps.some((step) => RUNS.some(([run]) => step[run] && step[run][key] !== null)));
     if (known.length === 0) return;
-    const view = { measure: known[0][0] };
-    host.append(element("div", { class: "tools" },
-      ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); })));
+    const wanted = ampdoctor.about({ underflow: "gradient_norm", scaler: "scale" });
+    const view = { measure: known.some(([key]) => key === wanted) ? wanted : known[0][0] };
+    const choice = ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); });
+    choice.querySelector("select").value = view.measure;
+    host.append(element("div", { class: "tools" }, choice));
     const cell = (run, step) => (step[run] ? real(step[run][view.measure]) : null);
     const chart = ampdoctor.chart(host, {
       label: "The replayed steps, without and with the change",

@@ -62,20 +62,29 @@ ampdoctor.ranges = (() => {
     }
     const run = Number(data.profile.loss_scale);
     const fits = ampdoctor.real(data.profile.recommended_scale);
-    state.kind = Object.keys(KINDS).find((kind) => sites.some((site) => site.kind === kind));
+    const named = meant();
+    state.kind = named?.kind ?? Object.keys(KINDS).find((kind) => sites.some((site) => site.kind === kind));
     state.scale = usable(run) ? run : 1;
-    state.half = sites.some((site) => site.kind === state.kind && site.half);
-    state.site = worst();
+    state.half = named ? named.half : sites.some((site) => site.kind === state.kind && site.half);
+    state.site = named ?? worst();
     choice.append(tensors());
     controls.append(fields(run, fits));
     draw(view);
     return true;
   }
 
+  /** The place that the first finding is about, where it was measured; of its tensors the first kind. */
+  function meant() {
+    const { module, tensor } = data.about ?? {};
+    const places = sites.filter((site) => (tensor ? site.name === tensor : Boolean(module) && site.module === module));
+    return Object.keys(KINDS).map((kind) => places.find((site) => site.kind === kind)).find(Boolean);
+  }
+
   function tensors() {
     const kinds = Object.entries(KINDS).filter(([kind]) => sites.some((site) => site.kind === kind));
-    return element("div", { class: "tools" },
-      ampdoctor.choice("Tensors", kinds, (value) => set({ kind: value })),
+    const choice = ampdoctor.choice("Tensors", kinds, (value) => set({ kind: value }));
+    choice.querySelector("select").value = state.kind;
+    return element("div", { class: "tools" }, choice,
       ampdoctor.checkbox("only what is half precision", state.half, (half) => set({ half })));
   }
 

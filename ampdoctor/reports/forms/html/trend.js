@@ -21,11 +21,14 @@ ampdoctor.trend = (() => {
     };
     const known = Object.entries(measures).filter(([, m]) => m.series.some((s) => points.some((p) => s.of(p) !== null)));
     if (known.length === 0) return;
-    const view = { measure: known[0][0] };
+    const wanted = ampdoctor.about({ overflow: "amax", underflow: "fp16_flushed", scaler: "scale", data: "loss" });
+    const view = { measure: known.some(([key]) => key === wanted) ? wanted : known[0][0] };
     const now = () => measures[view.measure];
     const at = (point) => (point.step === null ? point.name : `${unit} ${point.step}`);
-    host.append(element("div", { class: "tools" }, ampdoctor.choice("Show", known.map(([key, m]) => [key, m.label]),
-      (value) => { view.measure = value; legend(); chart.update(); })));
+    const choice = ampdoctor.choice("Show", known.map(([key, m]) => [key, m.label]),
+      (value) => { view.measure = value; legend(); chart.update(); });
+    choice.querySelector("select").value = view.measure;
+    host.append(element("div", { class: "tools" }, choice));
     const chart = ampdoctor.chart(host, {
       label: "The checkpoints over their steps",
       height: () => 280,

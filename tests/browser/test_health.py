@@ -1,0 +1,322 @@
+"""Runs over their steps in a browser: one axis for all panels, alerts that open, maps, several runs, a large page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.reports.forms.to_html import render_html
+from tests.browser.conftest import DESK, PATIENCE, PHONE, wait_until
+from tests.browser.health_pages import alert, health_report, health_run
+from tests.browser.pages import EVERY_VIEW, HOSTILE
+
+pytestmark = pytest.mark.slow
+RUN = EVERY_VIEW["watched"].health.runs[0]
+SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
+WINDOWS = """() => [...document.querySelectorAll("#lanes-view .chart")].map((chart) => {
+    const [zoom] = echarts.getInstanceByDom(chart).getOption().dataZoom;
+    return [Math.round(zoom.startValue), Math.round(zoom.endValue)];
+})"""
+
+
+def windows(page):
+    """The window of each chart on the common axis, as the chart itself has it."""
+    return {tuple(window) for window in page.evaluate(WINDOWS)}
+
+
+def zoomed(page, low, high):
+    page.get_by_label("From", exact=True).fill(str(low))
+    page.get_by_label("To", exact=True).fill(str(high))
+    page.get_by_label("To", exact=True).press("Enter")
+
+
+def readout(page, lane):
+    return page.locator(f"#lane-{lane} .readout").inner_text()
+
+
+def test_numbers_come_out_of_their_packing_as_the_report_has_them(visit):
+    page = visit("watched")
+    found = page.evaluate(
+        """() => ampdoctor.health.runs.map((run) => ({
+            last: [...run.axis.last], tokens: [...run.axis.tokens],
+            curves: Object.fromEntries(Object.entries(run.curves).map(([name, { middle }]) =>
+                [name, [...middle].map((v) => (v === v ? v : null))])),
+            map: [...run.maps[0].values].map((v) => (v === v ? v : null)), names: run.maps[0].tensors }))"""
+    )[0]
+    assert found["last"] == list(RUN.axis.last)
+    assert found["tokens"] == list(RUN.axis.tokens)
+    for curve in RUN.curves:
+        for shown, value in zip(found["curves"][curve.name], curve.middle, strict=True):
+            assert shown == (None if value is None else pytest.approx(value, rel=1e-6))
+    cells = [value for row in RUN.maps[0].values for value in row]
+    assert [v is None for v in found["map"]] == [v is None for v in cells]
+    assert [v for v in found["map"] if v is not None] == pytest.approx([v for v in cells if v is not None], rel=1e-6)
+    assert len(found["names"]) == len(RUN.maps[0].tensors)
+
+
+def test_a_panel_is_there_for_what_the_log_has_and_for_nothing_else(drawn):
+    run = health_run()
+    only = replace(
+        run, curves=run.curves[:1], maps=(), scalers=(), checkpoints=(), looks=(), actions=(),
+        axis=replace(run.axis, samples=None, tokens=None),
+    )  # fmt: skip
+    page = drawn(health_report(only), DESK)
+    assert page.locator("#lanes-view h4").all_inner_texts() == ["Loss"]
+    assert page.get_by_label("Axis", exact=True).count() == 0
+    assert page.locator("#scalers-view *, #maps-view *").count() == 0
+    assert "no alerts" in page.locator("#alerts-view").inner_text()
+
+
+def test_a_run_without_a_step_is_a_page(drawn):
+    run = health_run()
+    axis = replace(run.axis, first=(), last=(), samples=None, tokens=None, time_ms=None, skipped=())
+    empty = replace(run, steps=0, axis=axis, curves=(), maps=(), scalers=(), checkpoints=(), looks=(), actions=())
+    page = drawn(health_report(empty), PHONE)
+    assert "0 steps" in page.locator(".runs").inner_text()
+    assert page.locator("#lanes-view .chart").count() == 0
+
+
+def test_all_panels_zoom_together_by_numbers_buttons_a_drag_and_the_wheel(visit, settle):
+    page = visit("watched")
+    settle(page)
+    whole = (RUN.first_step, RUN.last_step)
+    assert windows(page) == {whole}
+    zoomed(page, 8000, "9,000")
+    wait_until(page, lambda: windows(page) == {(8000, 9000)})
+    page.get_by_role("button", name="Later").click()
+    wait_until(page, lambda: windows(page) == {(8500, 9500)})
+    page.get_by_role("button", name="Zoom out").click()
+    wait_until(page, lambda: windows(page) == {(8000 - 1, 10_000 - 1)})
+    page.get_by_role("button", name="Whole run").click()
+    wait_until(page, lambda: windows(page) == {whole})
+
+    chart = page.locator("#lane-norm .chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    across = box["width"] - 64 - 14
+    page.mouse.move(box["x"] + 64 + 0.25 * across, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 64 + 0.5 * across, box["y"] + 60, steps=4)
+    page.mouse.up()
+    wait_until(page, lambda: windows(page) != {whole} and len(windows(page)) == 1)
+    ((low, high),) = windows(page)
+    assert low == pytest.approx(0.25 * RUN.last_step, abs=30)
+    assert high == pytest.approx(0.5 * RUN.last_step, abs=30)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -240)
+    page.keyboard.up("Control")
+    wait_until(page, lambda: len(windows(page)) == 1 and windows(page) != {(low, high)})
+    ((nearer, farther),) = windows(page)
+    assert low <= nearer < farther <= high
+    page.mouse.dblclick(box["x"] + 300, box["y"] + 60)
+    wait_until(page, lambda: windows(page) == {whole})
+    zoomed(page, 9000, 8000)
+    assert windows(page) == {(9000, 9999)}, "a window that ends before it begins is none"
+
+
+def test_a_chart_that_comes_into_view_later_has_the_window_of_the_others(visit):
+    page = visit("watched", viewport={"width": 1280, "height": 500})
+    zoomed(page, 8000, 9000)
+    page.locator("#lane-memory .chart").scroll_into_view_if_needed()
+    page.locator("#lane-memory .chart[data-drawn]").wait_for()
+    option = (
+        "echarts.getInstanceByDom(document.querySelector('#lane-memory .chart')).getOption().dataZoom[0].startValue"
+    )
+    assert round(page.evaluate(option)) == 8000
+
+
+def test_the_values_of_every_panel_are_read_at_one_place_by_mouse_and_by_keyboard(visit, settle):
+    page = visit("watched")
+    settle(page)
+    assert "not finite" in readout(page, "loss")
+    chart = page.locator("#lane-loss .chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    span = 199
+    share = (RUN.axis.last[span] - RUN.first_step) / (RUN.last_step - RUN.first_step)
+    page.mouse.move(box["x"] + 64 + share * (box["width"] - 64 - 14) - 1, box["y"] + 50)
+    loss = next(curve for curve in RUN.curves if curve.name == "loss").middle[span]
+    wait_until(page, lambda: readout(page, "loss").split()[-1] == f"{loss:.3g}")
+    assert "2^18" in readout(page, "scale")
+    crosses = page.locator("#lanes-view .cross:not([hidden])")
+    assert crosses.count() == page.locator("#lanes-view .chart").count()
+    lefts = page.evaluate(
+        "() => [...document.querySelectorAll('.cross')].map((it) => Math.round(it.getBoundingClientRect().left))"
+    )
+    assert max(lefts) - min(lefts) <= 1, "one line over all panels"
+
+    cursor = page.get_by_label("Read at", exact=True)
+    cursor.focus()
+    page.keyboard.press("Home")
+    assert cursor.get_attribute("aria-valuetext") == "step 0"
+    first = RUN.curves[0].middle[0]
+    assert readout(page, "loss").split()[-1] == f"{first:.3g}"
+    page.keyboard.press("End")
+    assert "not finite" in readout(page, "loss")
+
+
+def test_the_own_axis_of_a_panel_follows_the_window(visit, settle):
+    page = visit("watched")
+    settle(page)
+    reach = """() => { const chart = echarts.getInstanceByDom(document.querySelector("#lane-loss .chart"));
+        return [chart.getOption().yAxis[0].min, chart.getOption().yAxis[0].max]; }"""
+    whole = page.evaluate(reach)
+    zoomed(page, 6000, 8000)
+    wait_until(page, lambda: page.evaluate(reach) != whole)
+    low, high = page.evaluate(reach)
+    inside = [v for v, at in zip(RUN.curves[0].middle, RUN.axis.last, strict=True) if 6000 <= at <= 8000]
+    assert low < min(inside)
+    assert high > max(inside)
+    assert high - low < 0.3 * (whole[1] - whole[0])
+
+
+def test_steps_samples_and_tokens_are_axes(visit, settle):
+    page = visit("watched")
+    settle(page)
+    page.get_by_label("Axis", exact=True).select_option("tokens")
+    wait_until(page, lambda: {high for _, high in windows(page)} == {RUN.axis.tokens[-1]})
+    page.get_by_label("Axis", exact=True).select_option("samples")
+    wait_until(page, lambda: {high for _, high in windows(page)} == {RUN.axis.samples[-1]})
+
+
+def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, settle):
+    page = visit("watched", permissions=["clipboard-read", "clipboard-write"])
+    settle(page)
+    report = EVERY_VIEW["watched"]
+    button = page.get_by_role("button", name=re.compile("open AMP721"))
+    button.focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    text = dialog.inner_text()
+    assert report.findings[1].message in text
+    assert "Alert 2 of 3" in text
+    command = RUN.looks[0].command
+    assert dialog.locator("code", has_text=command).count() == 1
+    dialog.get_by_role("button", name="Copy").click()
+    dialog.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == command
+    dialog.get_by_role("button", name="Next alert").click()
+    assert report.findings[0].message in dialog.inner_text()
+    page.keyboard.press("Escape")
+    assert dialog.count() == 0
+    assert button.evaluate("(b) => b === document.activeElement")
+
+    flag = page.evaluate(
+        """() => { const chart = echarts.getInstanceByDom(document.querySelector("#lane-flags .chart"));
+            const marks = chart.getOption().series[0].data.filter(({ value }) => value[1] === "alerts");
+            return chart.convertToPixel({ xAxisIndex: 0, yAxisIndex: 0 }, marks.at(-1).value); }"""
+    )
+    page.locator("#lane-flags .chart").click(position={"x": flag[0], "y": flag[1]})
+    assert report.findings[0].message in page.get_by_role("dialog").inner_text()
+    page.get_by_role("button", name="Show on the charts").click()
+    ((low, high),) = windows(page)
+    assert low < report.findings[0].where.step < high
+    assert high - low < 0.1 * RUN.last_step
+
+
+def test_an_alert_before_which_no_bundle_was_made_has_the_next_one_and_a_later_one_has_none(drawn):
+    run = health_run()
+    page = drawn(health_report(run, findings=(alert(run, 0.3), alert(run, 1.0, code="AMP722"))), DESK)
+    commands = page.locator("#findings article")
+    assert run.looks[0].command in commands.nth(0).inner_text()
+    assert run.looks[0].command not in commands.nth(1).inner_text()
+
+
+def test_runs_lie_on_each_other_and_can_be_taken_away(visit, settle):
+    page = visit("beside")
+    settle(page)
+    names = [line.split(":")[0] for line in page.locator(".runs li").all_inner_texts()]
+    assert [name[0] for name in names] == ["A", "B", "C"]
+    series = """() => echarts.getInstanceByDom(document.querySelector("#lane-loss .chart")).getOption().series
+        .filter((one) => one.type === "line").map((one) => [one.color, one.lineStyle.type])"""
+    lines = page.evaluate(series)
+    assert len(lines) == len({tuple(line) for line in lines}) == 3
+    assert len({dash for _, dash in lines}) == 3, "a dash of its own for who cannot tell the colours"
+    assert page.locator("#lane-loss .readout dt").count() == 3
+    page.get_by_role("checkbox", name="B gpt2-bf16").uncheck()
+    wait_until(page, lambda: len(page.evaluate(series)) == 2)
+    assert page.locator("#lane-loss .readout dt").all_inner_texts() == ["A", "C"]
+    assert page.get_by_label("Axis", exact=True).input_value() == "tokens"
+
+
+def test_a_run_that_does_not_count_tokens_is_named_where_it_is_missing(drawn):
+    counts, does_not = health_run(seed=1), health_run("other", seed=2)
+    does_not = replace(does_not, axis=replace(does_not.axis, tokens=None))
+    page = drawn(health_report(counts, does_not, axis="tokens"), DESK)
+    assert "B: the log does not say how many tokens it has seen." in page.locator(".health-controls").inner_text()
+    page.get_by_label("Axis", exact=True).select_option("step")
+    assert page.get_by_text("B: the log does not say").is_hidden()
+
+
+def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
+    page = visit("watched")
+    settle(page)
+    view = page.locator("#maps-view")
+    view.get_by_label("Show", exact=True).select_option(label="share flushed to zero of gradients")
+    view.locator("summary").click()
+    first = view.locator("tbody tr").first.locator("td").all_inner_texts()
+    one = next(m for m in RUN.maps if m.name == "flushed_share")
+    assert first[0] == f"h.0.{SHOWN}"
+    assert float(first[2].rstrip("%")) == pytest.approx(100 * one.values[0][0], abs=0.006)
+    view.get_by_label("Order", exact=True).select_option("worst")
+    worst = max(range(len(one.tensors)), key=lambda row: max(v for v in one.values[row] if v is not None))
+    assert view.locator("tbody tr td").first.inner_text() == f"h.{worst}.{SHOWN}"
+    assert "24 most conspicuous of 150" in view.inner_text()
+
+
+def test_the_tables_say_what_the_panels_draw(visit, settle):
+    page = visit("watched")
+    settle(page)
+    lane = page.locator("#lane-loss")
+    lane.locator("summary").click()
+    row = lane.locator("tbody tr").first.locator("td").all_inner_texts()
+    curve = RUN.curves[0]
+    assert row == ["A", "0", "24", *(f"{v[0]:.3g}" for v in (curve.low, curve.middle, curve.high)), "0"]
+
+
+def test_the_scalers_history_stands_beside_what_was_proposed(visit, settle):
+    page = visit("watched")
+    settle(page)
+    view = page.locator("#scalers-view")
+    text = view.inner_text()
+    scaler = RUN.scalers[0]
+    assert f"{scaler.path.skipped} steps skipped" in text
+    assert "growth tracker 17 of 2000" in text
+    assert "init_scale 2^14" in text
+    view.locator("summary").click()
+    rows = [r.locator("td").all_inner_texts() for r in view.locator("tbody tr").all()]
+    assert ["0", "with the proposed settings", "scale from here on", "16384"] in rows
+
+
+@pytest.fixture(scope="module")
+def largest(tmp_path_factory):
+    """The largest report that the page is made for: three runs of 2,000 spans, six maps of 200 tensors by 400 steps."""
+    big = health_run("big", seed=1, spans=2000, width=500, tensors=200, columns=400)
+    others = [replace(health_run(f"run{n}", seed=n, spans=2000, width=500), maps=()) for n in (2, 3)]
+    path = tmp_path_factory.mktemp("largest") / "report.html"
+    path.write_text(render_html(health_report(big, *others, findings=[alert(big, n / 200) for n in range(200)])))
+    return path
+
+
+def test_the_largest_page_is_small_and_draws_soon(largest, chromium):
+    assert largest.stat().st_size < 6e6
+    page = chromium.new_page(viewport=DESK)
+    page.goto(largest.as_uri())
+    page.locator("#lane-loss .chart").scroll_into_view_if_needed()
+    page.locator("#lane-loss .chart[data-drawn]").wait_for()
+    took = page.evaluate("performance.now()") / 1e3
+    page.close()
+    assert took < PATIENCE / 2, "2 s on a machine of its own"
+
+
+def test_print_has_every_panel(visit, settle):
+    page = visit("watched", scheme="dark")
+    settle(page)
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    widths = page.locator(".chart canvas").evaluate_all("(all) => all.map((c) => c.clientWidth)")
+    assert max(widths) <= 672
+    assert len(widths) == page.locator(".chart").count()
+    page.emulate_media(media="print")
+    assert page.locator(".health-controls").is_hidden()
