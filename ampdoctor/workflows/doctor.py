@@ -36,6 +36,7 @@ from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
+from ampdoctor.workflows.opening.exports import export_while_it_runs
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
@@ -108,6 +109,8 @@ class Doctor:
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
             say=say,
         )
+        if not _number("RANK", 0):  # the first rank's is the run's
+            export_while_it_runs(self._log, request.export)
         self._lines = StepLines(self._log)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come

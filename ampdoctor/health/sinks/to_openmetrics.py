@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from ampdoctor.errors import OutputError
@@ -76,6 +75,8 @@ class OpenMetricsEndpoint(_Exposed):
     """Answers whoever asks on this machine, as long as the run lasts, in the format that is asked for."""
 
     def __init__(self, port: int, facts: RunFacts) -> None:
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
         super().__init__(facts)
         exposed = self
 
