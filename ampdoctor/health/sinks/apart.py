@@ -27,8 +27,9 @@ from ampdoctor.package import FOLDER
 ORPHAN_S = 60.0
 """How long a sink may finish what it has begun after the training's process has gone without a goodbye."""
 _NAP_S = 0.2
-_LINES = 1000
-"""Lines that wait in the sink's process; more wait in the pipe, and then in the training's."""
+_LINES = 20_000
+"""Lines that wait in the sink's process, while a library is imported or a server asked; more wait in the pipe, and then
+in the training's process."""
 _START = (  # this ampdoctor and no other, and its folder behind all others: a library's may lie beside it
     "import sys; place = sys.argv.pop(1); sys.path.insert(0, place); import ampdoctor; del sys.path[0]; "
     "sys.path.append(place); from ampdoctor.health.sinks.apart import main; main()"

@@ -16,7 +16,9 @@ from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, read, until
 from tests.live.log.test_processes import ended
 
-ALERT = Finding(code="AMP720", name="loss-spike", severity="warning", message="It rises.", where=Where(phase="optimizer"))
+ALERT = Finding(
+    code="AMP720", name="loss-spike", severity="warning", message="It rises.", where=Where(phase="optimizer")
+)
 
 
 @pytest.fixture
