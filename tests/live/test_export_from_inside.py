@@ -52,7 +52,7 @@ def test_numbers_and_the_diagnosis_arrive_and_no_bit_of_the_training_changes(tmp
     assert [int(row["step"]) for row in told] == list(range(8))
     assert [math.isfinite(float(row["loss"])) for row in told] == [step < 5 for step in range(8)]
     assert [row["code"] for row in rows_of(tmp_path / "out" / "alerts.csv")] == ["AMP202"]
-    assert {row["metric"] for row in rows_of(tmp_path / "out" / "layers.csv")} >= {"update_ratio"}
+    assert {row["metric"] for row in rows_of(tmp_path / "out" / "others.csv")} >= {"update_ratio"}
     told = [one for one in kept.told if isinstance(one, tuple)]
     assert [step for step, values in told if isinstance(values, dict) and "loss" in values] == list(range(8))
     assert (5, "AMP202") in told

@@ -137,6 +137,7 @@ METRICS: Mapping[str, Metric] = {
             help="The same of single tensors, of those where it is largest.",
         ),
         Metric(name="nonfinite_tensors", keep="highest", of="detail", help="Tensors with NaN or infinite elements."),
+        Metric(name="running", of="other", help="1 from the run's first step until it ends in order, then 0."),
         Metric(name="rollbacks_total", type="counter", of="other", help="Rollbacks to an earlier checkpoint."),
         Metric(
             name="last_good_checkpoint_timestamp_seconds",

@@ -61,6 +61,7 @@ class OpenMetricsState:
             self._set(METRICS["skipped_steps_total"], (("reason", reason),), 0.0)
         self._set(METRICS["step_total"], (), 0.0)
         self._set(METRICS["rollbacks_total"], (), 0.0)
+        self._set(METRICS["running"], (), 1.0)
         for severity in ("error", "warning", "note"):
             self._set(_ALERTS, (("cause", ""), ("severity", severity)), 0.0)
 

@@ -13,6 +13,7 @@ from ampdoctor.evidence.run_log.lines import (
     ActionLine,
     AlertLine,
     CheckpointLine,
+    EndLine,
     LookLine,
     RunLine,
     Stamped,
@@ -120,6 +121,8 @@ class Projection:
             step, values = line.step, self._of_action(line)
         elif isinstance(line, CheckpointLine) and line.health == "good":
             step, values = line.step, {"last_good_checkpoint_timestamp_seconds": whole.stamp.time_ms / 1000}
+        elif isinstance(line, EndLine):
+            step, values = max(line.steps - 1, 0), {"running": 0.0}
         else:
             return
         if values:

@@ -1,4 +1,4 @@
-"""CSV files in a folder: `steps.csv`, a line a step, `layers.csv`, a line a layer, and `alerts.csv`."""
+"""CSV files in a folder: `steps.csv`, a line a step; `others.csv`, a line for each number of a layer; `alerts.csv`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CsvFiles:
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         self._steps = self._begin(place / "steps.csv", _STEPS)
-        self._layers = self._begin(place / "layers.csv", _OTHERS)
+        self._others = self._begin(place / "others.csv", _OTHERS)
         self._alerts = self._begin(place / "alerts.csv", _ALERTS)
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
@@ -36,7 +36,7 @@ class CsvFiles:
                 wide.setdefault(optimizer, {})[metric.name] = value
             else:
                 row = dict(zip(_OTHERS, (step, time_ms, optimizer, metric.name, label, _text(value)), strict=True))
-                self._layers.writerow(row)
+                self._others.writerow(row)
         for optimizer, values in wide.items():
             told = {name: _text(value) for name, value in values.items()}
             self._steps.writerow({"step": step, "time_ms": time_ms, "optimizer": optimizer, **told})

@@ -69,7 +69,7 @@ def test_what_goes_through_a_pipe_is_what_is_written_here(tmp_path):
         far.hear(whole)
     far.close()
     export(a_run(), [export_of(f"csv={tmp_path / 'here'}")])
-    for name in ("steps.csv", "layers.csv", "alerts.csv"):
+    for name in ("steps.csv", "others.csv", "alerts.csv"):
         assert (tmp_path / "far" / name).read_text() == (tmp_path / "here" / name).read_text()
     assert steps_in(tmp_path / "far") == list(range(10))
 
