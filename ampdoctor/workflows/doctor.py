@@ -35,8 +35,8 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
+from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
-from ampdoctor.workflows.opening.exports import export_while_it_runs
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3

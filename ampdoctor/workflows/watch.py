@@ -14,7 +14,7 @@ import torch
 
 from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
 from ampdoctor.workflows.doctor import Doctor, standing
-from ampdoctor.workflows.opening.exports import exports_of
+from ampdoctor.workflows.exporting import exports_of
 from ampdoctor.workflows.opening.health_folder import usual_folder
 from ampdoctor.workflows.opening.watch_request import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
 

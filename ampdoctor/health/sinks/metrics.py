@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Type = Literal["gauge", "counter", "histogram"]
@@ -168,6 +169,7 @@ def name_of(metric: str, label: str = "", optimizer: str = "") -> str:
     return "/".join(part for part in (optimizer, metric, label) if part)
 
 
+@lru_cache(4096)
 def parts_of(name: str) -> Name:
     """Returns what such a name consists of.
 
