@@ -142,26 +142,24 @@ def hanging(folder):
 
 @pytest.mark.slow
 def test_one_that_never_returns_costs_nothing_and_is_ended(begin, tmp_path, said):
-    log = begin(hanging(tmp_path / "hung"), f"csv={tmp_path / 'out'}", hung_seconds=2.0)
-    log.write(StepLine(step=0))
-    until((tmp_path / "out" / "alerts.csv").exists, seconds=60)
-    longest, end, step = 0.0, time.monotonic() + 60, 1
-    while not said:
+    log = begin(hanging(tmp_path / "hung"), hung_seconds=1.0)
+    longest, end, step = 0.0, time.monotonic() + 120, 0
+    while not said:  # until its process, the pipe and what waits here are full
         assert time.monotonic() < end
         began = time.perf_counter()
         log.write(StepLine(step=step, loss=1.0, gradient_norm=1.0))
         longest = max(longest, time.perf_counter() - began)
         step += 1
-        if step % 20 == 0:
-            time.sleep(0.002)
+        if step % 10 == 0:
+            time.sleep(0.001)
     pid = process_of(log).pid
-    assert longest < 0.2
+    assert longest < 0.9
     assert said == [
-        f"the export csv={tmp_path}/hung ends here: it has not come back for 2 s; the training goes on without it"
+        f"the export csv={tmp_path}/hung ends here: it has not come back for 1 s; the training goes on without it"
     ]
     until(lambda: is_gone(pid))
     assert log.close()
-    assert steps(tmp_path / "log") == steps_in(tmp_path / "out") == list(range(step))
+    assert steps(tmp_path / "log") == list(range(step))
 
 
 def test_at_the_end_it_is_waited_for_as_long_as_was_said(begin, tmp_path, said):
