@@ -143,6 +143,8 @@ def hanging(folder):
 @pytest.mark.slow
 def test_one_that_never_returns_costs_nothing_and_is_ended(begin, tmp_path, said):
     log = begin(hanging(tmp_path / "hung"), hung_seconds=1.0)
+    until(lambda: process_of(log) is not None)
+    pid = process_of(log).pid
     longest, end, step = 0.0, time.monotonic() + 120, 0
     while not said:  # until its process, the pipe and what waits here are full
         assert time.monotonic() < end
@@ -152,7 +154,6 @@ def test_one_that_never_returns_costs_nothing_and_is_ended(begin, tmp_path, said
         step += 1
         if step % 10 == 0:
             time.sleep(0.001)
-    pid = process_of(log).pid
     assert longest < 0.9
     assert said == [
         f"the export csv={tmp_path}/hung ends here: it has not come back for 1 s; the training goes on without it"
