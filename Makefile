@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 LAYOUTS := .venv-layouts
 FRAMEWORKS := .venv-frameworks
+SINKS := .venv-sinks
 DOCS := $(VENV)/.docs
 FUZZ ?= -max_total_time=600
 TORCH ?=
@@ -19,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend peers layouts scalers versions docs docs-linkcheck lint format types clean
+.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend peers layouts scalers sinks versions docs docs-linkcheck lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -66,6 +67,12 @@ scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: 
 		tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
 		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 
+sinks: $(SINKS)/.installed  ## Run the tests of --export beside the real libraries and promtool (Debian: apt-get install prometheus)
+	@command -v promtool >/dev/null || if [ "$(CI)" = true ]; then \
+		apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus; \
+		else echo "no promtool here; on Debian: apt-get install prometheus" >&2; exit 1; fi
+	AMPDOCTOR_SINKS=required $(SINKS)/bin/python -m pytest -n 2 --dist worksteal tests/health/sinks tests/docs/test_prometheus.py
+
 versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
 	$(BIN)/python benchmarks/versions.py $(TORCH)
 
@@ -87,8 +94,8 @@ format: $(STAMP)  ## Format the code
 types: $(STAMP)  ## Check types (mypy, strict)
 	$(BIN)/python -m mypy
 
-clean:  ## Remove .venv, .venv-peers, .venv-layouts, .venv-frameworks, .venv-versions and every cache
-	rm -rf $(VENV) $(PEERS) $(LAYOUTS) $(FRAMEWORKS) .venv-versions build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
+clean:  ## Remove .venv, .venv-peers, .venv-layouts, .venv-frameworks, .venv-sinks, .venv-versions and every cache
+	rm -rf $(VENV) $(PEERS) $(LAYOUTS) $(FRAMEWORKS) $(SINKS) .venv-versions build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.
@@ -125,4 +132,13 @@ $(FRAMEWORKS)/.installed: tests/scaling/frameworks.txt benchmarks/peers/fetch_fa
 	$(BIN)/python -m venv --clear $(FRAMEWORKS)
 	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -r tests/scaling/frameworks.txt -e '.[test]'
 	$(FRAMEWORKS)/bin/python benchmarks/peers/fetch_fairseq.py optim/dynamic_loss_scaler.py
+	@touch $@
+
+# Beside .venv, whose packages it sees: fifty more, which transformers and others would find there and behave differently for.
+$(SINKS)/.installed: pyproject.toml constraints.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(SINKS)
+	$(BIN)/python -c 'import site, subprocess; there = subprocess.check_output(["$(SINKS)/bin/python", "-c", \
+		"import site; print(site.getsitepackages()[0])"], text=True).strip(); \
+		open(there + "/beside.pth", "w").write(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")'
+	$(SINKS)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,sinks]'
 	@touch $@

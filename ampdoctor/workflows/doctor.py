@@ -39,6 +39,7 @@ from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert
+from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
@@ -122,6 +123,7 @@ class Doctor:
         )
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert)
         if _number("RANK", 0) == 0:  # the others' numbers are the same, or parts of these
+            export_while_it_runs(self._log, request.export)
             self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
         self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
         self._lines = StepLines(self._log, self._intake)

@@ -15,6 +15,7 @@ import torch
 from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
 from ampdoctor.workflows.alerting import OnAlert
 from ampdoctor.workflows.doctor import Doctor, standing
+from ampdoctor.workflows.exporting import exports_of
 from ampdoctor.workflows.opening.health_folder import usual_folder
 from ampdoctor.workflows.opening.watch_request import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import os
 
     from ampdoctor.evidence.report import Report
+    from ampdoctor.health.sinks.sink import Sink
 
 _log = logging.getLogger("ampdoctor")
 
@@ -56,6 +58,7 @@ def watch(
     guard: bool = False,
     bundle: bool = True,
     bundle_max: int = USUAL_BUNDLE_BYTES,
+    export: Iterable[str | Sink] = (),
     tell: Callable[[Report], None] | None = None,
     on_alert: OnAlert | None = None,
 ) -> Iterator[Watch]:
@@ -79,6 +82,8 @@ def watch(
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
         bundle_max: The most bytes that a bundle takes.
+        export: Where the log's numbers and alerts go while the training runs: texts as of `--export`, and objects with
+            `log`, `alert`, `flush` and `close`, or with `add_scalar`, which are called on a thread of their own.
         tell: Given the diagnosis, at the sick step; None logs its first sentence.
         on_alert: Given each alert, a `Finding`, as it is made, on a thread of ampdoctor's own; errors and warnings are
             logged as well.
@@ -107,6 +112,7 @@ def watch(
         guard=guard,
         bundle=bundle,
         bundle_max=bundle_max,
+        export=exports_of(export),
     )
     optimizers = _several(optimizer)
     doctor = Doctor(request, tell or _tell, _say, on_alert)

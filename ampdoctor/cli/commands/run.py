@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ampdoctor.cli.options.export_options import ExportOptions
 from ampdoctor.cli.options.flatten import flatten
 from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, refuse_empty
@@ -83,6 +84,7 @@ def run(
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as for python -m.")
     ] = False,
     watch: WatchOptions,
+    exporting: ExportOptions,
     limits: ThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -110,6 +112,7 @@ def run(
         guard=watch.guard,
         bundle=not watch.no_bundle,
         bundle_max=bytes_of("--bundle-max", watch.bundle_max),
+        export=exporting.exports(),
         thresholds=limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context)),
     )
     return watched_run(named, request, output, gates)

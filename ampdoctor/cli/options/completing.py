@@ -6,12 +6,18 @@ from collections.abc import Iterable
 
 from ampdoctor.diagnosis.catalogue.moving import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
+from ampdoctor.health.sinks.table import KINDS
 from ampdoctor.reports.forms.formats import FORMATS
 
 
 def report_completions(incomplete: str) -> list[str]:
     """`FORMAT=`, after which the shell completes a file."""
     return _begun((f"{form}=" for form in FORMATS), incomplete)
+
+
+def export_completions(incomplete: str) -> list[str]:
+    """`KIND=`, after which comes where to."""
+    return _begun((f"{kind.name}=" for kind in KINDS), incomplete)
 
 
 def threshold_completions(incomplete: str) -> list[str]:

@@ -12,6 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
 from ampdoctor.live.log.limits import Limits
@@ -34,6 +35,7 @@ class Listening(Thread):
         name: What listens, in words.
         idle: Called where no line waits, some times a second.
         end: Called when all is heard, as the last.
+        dropped: Called once where that does not come about, from any thread.
         limits: Bounds.
         say: Gets the sentence with which the listener is dropped.
 
@@ -43,12 +45,20 @@ class Listening(Thread):
     """
 
     def __init__(
-        self, hear: Hear, *, name: str, idle: Callable[[], None], end: Callable[[], None], limits: Limits, say: Say
+        self,
+        hear: Hear,
+        *,
+        name: str,
+        idle: Callable[[], None],
+        end: Callable[[], None],
+        dropped: Callable[[], None],
+        limits: Limits,
+        say: Say,
     ) -> None:
         super().__init__(name="ampdoctor-listener", daemon=True)
         self.failed: str | None = None
         self.dropped = 0
-        self._hear, self._idle, self._end, self._what = hear, idle, end, name
+        self._hear, self._idle, self._end, self._dropped, self._what = hear, idle, end, dropped, name
         self._limits, self._say = limits, say
         self._calls: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._count = itertools.count()
@@ -88,7 +98,8 @@ class Listening(Thread):
             if self.failed is None:
                 self._timed(self._end)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
-            self.give_up(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+            named = "" if isinstance(error, AmpdoctorError) else type(error).__name__
+            self.give_up(": ".join(part for part in (named, str(error)) if part))
 
     def give_up(self, reason: str) -> None:
         """Says once that it is told of nothing any more."""
@@ -97,6 +108,8 @@ class Listening(Thread):
         self.failed = f"{self._what} ends here: {reason}; the training goes on without it"
         self._lines.clear()
         self._details.clear()
+        with suppress(Exception):
+            self._dropped()
         with suppress(Exception):
             self._say(self.failed)
 

@@ -107,6 +107,7 @@ class RunLog:
         name: str = "what listens to the log",
         idle: Callable[[], None] = _nothing,
         end: Callable[[], None] = _nothing,
+        dropped: Callable[[], None] = _nothing,
         answers: bool = False,
     ) -> Listening:
         """Has a listener told of each line that is written from now on, the header first, on a thread of its own.
@@ -119,12 +120,14 @@ class RunLog:
             name: What listens, in words, for that sentence.
             idle: Called on the same thread some times a second, where no line waits.
             end: Called on the same thread, as the last.
+            dropped: Called once, on any thread, where it is dropped instead: what it waits for may be ended there.
             answers: What it hears it may answer with lines: at the end it is heard out before the others are let go.
 
         Returns:
             The listener's thread.
         """
-        one = Listening(hear, name=name, idle=idle, end=end, limits=self._limits, say=self._say)
+        limits, say = self._limits, self._say
+        one = Listening(hear, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
         if self._idle():
             one.give_up("there is no log to listen to")
             return one

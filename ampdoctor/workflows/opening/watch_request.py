@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.sinks.sink import Sink
+from ampdoctor.health.sinks.table import Export
 
 OnSick = Literal["record", "stop"]
 Look = Literal["auto", "sync", "off"]
@@ -39,6 +41,7 @@ class WatchRequest:
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
         bundle_max: The most bytes that a bundle takes.
+        export: Where the log's numbers and alerts go while the training runs.
         thresholds: What counts as lost, as harmful, as too many.
 
     Raises:
@@ -57,6 +60,7 @@ class WatchRequest:
     guard: bool = False
     bundle: bool = True
     bundle_max: int = USUAL_BUNDLE_BYTES
+    export: tuple[Export | Sink, ...] = ()
     thresholds: Thresholds = DEFAULT_THRESHOLDS
 
     def __post_init__(self) -> None:

@@ -220,3 +220,13 @@ def test_the_script_has_its_handlers_and_no_torch_of_ours(run_cli, tmp_path):
     done = run_cli("run", "train.py", command=(sys.executable, "-m", "ampdoctor"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "False True\n")
     assert "ampdoctor" not in done.stderr
+
+
+def test_where_the_log_goes_is_said_before_the_script_and_refused_before_it_runs(run, watch, tmp_path):
+    code, _, err = run("--export", "csv=out", "--export", "openmetrics=:9105", "train.py", "")
+    assert (code, err) == (0, "")
+    assert [str(one) for one in watch.requests[0].export] == [f"csv={tmp_path}/out", "openmetrics=:9105"]
+    code, out, err = run("--export", "grafana=x", "train.py", "")
+    assert (code, out) == (2, "")
+    assert err.startswith("ampdoctor: error: --export grafana=x: no such sink; there are tensorboard=DIR")
+    assert len(watch.requests) == 1

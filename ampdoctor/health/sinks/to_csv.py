@@ -1,0 +1,73 @@
+"""CSV files in a folder: `steps.csv`, a line a step; `others.csv`, a line for each number of a layer; `alerts.csv`."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from ampdoctor.evidence.report import Finding
+from ampdoctor.health.sinks.metrics import METRICS, parts_of
+from ampdoctor.health.sinks.sink import Kind, RunFacts
+
+_STEPS = ["step", "time_ms", "optimizer", *(m.name for m in METRICS.values() if m.of == "step" and not m.label)]
+_OTHERS = ["step", "time_ms", "optimizer", "metric", "label", "value"]
+_ALERTS = ["step", "time_ms", "severity", "code", "name", "message", "help"]
+
+
+class CsvFiles:
+    """Appends to the files of a folder; each begins with the names of its columns."""
+
+    def __init__(self, folder: str, _facts: RunFacts) -> None:
+        self._files: list[TextIO] = []
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        self._steps = self._begin(place / "steps.csv", _STEPS)
+        self._others = self._begin(place / "others.csv", _OTHERS)
+        self._alerts = self._begin(place / "alerts.csv", _ALERTS)
+
+    def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
+        """As in `Sink`: what is of the step itself is one line, anything else a line each."""
+        wide: dict[str, dict[str, float]] = {}
+        for name, value in metrics.items():
+            metric, label, optimizer = parts_of(name)
+            if metric.of == "step" and not metric.label:
+                wide.setdefault(optimizer, {})[metric.name] = value
+            else:
+                row = dict(zip(_OTHERS, (step, time_ms, optimizer, metric.name, label, _text(value)), strict=True))
+                self._others.writerow(row)
+        for optimizer, values in wide.items():
+            told = {name: _text(value) for name, value in values.items()}
+            self._steps.writerow({"step": step, "time_ms": time_ms, "optimizer": optimizer, **told})
+
+    def alert(self, finding: Finding, step: int, *, time_ms: int) -> None:
+        """As in `Sink`."""
+        said = {key: getattr(finding, key) for key in ("severity", "code", "name", "message", "help")}
+        self._alerts.writerow({"step": step, "time_ms": time_ms, **said})
+
+    def flush(self) -> None:
+        """As in `Sink`."""
+        for file in self._files:
+            file.flush()
+
+    def close(self) -> None:
+        """As in `Sink`."""
+        for file in self._files:
+            file.close()
+
+    def _begin(self, path: Path, columns: list[str]) -> csv.DictWriter[str]:
+        file = path.open("a", newline="", encoding="utf-8")
+        self._files.append(file)
+        writer = csv.DictWriter(file, columns)
+        if not file.tell():
+            writer.writeheader()
+        return writer
+
+
+def _text(value: float) -> str:
+    """As pandas and spreadsheets read it: whole numbers whole, and what is not finite as nan, inf and -inf."""
+    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
+
+
+KIND = Kind(name="csv", target="DIR", help="Files that a spreadsheet reads.", begin=CsvFiles, is_path=True)

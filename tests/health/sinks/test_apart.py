@@ -1,0 +1,265 @@
+"""A sink in a process of its own: whatever becomes of it, the training neither waits nor fails."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.errors import OutputError
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.health.sinks.apart import Apart
+from ampdoctor.health.sinks.exporting import export
+from ampdoctor.health.sinks.table import export_of
+from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.workflows.exporting import export_while_it_runs
+from tests.health.sinks.lines import a_run
+from tests.live.log.logs import steps, until
+
+ROOT = str(Path(__file__).parents[3])
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def begin(tmp_path, said):
+    begun = []
+
+    def make(*exports, **limits):
+        log = RunLog(tmp_path / "log", RunLine(name="small"), say=said.append, limits=Limits(**limits))
+        begun.append(log)
+        export_while_it_runs(log, [export_of(text) for text in exports])
+        return log
+
+    yield make
+    for log in begun:
+        log.close()
+
+
+def steps_in(folder):
+    with (folder / "steps.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def process_of(log, which=0):
+    return log._writer.listeners[which]._hear.__self__._process
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_goes_through_a_pipe_is_what_is_written_here(tmp_path):
+    far = Apart(export_of(f"csv={tmp_path / 'far'}"))
+    for whole in a_run():
+        far.hear(whole)
+    far.close()
+    export(a_run(), [export_of(f"csv={tmp_path / 'here'}")])
+    for name in ("steps.csv", "others.csv", "alerts.csv"):
+        assert (tmp_path / "far" / name).read_text() == (tmp_path / "here" / name).read_text()
+    assert steps_in(tmp_path / "far") == list(range(10))
+
+
+def test_histograms_stay_here(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from tests.health.sinks.lines import stamped, tensor
+
+    sent = []
+    far = Apart(export_of(f"csv={tmp_path}"))
+    monkeypatch.setattr(far, "_send", sent.append)
+    far.hear(stamped(DetailLine(step=0, tensors=(replace(tensor(0), histogram={"bins": [1] * 4096}),))))
+    assert len(sent[0]) < 500
+    assert b"flushed_share" in sent[0]
+
+
+def test_a_log_that_is_exported_while_it_grows(begin, tmp_path, said):
+    log = begin(f"csv={tmp_path / 'out'}", f"openmetrics={tmp_path / 'run.prom'}")
+    for step in range(300):
+        log.write(StepLine(step=step, loss=1.0))
+    assert log.close()
+    assert steps_in(tmp_path / "out") == list(range(300))
+    assert 'ampdoctor_step_total{run="small"} 300\n' in (tmp_path / "run.prom").read_text()
+    assert said == []
+
+
+def test_numbers_are_to_be_seen_while_the_training_goes_on(begin, tmp_path):
+    log = begin(f"csv={tmp_path / 'out'}")
+    log.write(StepLine(step=0))
+    until(lambda: (tmp_path / "out" / "steps.csv").exists() and steps_in(tmp_path / "out") == [0], seconds=60)
+    log.write(StepLine(step=1))
+    until(lambda: steps_in(tmp_path / "out") == [0, 1], seconds=60)
+
+
+def test_one_that_fails_says_why_and_the_others_go_on(begin, tmp_path, said):
+    (tmp_path / "file").write_text("")
+    log = begin(f"csv={tmp_path / 'file'}", f"csv={tmp_path / 'out'}")
+    for step in range(100):
+        log.write(StepLine(step=step))
+    assert log.close()
+    assert said == [
+        f"the export csv={tmp_path}/file ends here: File exists: {tmp_path}/file; the training goes on without it"
+    ]
+    assert steps_in(tmp_path / "out") == steps(tmp_path / "log") == list(range(100))
+
+
+def test_one_that_dies_is_dropped_with_one_sentence(begin, tmp_path, said):
+    log = begin(f"csv={tmp_path / 'out'}")
+    log.write(StepLine(step=0))
+    until((tmp_path / "out" / "alerts.csv").exists, seconds=60)
+    process_of(log).kill()
+
+    def said_something():
+        log.write(StepLine(step=1))
+        return said
+
+    until(said_something)
+    assert log.close()
+    (sentence,) = said
+    assert sentence.endswith("ends here: its process has ended with code -9; the training goes on without it")
+
+
+def hanging(folder):
+    """A folder whose file is a pipe that nobody reads: it cannot be opened, ever."""
+    folder.mkdir()
+    os.mkfifo(folder / "steps.csv")
+    return f"csv={folder}"
+
+
+@pytest.mark.slow
+def test_one_that_never_returns_costs_nothing_and_is_ended(begin, tmp_path, said):
+    log = begin(hanging(tmp_path / "hung"), hung_seconds=1.0)
+    until(lambda: process_of(log) is not None)
+    pid = process_of(log).pid
+    longest, end, step = 0.0, time.monotonic() + 120, 0
+    while not said:  # until its process, the pipe and what waits here are full
+        assert time.monotonic() < end
+        began = time.perf_counter()
+        log.write(StepLine(step=step, loss=1.0, gradient_norm=1.0))
+        longest = max(longest, time.perf_counter() - began)
+        step += 1
+        if step % 10 == 0:
+            time.sleep(0.001)
+    assert longest < 0.9
+    assert said == [
+        f"the export csv={tmp_path}/hung ends here: it has not come back for 1 s; the training goes on without it"
+    ]
+    until(lambda: is_gone(pid))
+    assert log.close()
+    assert steps(tmp_path / "log") == list(range(step))
+
+
+def test_at_the_end_it_is_waited_for_as_long_as_was_said(begin, tmp_path, said):
+    log = begin(hanging(tmp_path / "hung"), farewell_seconds=1.0)
+    log.write(StepLine(step=0))
+    until(lambda: process_of(log) is not None)
+    pid = process_of(log).pid
+    began = time.monotonic()
+    assert log.close()
+    assert 0.9 < time.monotonic() - began < 4
+    assert said == [
+        f"the export csv={tmp_path}/hung ends here: it has not finished within 1 s; the training goes on without it"
+    ]
+    until(lambda: is_gone(pid))
+
+
+TRAINING = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside a thread
+from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.health.sinks.table import export_of
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.workflows.exporting import export_while_it_runs
+
+log = RunLog(sys.argv[2] + "/log", RunLine(name="script"), say=print)
+export_while_it_runs(log, [export_of("csv=" + sys.argv[2] + "/out")])
+for step in range(100):
+    log.write(StepLine(step=step))
+while not os.path.exists(sys.argv[2] + "/out/alerts.csv"):
+    time.sleep(0.05)
+far = log._writer.listeners[0]._hear.__self__._process.pid
+"""
+
+
+def training(tmp_path, script):
+    command = [sys.executable, "-c", TRAINING + script, ROOT, str(tmp_path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("last_words", "code"),
+    [
+        ("", 0),
+        ("time.sleep(1); os._exit(7)", 7),
+        ("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("sys.exit(3)", 3),
+    ],
+)
+def test_however_the_training_ends_the_sink_finishes_and_goes(tmp_path, last_words, code):
+    process = training(tmp_path, f"print(far, flush=True)\n{last_words}")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (code, "")
+    until(lambda: is_gone(int(out)), seconds=30)
+    assert steps_in(tmp_path / "out") == list(range(100))
+
+
+def test_a_forked_process_that_outlives_the_training_keeps_no_sink(tmp_path):
+    script = """
+child = os.fork()
+if child == 0:
+    os.close(1), os.close(2)
+    time.sleep(60)
+    os._exit(0)
+print(far, child, flush=True)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    out, _ = training(tmp_path, script).communicate(timeout=120)
+    far, child = map(int, out.split())
+    try:
+        until(lambda: is_gone(far), seconds=30)
+        assert not is_gone(child)
+        assert steps_in(tmp_path / "out") == list(range(100))
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_ctrl_c_is_for_the_training(tmp_path):
+    script = """
+signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
+print(far, flush=True)
+os.killpg(0, signal.SIGINT)
+log.write(StepLine(step=100))
+"""
+    command = [sys.executable, "-c", TRAINING + script, ROOT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, start_new_session=True)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[1:]) == (0, "", ["asked"])
+    assert steps_in(tmp_path / "out") == list(range(101))
+
+
+def test_there_must_be_a_python_to_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(OutputError, match="no Python that could be started"):
+        Apart(export_of(f"csv={tmp_path}")).hear(next(a_run()))
+
+
+def test_one_that_heard_nothing_has_nothing_to_end(tmp_path):
+    far = Apart(export_of(f"csv={tmp_path}"))
+    far.close()
+    far.abandon()

@@ -1,0 +1,144 @@
+"""What a log's lines say to sinks, under which names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.lines import ActionLine, AlertLine, CheckpointLine, RunLine, StepLine
+from ampdoctor.health.sinks.metrics import METRICS, name_of, parts_of, together
+from ampdoctor.health.sinks.projection import Alert, Projection, Row
+from tests.health.sinks.lines import a_run, finding, stamped, tensor
+
+
+def said(lines):
+    projection = Projection()
+    out = [one for whole in lines for one in projection.of(whole)]
+    return [*out, *projection.rest()]
+
+
+def rows(lines):
+    return [one for one in said(lines) if isinstance(one, Row)]
+
+
+def values(line, *before):
+    return rows([*map(stamped, before), stamped(line)])[-1].values
+
+
+def test_a_step_says_what_is_known_of_it_and_no_more():
+    assert values(StepLine(step=0)) == {"step_total": 1}
+    known = rows(a_run())[3]
+    assert (known.step, known.time_ms) == (3, 1_790_000_001_500)
+    assert known.values == {
+        "step_total": 4,
+        "skipped_steps_total/overflow": 0,
+        "loss": 3.25,
+        "loss_finite": 1,
+        "gradient_norm": 2.0,
+        "clipped_gradient_norm": 0.5,
+        "loss_scale": 65536,
+        "learning_rate": 1e-3,
+        "step_duration_seconds": 0.5,
+        "data_wait_ratio": 0.25,
+        "memory_active_peak_bytes": 3 * 2**30,
+        "memory_retries_total": 0,
+        "tokens_total": 4 * 4096,
+        "tokens_per_second": 8192,
+    }
+
+
+def test_what_is_not_finite_is_said():
+    by_step = {row.step: row.values for row in rows(a_run()) if "loss" in row.values}
+    assert math.isnan(by_step[7]["loss"])
+    assert [by_step[step]["loss_finite"] for step in (6, 7)] == [1, 0]
+    assert by_step[4]["gradient_norm"] == math.inf
+    assert "clipped_gradient_norm" not in by_step[4]
+    assert [by_step[step]["skipped_steps_total/overflow"] for step in (3, 4, 9)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"max_norm": 1.0}, {"gradient_norm": 8.0, "clipped_gradient_norm": 1.0}),
+        ({"max_norm": 9.0}, {"gradient_norm": 8.0, "clipped_gradient_norm": 8.0}),
+        ({}, {"gradient_norm": 8.0}),
+        ({"norm_clipped": True}, {"clipped_gradient_norm": 8.0}),
+        ({"norm_scaled": True, "loss_scale": 4.0}, {"gradient_norm": 2.0}),
+        ({"norm_scaled": True}, {}),
+    ],
+)
+def test_the_norm_is_unscaled_and_said_to_be_what_it_is(told, expected):
+    found = values(StepLine(step=1, gradient_norm=8.0, **told))
+    assert {name: value for name, value in found.items() if "norm" in name} == expected
+
+
+def test_a_look_is_one_row_however_many_lines_it_takes():
+    looks = [row for row in rows(a_run()) if "underflow_max_ratio" in row.values]
+    assert [row.step for row in looks] == [5]
+    found = looks[0].values
+    assert found["underflow_max_ratio"] == 99 / 200
+    assert found["gradient_headroom_binades"] == 20.0 - 9.9
+    assert found["nonfinite_tensors"] == 1
+    layers = {name: value for name, value in found.items() if name.startswith("underflow_ratio/")}
+    assert layers == {f"underflow_ratio/layers.{i}.weight": i / 200 for i in range(92, 100)}
+    assert found["zero_max_ratio"] == 0
+    assert not [name for name in found if name.startswith("zero_ratio/")]  # a series for what is zero is none
+
+
+def test_a_header_amid_a_look_does_not_end_it():
+    header = RunLine(name="small", tensors=("a", "b"))
+    parts = [DetailLine(step=5, tensors=(replace(tensor(i), flushed_share=0.1 + i),)) for i in (0,)]
+    second = DetailLine(step=5, tensors=(replace(tensor(1), flushed_share=0.5),))
+    assert len(rows(map(stamped, [header, *parts, header, second]))) == 1
+
+
+def test_a_second_optimizer_has_names_of_its_own():
+    header = RunLine(name="gan", optimizers=("optimizer", "optimizer2"))
+    assert values(StepLine(step=0, loss=1.0), header).keys() == {"step_total", "loss", "loss_finite"}
+    second = values(StepLine(step=0, optimizer=1, loss=1.0), header)
+    assert second.keys() == {"optimizer2/step_total", "optimizer2/loss", "optimizer2/loss_finite"}
+
+
+def test_alerts_and_what_was_done():
+    alerts = [one for one in said(a_run()) if isinstance(one, Alert)]
+    assert [(one.step, one.finding.code) for one in alerts] == [(7, "AMP721"), (7, "AMP201")]
+    assert values(ActionLine(step=3, action="rollback")) == {"rollbacks_total": 1}
+    assert values(ActionLine(step=3, action="skip")) == {"skipped_steps_total/policy": 1}
+    assert rows([stamped(ActionLine(step=3, action="look"))]) == []
+    assert values(CheckpointLine(step=3, path="x", health="good")) == {
+        "last_good_checkpoint_timestamp_seconds": 1_790_000_000
+    }
+    assert rows([stamped(CheckpointLine(step=3, path="x", health="sick"))]) == []
+
+
+def test_the_facts_of_the_run_come_from_its_newest_header():
+    projection = Projection()
+    for line in (RunLine(name="a"), RunLine(name="a", precision="bf16", tool="1.0"), StepLine(step=0)):
+        list(projection.of(stamped(line, world_size=4)))
+    facts = projection.facts
+    assert (facts.name, facts.precision, facts.version, facts.world_size) == ("a", "bf16", "1.0", 4)
+
+
+def test_a_log_without_a_header_is_shown_as_well():
+    projection = Projection()
+    assert list(projection.of(stamped(AlertLine(step=0, finding=finding()))))
+    assert projection.facts.name == "5c1f0e6bd2f7a390"
+
+
+@pytest.mark.parametrize("optimizer", ["", "optimizer2"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_names_can_be_taken_apart_again(metric, optimizer):
+    for label in ("", "model/layers.0.weight"):
+        name = name_of(metric, label, optimizer)
+        assert parts_of(name) == (METRICS[metric], label, optimizer)
+
+
+def test_what_stands_for_several_steps_is_the_last_the_worst_or_what_is_not_finite():
+    held = {}
+    for loss, scale, rate in ((1.0, 8.0, 1.0), (math.nan, 2.0, 2.0), (3.0, 4.0, 3.0)):
+        together(held, {"loss": loss, "loss_scale": scale, "learning_rate": rate})
+    assert math.isnan(held.pop("loss"))
+    assert held == {"loss_scale": 2.0, "learning_rate": 3.0}
