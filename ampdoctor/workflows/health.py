@@ -19,9 +19,13 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report.health import CurveName, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.kept import look_again
 from ampdoctor.health.looking import Looked, Told, grown_lately
+from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, find_log
+from ampdoctor.health.sinks.exporting import export as export_lines
+from ampdoctor.health.sinks.table import Export
 from ampdoctor.workflows.opening.request import Progress
 
 _SIGNALS: tuple[tuple[str, CurveName, str], ...] = (
@@ -48,6 +52,7 @@ def health(
     logs: Sequence[str | os.PathLike[str]],
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    export: Sequence[Export] = (),
     progress: Progress | None = None,
 ) -> Report:
     """Judge the logs of runs over time.
@@ -57,6 +62,7 @@ def health(
             ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's event files, the file of
             a W&B run, what Megatron-LM or DeepSpeed have printed, CSV or JSON lines.
         thresholds: What counts as harmful, as too many.
+        export: Where the numbers and alerts of the one log go as well.
         progress: Told how many lines were read.
 
     Returns:
@@ -66,7 +72,8 @@ def health(
 
     Raises:
         CheckpointError: The only log cannot be read, or there is none.
-        UsageError: No log is named.
+        OutputError: An export has failed.
+        UsageError: No log is named, or an export is one for a training that runs.
     """
     given: dict[str, str] = {}
     for log in logs:
@@ -85,6 +92,8 @@ def health(
                 raise
             kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
             errors.append(ErrorNote(what=shown, kind=kind, message=str(error)))
+    if export and read:
+        export_lines(read[0].found.lines(Noticed()), export)
     return _report(read, errors, list(given), thresholds)
 
 
@@ -111,7 +120,9 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
     findings = sorted(
         (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
     )
-    runs = tuple(replace(run, source=one.shown) for one in read for run in one.looked.runs)
+    runs = tuple(
+        with_proposed_scaling(replace(run, source=one.shown), thresholds) for one in read for run in one.looked.runs
+    )
     return Report(
         command="health",
         target=_target(read, shown),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ampdoctor.cli.options.export_options import ExportOptions
 from ampdoctor.cli.options.flatten import flatten
 from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, refuse_empty
@@ -18,6 +19,7 @@ from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.health.sinks.table import Export
 from ampdoctor.workflows.opening.request import Progress, SetAside
 
 
@@ -34,6 +36,7 @@ class FollowOptions:
 
     def work(
         self,
+        exports: tuple[Export, ...],
         logs: list[str],
         thresholds: Thresholds,
         output: OutputOptions,
@@ -48,7 +51,7 @@ class FollowOptions:
             from ampdoctor.cli.process.following.follow import follow
 
             follow(logs[0], output, thresholds=thresholds)
-        return workflow.health(logs, thresholds=thresholds, progress=progress)
+        return workflow.health(logs, thresholds=thresholds, export=exports, progress=progress)
 
 
 @flatten
@@ -64,6 +67,7 @@ def health(
     ],
     *,
     asked: FollowOptions,
+    exporting: ExportOptions,
     limits: ThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -76,5 +80,7 @@ def health(
         refuse_empty("LOG", log)
     if asked.follow and len(logs) > 1:
         raise UsageError(f"--follow takes one LOG, and {len(logs)} were given: follow each in a terminal of its own")
+    if exporting.export and len(logs) > 1:
+        raise UsageError(f"--export takes one LOG, and {len(logs)} were given: export each by itself")
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
-    return reporting(functools.partial(asked.work, logs, thresholds, output), output, gates, logs)
+    return reporting(functools.partial(asked.work, exporting.exports(), logs, thresholds, output), output, gates, logs)

@@ -25,8 +25,8 @@ from markupsafe import Markup, escape
 
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.reports.forms.health_on_page import bundles, health_data, summaries
 from ampdoctor.reports.forms.renderer import the_same_everywhere
+from ampdoctor.reports.forms.sections.health_on_page import bundles, health_data, summaries
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.finding_parts import finding_parts
