@@ -284,7 +284,7 @@ def test_a_cell_under_the_mouse_says_its_tensor_step_and_value_as_text(visit, se
     tip.wait_for()
     name, said = tip.locator("div").all_inner_texts()
     row = next(row for row in range(len(RUN.maps[0].tensors)) if name == f"h.{row}.{SHOWN}")
-    step, value = re.fullmatch(r"step ([\d,]+): ([\d.]+)", said).groups()
+    step, value = re.fullmatch(r"step ([\d,]+): ([\d.e-]+)", said).groups()
     column = RUN.maps[0].steps.index(int(step.replace(",", "")))
     assert float(value) == pytest.approx(RUN.maps[0].values[row][column], rel=0.006)
     assert chart.locator("img, b, script").count() == 0
