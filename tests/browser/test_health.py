@@ -32,6 +32,12 @@ def zoomed(page, low, high):
     page.get_by_label("To", exact=True).press("Enter")
 
 
+def unfold(view):
+    """Open a chart's table: it is made when it is asked for."""
+    view.locator("summary").click()
+    view.locator("table").wait_for()
+
+
 def readout(page, lane):
     return page.locator(f"#lane-{lane} .readout").inner_text()
 
@@ -255,7 +261,7 @@ def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
     settle(page)
     view = page.locator("#maps-view")
     view.get_by_label("Show", exact=True).select_option(label="share flushed to zero of gradients")
-    view.locator("summary").click()
+    unfold(view)
     first = view.locator("tbody tr").first.locator("td").all_inner_texts()
     one = next(m for m in RUN.maps if m.name == "flushed_share")
     assert first[0] == f"h.0.{SHOWN}"
@@ -266,11 +272,31 @@ def test_the_heat_map_has_its_numbers_orders_and_names(visit, settle):
     assert "24 most conspicuous of 150" in view.inner_text()
 
 
+def test_a_cell_under_the_mouse_says_its_tensor_step_and_value_as_text(visit, settle):
+    page = visit("watched")
+    settle(page)
+    chart = page.locator("#maps-view .chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    middle = (max(box["y"], 300) + min(box["y"] + box["height"] - 30, DESK["height"])) / 2
+    page.mouse.move(box["x"] + 700, middle)
+    tip = chart.locator(".tip")
+    tip.wait_for()
+    name, said = tip.locator("div").all_inner_texts()
+    row = next(row for row in range(len(RUN.maps[0].tensors)) if name == f"h.{row}.{SHOWN}")
+    step, value = re.fullmatch(r"step ([\d,]+): ([\d.e-]+)", said).groups()
+    column = RUN.maps[0].steps.index(int(step.replace(",", "")))
+    assert float(value) == pytest.approx(RUN.maps[0].values[row][column], rel=0.006)
+    assert chart.locator("img, b, script").count() == 0
+    page.mouse.move(box["x"] + 10, middle)
+    assert tip.is_hidden()
+
+
 def test_the_tables_say_what_the_panels_draw(visit, settle):
     page = visit("watched")
     settle(page)
     lane = page.locator("#lane-loss")
-    lane.locator("summary").click()
+    unfold(lane)
     row = lane.locator("tbody tr").first.locator("td").all_inner_texts()
     curve = RUN.curves[0]
     assert row == ["A", "0", "24", *(f"{v[0]:.3g}" for v in (curve.low, curve.middle, curve.high)), "0"]
@@ -285,7 +311,7 @@ def test_the_scalers_history_stands_beside_what_was_proposed(visit, settle):
     assert f"{scaler.path.skipped} steps skipped" in text
     assert "growth tracker 17 of 2000" in text
     assert "init_scale 2^14" in text
-    view.locator("summary").click()
+    unfold(view)
     rows = [r.locator("td").all_inner_texts() for r in view.locator("tbody tr").all()]
     assert ["0", "with the proposed settings", "scale from here on", "16384"] in rows
 

@@ -385,7 +385,6 @@ def test_the_structure_is_listed(visit):
         ("bisected", "#path-view"),
         ("profiled", "#heatmap-view"),
         ("profiled", "#headroom-view"),
-        ("watched", "#maps-view"),
     ],
 )
 def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
@@ -400,7 +399,6 @@ def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
                 const { left, top } = canvas.getBoundingClientRect();
                 const at = { bubbles: true, clientX: left + x, clientY: top + y };
                 canvas.dispatchEvent(new MouseEvent("mousemove", at));
-                canvas.dispatchEvent(new PointerEvent("pointermove", at));
                 for (const tip of chart.querySelectorAll(":scope > div:not(:has(canvas))")) seen.add(tip.textContent);
             }
             return [...seen];

@@ -15,7 +15,8 @@ ampdoctor.lanes = (() => {
   }
   const seconds = (value) => (Math.abs(value) >= 1 || value === 0 ? `${number(Number(value.toPrecision(3)))} s` : `${number(Number((1e3 * value).toPrecision(3)))} ms`);
   const short = (value) => number(Number(value.toPrecision(3)));
-  const many = (value) => (Math.abs(value) >= 1000 ? ampdoctor.health.counted(value) : short(value));
+  const rounded = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+  const many = (value) => (Math.abs(value) >= 1e4 ? rounded.format(value) : short(value));
 
   /** Each panel: its numbers in the order in which they are drawn, the first as the panel's own. */
   const LANES = [
@@ -87,6 +88,7 @@ ampdoctor.lanes = (() => {
     }
     const pixel = (at) => { const { left, across } = sides(); return left + ((at - view.from) / (view.to - view.from)) * across; };
     const value = (x) => { const { left, across } = sides(); return view.from + ((x - left) / across) * (view.to - view.from); };
+    const placeAt = (x) => (inside(x) ? value(x) : null);
     const inside = (x) => { const { left, across } = sides(); return x >= left && x <= left + across; };
 
     function pointed(canvas) {
@@ -100,9 +102,9 @@ ampdoctor.lanes = (() => {
           choice.style.left = `${Math.min(x, began)}px`;
           choice.style.width = `${Math.abs(x - began)}px`;
         }
-        ampdoctor.health.readAt(inside(x) ? value(x) : null);
+        readSoon(placeAt(x));
       });
-      canvas.addEventListener("pointerleave", () => { if (began === null) ampdoctor.health.readAt(null); });
+      canvas.addEventListener("pointerleave", () => { if (began === null) readSoon(null); });
       canvas.addEventListener("pointerdown", (event) => {
         if (event.pointerType !== "mouse" || event.button !== 0 || !inside(at(event))) return;
         began = at(event);
@@ -130,7 +132,14 @@ ampdoctor.lanes = (() => {
       waiting = requestAnimationFrame(() => instance.setOption(settings.again(width), { lazyUpdate: true }));
     });
     ampdoctor.health.listen("look", () => chart.update());
-    return chart;
+    return Object.assign(chart, { placeAt });
+  }
+
+  let frame = 0;
+  /** A mouse moves more often than a screen is drawn. */
+  function readSoon(at) {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => ampdoctor.health.readAt(at));
   }
 
   function zooms() {

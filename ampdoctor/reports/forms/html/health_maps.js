@@ -61,7 +61,7 @@ ampdoctor.maps = (() => {
     const words = (width) => ampdoctor.chart.names(drawn().map((row) => ({ name: now().map.tensors[row] })), wide(width) ? 520 : 2 * width, NAME);
     const { margins, xAxis, onAxis } = ampdoctor.lanes;
     /** Names stand beside the picture, in the room of the panels' words, or each above its row where there is none. */
-    const rowHeight = (width) => (wide(width) ? Math.max(words(width).row, 14) : words(width).row + 14);
+    const rowHeight = (width) => (wide(width) ? Math.max(words(width).row, 14) : words(width).row + 16);
     const side = (width) => (wide(width) ? host.querySelector(".map").clientWidth - laneWidth() : 0);
     const laneWidth = () => document.querySelector("#lanes-view .lane-chart")?.clientWidth ?? drawing.clientWidth;
 
@@ -87,7 +87,7 @@ ampdoctor.maps = (() => {
 
     function tell({ clientX, clientY }, box) {
       const x = clientX - box.left, y = clientY - box.top;
-      const row = drawn()[Math.floor((y - TOP) / rowHeight(box.width))], column = view.at === null ? -1 : columnAt(view.at);
+      const row = drawn()[Math.floor((y - TOP) / rowHeight(box.width))], at = chart.placeAt(x), column = at === null ? -1 : columnAt(at);
       tip.hidden = row === undefined || column < 0;
       if (tip.hidden) return;
       tip.replaceChildren(element("div", {}, now().map.tensors[row]),
@@ -134,7 +134,7 @@ ampdoctor.maps = (() => {
       const text = words(width), height = rowHeight(width), { map } = now();
       const beside = wide(width);
       const label = beside ? { ...text.label, align: "left", margin: 8 }
-        : { ...text.label, inside: true, margin: 0, padding: [0, 0, 13, 0], verticalAlign: "middle", formatter: text.label.formatter };
+        : { ...text.label, inside: true, margin: 0, padding: [0, 0, 17, 0], verticalAlign: "middle", formatter: text.label.formatter };
       return {
         grid: { ...margins(width - side(width)), right: margins(width - side(width)).right + side(width), top: TOP, bottom: 26, outerBoundsMode: "none" },
         tooltip: { show: false },

@@ -80,8 +80,8 @@ ampdoctor.path = (() => {
     label: { show: true, position: index < 0.6 * nodes.length ? "right" : "left", distance: 8, fontSize: SIZE, formatter: words(node),
       fontWeight: ENDS.includes(node.role) ? "bold" : "normal", color: ampdoctor.color("ink"), textBorderColor: ampdoctor.color("bg"), textBorderWidth: 3 },
   }));
-  const what = (node) => (ENDS.includes(node.role) ? `${node.role}: ${op(node)}` : op(node));
-  const size = (node) => (node.output_amax === null ? "" : number(Number(real(node.output_amax).toPrecision(3))));
+  const what = (node) => (!ENDS.includes(node.role) ? op(node) : ampdoctor.narrow() ? node.role : `${node.role}: ${op(node)}`);
+  const size = (node) => (node.output_amax === null ? "" : number(node.output_amax));
   const bad = (node) => [[node.inf, "Inf"], [node.nan, "NaN"]].filter(([many]) => many > 0).map(([many, kind]) => `${number(many)} ${kind}`).join(", ");
 
   /** The modules' own parts of their names, each level further in than the one above, at the most half of the room. */

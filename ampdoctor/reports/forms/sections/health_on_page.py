@@ -38,7 +38,7 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
     """Return the findings that have a step, in the order of their steps.
 
     Each with the number of its finding, and the number of its run: that whose log it names, the first where it names
-    none.
+    none. Without a run there are none.
     """
     runs = {run.source: index for index, run in reversed(list(enumerate(section.runs)))}
     found = [
@@ -53,7 +53,7 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
             "place": it.where.tensor or it.where.module,
         }
         for index, it in enumerate(findings)
-        if it.where.step is not None
+        if it.where.step is not None and section.runs
     ]
     return sorted(found, key=lambda it: it["step"])
 
