@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.alerting import logs, scoring  # noqa: E402  # the repository is on the path only now
 from benchmarks.alerting.logs import Record  # noqa: E402
-from benchmarks.alerting.scoring import OURS, Alarm, Score  # noqa: E402
+from benchmarks.alerting.scoring import OURS, Alarm, Heard, Score  # noqa: E402
 
 
 def collect(seed: int, only: str, cache: Path) -> None:
@@ -52,27 +52,43 @@ def judge(seed: int, only: str, cache: Path, *, details: bool) -> None:
     """Let every rule hear every log, and print how it did."""
     scores: dict[str, Score] = {}
     records = [record for record in logs.kept(seed, cache) if only in record.name]
+    pair: tuple[Record, Heard] | None = None  # a sick one, whose twin is the next
     for record in records:
         heard = scoring.hear(logs.lines(record, cache))
-        for rule, alarms in heard.alarms.items():
-            scoring.add(scores.setdefault(rule, Score()), record, alarms, heard.steps)
+        add(scores, record, heard, pair)
+        pair = (record, heard) if record.kind == "sick" else None
         if details:
             print(f"{record.kind} {record.name}: {said_of(record)}", flush=True)
-            for alarm in heard.alarms[OURS]:
-                print(f"    {sentence(record, alarm)}", flush=True)
+            tell(record, heard)
     for spike, heard in scoring.hear_published(seed):
         for rule, alarms in heard.alarms.items():
             scoring.add_published(scores.setdefault(rule, Score()), spike, alarms)
         if details:
             print(f"{spike.name}: first jump at {spike.jump}")
-            for alarm in heard.alarms[OURS]:
-                print(f"    {sentence(None, alarm)}")
+            tell(None, heard)
     sick = [record for record in records if record.kind == "sick"]
     sudden = sum(record.sudden for record in sick)
     print(
         f"\nSeed {seed}: {len(sick)} trainings that end in harm, {sudden} of them at once; "
         f"{len(records) - len(sick)} healthy ones.\n\n{scoring.table(scores)}\n\n{by_mechanism(sick, scores[OURS])}"
     )
+
+
+def add(scores: dict[str, Score], record: Record, heard: Heard, pair: tuple[Record, Heard] | None) -> None:
+    """Count what the rules have said in a training; in a sick one, when its twin was heard as well."""
+    if record.kind == "sick":
+        return
+    for rule, alarms in heard.alarms.items():
+        score = scores.setdefault(rule, Score())
+        scoring.add_healthy(score, alarms, heard.steps)
+        if record.kind == "twin" and pair is not None:
+            scoring.add_sick(score, pair[0], pair[1].alarms[rule], alarms)
+
+
+def tell(record: Record | None, heard: Heard) -> None:
+    """Print our alerts in a training."""
+    for alarm in heard.alarms[OURS]:
+        print(f"    {sentence(record, alarm)}", flush=True)
 
 
 def sentence(record: Record | None, alarm: Alarm) -> str:

@@ -274,18 +274,18 @@ class Mechanism:
 
 def _late(draw: Random, steps: int) -> int:
     """An onset when the twin has found its way."""
-    return draw.randrange(int(0.35 * steps), int(0.55 * steps))
+    return draw.randrange(int(0.4 * steps), int(0.55 * steps))
 
 
 MECHANISMS: dict[str, Mechanism] = {
     "attention logits grow": Mechanism(
         ("logits",), ("text",) * 3,
-        lambda d, n: Rate(_late(d, n), d.choice([300.0, 600.0]), over=120, group=1),
+        lambda d, n: Rate(_late(d, n), d.choice([300.0, 600.0]), over=200, group=1),
         layers=r"attention\.(query|key)|attention$", own=r"query|key",
     ),
     "learning rate too high": Mechanism(
         ("optimizer",), ("classify", "text", "images"),
-        lambda d, _: Rate(d.randrange(20, 60), d.choice([30.0, 60.0]), over=d.choice([150, 250])),
+        lambda d, _: Rate(d.randrange(20, 60), d.choice([30.0, 60.0]), over=d.choice([250, 400])),
     ),
     "schedule jumps": Mechanism(
         ("optimizer",), ("classify", "reconstruct", "text"),
@@ -305,7 +305,7 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "label corruption": Mechanism(
         ("data",), ("classify", "images", "text", "reconstruct"),
-        lambda d, n: Labels(_late(d, n), d.choice([0.7, 1.0]), d.choice([1, 60, 120])),
+        lambda d, n: Labels(_late(d, n), d.choice([0.7, 1.0]), d.choice([1, 100, 200])),
     ),
     "data repeat": Mechanism(
         ("data",), ("classify", "text", "experts"),
@@ -313,20 +313,20 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "files fail to load": Mechanism(
         ("data",), ("classify", "images", "series"),
-        lambda d, n: Dark(_late(d, n), 1.0, d.choice([60, 120])),
+        lambda d, n: Dark(_late(d, n), 1.0, d.choice([120, 200])),
     ),
     "weight decay of the wrong sign": Mechanism(
         ("optimizer",), ("classify", "text", "reconstruct"),
-        lambda d, n: Decay(_late(d, n), -d.choice([0.01, 0.02, 0.04])),
+        lambda d, n: Decay(_late(d, n), -d.choice([0.006, 0.01, 0.015])),
     ),
     "weight decay on norm gains": Mechanism(
         ("optimizer",), ("classify", "text", "classify"),
-        lambda d, n: Decay(_late(d, n), d.choice([0.02, 0.04]), group=1),
+        lambda d, n: Decay(_late(d, n), d.choice([0.01, 0.015]), group=1),
         layers="norm", own="norm",
     ),
     "weight decay too strong": Mechanism(
         ("optimizer",), ("images", "series", "pairs"),
-        lambda d, n: Decay(_late(d, n), d.choice([0.01, 0.02])),
+        lambda d, n: Decay(_late(d, n), d.choice([0.004, 0.008])),
     ),
     "second moments flushed": Mechanism(
         ("optimizer",), ("reconstruct", "classify", "experts"),
@@ -356,7 +356,7 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "underflow creeping in": Mechanism(
         ("scale", "gradient"), ("reconstruct:fp16", "classify:fp16", "reconstruct:fp16"),
-        lambda d, _: FixedScale(2.0 ** d.choice([-9, -8, -7])),
+        lambda d, _: FixedScale(2.0 ** d.choice([-13, -12, -11])),
     ),
     "scale ratchet": Mechanism(
         ("scale",), ("classify:fp16", "reconstruct:fp16", "text:fp16"),
@@ -364,11 +364,11 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "fp8 amax drifts": Mechanism(
         ("scale",), ("classify:fp8", "reconstruct:fp8", "text:fp8"),
-        lambda d, n: StaleAmax(_late(d, n), d.choice([0.95, 0.97])),
+        lambda d, n: StaleAmax(_late(d, n), d.choice([0.98, 0.985])),
     ),
     "logit scale": Mechanism(
         ("logits",), ("pairs",) * 3,
-        lambda d, n: Decay(_late(d, n), -d.choice([0.005, 0.01]), group=1),
+        lambda d, n: Decay(_late(d, n), -d.choice([0.004, 0.008]), group=1),
         layers="logit_scale", own="logit_scale",
     ),
     "moving average drifts": Mechanism(

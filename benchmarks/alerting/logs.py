@@ -144,7 +144,7 @@ def _pair(name: str, seed: int, attempt: int, cache: Path) -> list[Record]:
 def _drawn(name: str, seed: int, attempt: int) -> tuple[Random, int, int]:
     """What the fault is drawn from, and the training's steps and the steps between looks."""
     draw = Random(f"{seed}/{name}/{attempt}")
-    return draw, draw.randrange(350, 550), draw.choice([20, 25, 50, 100])
+    return draw, draw.randrange(550, 750), draw.choice([20, 25, 50])
 
 
 @dataclass(frozen=True)

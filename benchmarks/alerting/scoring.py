@@ -75,6 +75,7 @@ class Score:
 
     Attributes:
         leads: Of each sick training the lead in steps; None where no alarm came before the harm. By sudden or not.
+        told_apart: Of each, whether an alarm came in time and none in the twin between the same two steps.
         cause: Of each that was alarmed in time, whether the first cause was right.
         layer: Of those whose harm has a place, whether that was right.
         false_alarms: In healthy trainings.
@@ -83,6 +84,7 @@ class Score:
     """
 
     leads: dict[bool, list[int | None]] = field(default_factory=lambda: {True: [], False: []})
+    told_apart: list[bool] = field(default_factory=list)
     cause: list[bool] = field(default_factory=list)
     layer: list[bool] = field(default_factory=list)
     false_alarms: int = 0
@@ -109,13 +111,16 @@ def episodes(alarms: Sequence[Alarm]) -> int:
     return sum(i == 0 or step - steps[i - 1] > TOGETHER for i, step in enumerate(steps))
 
 
-def add(score: Score, record: Record, alarms: Sequence[Alarm], steps: int) -> None:
-    """Adds what a rule has said in a training."""
-    if record.kind != "sick":
-        score.false_alarms += episodes(alarms)
-        score.healthy_steps += steps
-        return
+def add_healthy(score: Score, alarms: Sequence[Alarm], steps: int) -> None:
+    """Adds what a rule has said in a healthy training, a twin among them."""
+    score.false_alarms += episodes(alarms)
+    score.healthy_steps += steps
+
+
+def add_sick(score: Score, record: Record, alarms: Sequence[Alarm], of_twin: Sequence[Alarm]) -> None:
+    """Adds what a rule has said in a sick training, and in its twin."""
     first = in_time(record, alarms)
+    score.told_apart.append(first is not None and in_time(record, of_twin) is None)
     score.leads[record.sudden].append(None if first is None else (record.harm or 0) - first.step)
     if first is not None and first.finding is not None:
         score.cause.append(first_cause(first.finding) in record.cause)
@@ -152,11 +157,19 @@ def wilson(right: int, of: int) -> tuple[float, float]:
 
 def table(scores: dict[str, Score]) -> str:
     """The scores as a Markdown table."""
-    head = (
-        "| rule | creeping harm: alarmed before | lead, median steps | sudden harm: alarmed before | first cause right "
-        "| layer right | false alarms in healthy steps | per 10,000 | published spikes |"
+    titles = (
+        "rule",
+        "creeping harm: alarmed before",
+        "lead, median steps",
+        "sudden harm: alarmed before",
+        "either, and the twin silent",
+        "first cause right",
+        "layer right",
+        "false alarms in healthy steps",
+        "per 10,000",
+        "published spikes",
     )
-    rows = [head, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    rows = [f"| {' | '.join(titles)} |", f"| {' | '.join('---' for _ in titles)} |"]
     for name, score in scores.items():
         leads = [lead for lead in score.leads[False] if lead is not None]
         cells = [
@@ -164,6 +177,7 @@ def table(scores: dict[str, Score]) -> str:
             _share([lead is not None for lead in score.leads[False]]),
             f"{statistics.median(leads):.0f}" if leads else "-",
             _share([lead is not None for lead in score.leads[True]]),
+            _share(score.told_apart),
             _share(score.cause) if name == OURS else "names none",
             _share(score.layer) if name == OURS else "names none",
             f"{score.false_alarms} in {score.healthy_steps:,}",

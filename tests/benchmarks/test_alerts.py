@@ -203,9 +203,17 @@ def test_in_time_is_before_the_update_and_after_the_onset(alarms, found):
 def test_alarms_that_follow_each_other_are_one():
     assert scoring.episodes([Alarm(5), Alarm(6), Alarm(50), Alarm(101), Alarm(400)]) == 3
     score = Score()
-    healthy_record = Record(name="b", kind="healthy", seed=0, task="b", steps=9, every=1)
-    scoring.add(score, healthy_record, [Alarm(1), Alarm(2)], 1000)
+    scoring.add_healthy(score, [Alarm(1), Alarm(2)], 1000)
     assert (score.false_alarms, score.healthy_steps) == (1, 1000)
+
+
+def test_an_alarm_tells_a_training_from_its_twin_where_that_is_silent():
+    score = Score()
+    for of_twin in ([], [Alarm(99), Alarm(101)], [Alarm(100)]):
+        scoring.add_sick(score, SUDDEN, [Alarm(100)], of_twin)
+    scoring.add_sick(score, SUDDEN, [], [])
+    assert score.told_apart == [True, True, False, False]
+    assert score.leads == {True: [0, 0, 0, None], False: []}
 
 
 def test_bounds_are_those_of_the_tables():
