@@ -266,17 +266,17 @@ def actor_critic(draw: Random, steps: int, folder: Path, every: int) -> tuple[fl
 
 
 RUNS: dict[str, tuple[Callable[[Random, int], Run], int]] = {
-    "classify": (_plain(tasks.classify), 6000),
+    "classify": (_plain(tasks.classify), 8000),
     "classify in fp16": (_plain(tasks.classify, precision="fp16"), 5000),
     "reconstruct in fp16": (_plain(tasks.reconstruct, precision="fp16"), 5000),
     "images": (_plain(tasks.images), 3000),
     "text": (_plain(tasks.text), 3000),
     "gru": (_plain(tasks.series, kind="gru"), 3000),
-    "reconstruct": (_plain(tasks.reconstruct), 6000),
-    "contrastive": (_plain(tasks.pairs), 6000),
+    "reconstruct": (_plain(tasks.reconstruct), 8000),
+    "contrastive": (_plain(tasks.pairs), 8000),
     "values": (_plain(tasks.values), 6000),
     "experts": (_plain(tasks.experts), 3000),
-    "constant": (constant, 6000),
+    "constant": (constant, 8000),
     "warm restarts": (warm_restarts, 4000),
     "one cycle": (one_cycle, 3000),
     "steps down": (steps_down, 3000),
@@ -285,8 +285,8 @@ RUNS: dict[str, tuple[Callable[[Random, int], Run], int]] = {
     "curriculum": (curriculum, 4000),
     "another mix": (another_mix, 5000),
     "fine-tuning": (fine_tuning, 5000),
-    "to zero": (to_zero, 6000),
-    "few examples": (few_examples, 6000),
+    "to zero": (to_zero, 8000),
+    "few examples": (few_examples, 8000),
     "rare large losses": (rare_losses, 6000),
     "variational": (variational, 6000),
 }

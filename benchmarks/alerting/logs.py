@@ -31,7 +31,7 @@ from benchmarks.alerting.loop import Fault, Run, clean_loss, ended_in_nan, take_
 ATTEMPTS = 3
 """Draws of a fault, until one does harm."""
 AFTERWARDS = 60
-"""Steps that a sick log has from the harm on: no alert after it counts."""
+"""Steps that the two logs have from the harm on: no alert after it counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +122,15 @@ def _pair(name: str, seed: int, attempt: int, cache: Path) -> list[Record]:
         made = Random(f"{seed}/{name}/{attempt}/task").getrandbits(64)
         trial = _trial(_run(task, mechanism, made, steps), _run(task, mechanism, made, steps), fault)
         harm = harm_step(trial.sick, trial.twin, trial.applied, fault.onset)
+        until = steps if harm is None else min(harm + AFTERWARDS, steps)
         records = [
             Record(
                 name=name, kind="sick", seed=seed, task=task, every=every, attempt=attempt, drawn=drawn,
-                steps=steps if harm is None else min(harm + AFTERWARDS, steps), onset=fault.onset, harm=harm,
+                steps=until, onset=fault.onset, harm=harm,
                 sudden=harm is not None and is_sudden(fault.onset, harm), cause=mechanism.cause,
                 layers=mechanism.layers,
             ),
-            Record(name=name, kind="twin", seed=seed, task=task, every=every, attempt=attempt, steps=steps),
+            Record(name=name, kind="twin", seed=seed, task=task, every=every, attempt=attempt, steps=until),
         ]  # fmt: skip
         if harm is not None:
             again = mechanism.make(_drawn(name, seed, attempt)[0], steps)
