@@ -296,7 +296,7 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda d, n: Rate(_late(d, n), d.choice([30.0, 60.0]), lasts=d.choice([30, 60])),
     ),
     "bad batch late": Mechanism(
-        ("data",), ("images", "images", "reconstruct", "series", "experts"),
+        ("data",), ("series", "reconstruct", "experts", "values", "classify", "images"),
         lambda d, n: BadBatches(_late(d, n), d.choice([100.0, 300.0]), d.choice([1, 1, 2])),
     ),
     "inputs not normalised": Mechanism(
@@ -356,7 +356,7 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "underflow creeping in": Mechanism(
         ("scale", "gradient"), ("reconstruct:fp16", "classify:fp16", "reconstruct:fp16"),
-        lambda d, _: FixedScale(2.0 ** d.choice([-13, -12, -11])),
+        lambda d, _: FixedScale(2.0 ** d.choice([-16, -15, -14])),
     ),
     "scale ratchet": Mechanism(
         ("scale",), ("classify:fp16", "reconstruct:fp16", "text:fp16"),

@@ -16,7 +16,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
@@ -135,7 +135,8 @@ def _pair(name: str, seed: int, attempt: int, cache: Path) -> list[Record]:
         if harm is not None:
             again = mechanism.make(_drawn(name, seed, attempt)[0], steps)
             for record, what, losses in ((records[0], again, trial.losses), (records[1], Fault(), trial.twin_losses)):
-                run = replace(_run(task, mechanism, made, steps), steps=record.steps)
+                run = _run(task, mechanism, made, steps)
+                run.steps = record.steps
                 _watched(run, what, losses, every, cache / f"{_stem(record.kind, name, seed)}.jsonl.gz")
         numbers = {"sick": _short(trial.sick), "twin": _short(trial.twin)}
         known = _keep(cache, f"{_stem('sick', name, seed)}.{attempt}", key, records, numbers)
