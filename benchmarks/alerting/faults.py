@@ -214,21 +214,18 @@ class StaleAmax(Fault):
                 module.amax.mul_(self.growth)
 
 
-class BitFlip(Fault):
-    """A bit of a weight's exponent flips in memory."""
+class StuckBit(Fault):
+    """A bit of the exponent is read as 1 in some rows of a weight: a lane of the memory has failed for a moment."""
 
-    def __init__(self, onset: int, tensor: str, bit: int) -> None:
+    def __init__(self, onset: int, tensor: str, bit: int, rows: int) -> None:
         super().__init__(onset)
-        self.tensor, self.bit = tensor, bit
+        self.tensor, self.bit, self.rows = tensor, bit, rows
 
     @torch.no_grad()
-    def after(self, run: Run, step: int) -> None:
+    def before(self, run: Run, step: int) -> None:
         if step == self.onset:
-            weights = run.named(self.tensor)[0][1].view(-1)
-            place = int(weights.abs().argmax())
-            weights[place : place + 1] = (weights[place : place + 1].view(torch.int32) ^ (1 << self.bit)).view(
-                torch.float32
-            )
+            rows = run.named(self.tensor)[0][1][: self.rows]
+            rows.copy_((rows.contiguous().view(torch.int32) | (1 << self.bit)).view(torch.float32))
 
 
 class GarbledReduction(Fault):
@@ -262,6 +259,8 @@ class Mechanism:
         layers: Where it lies, as a pattern for names of parameters; "" where it lies everywhere or nowhere.
         own: What names the parameters that are a group of their own, in the twin as well.
         rate: What the task's learning rates are multiplied by, in the twin as well.
+        halves: Steps after which the loss is half as large, in the twin as well: a mean over ever more tokens, which an
+            Adam of short memory does not mind; 0 for a loss that stays as it is.
     """
 
     cause: tuple[str, ...]
@@ -270,6 +269,7 @@ class Mechanism:
     layers: str = ""
     own: str = ""
     rate: float = 1.0
+    halves: int = 0
 
 
 def _late(draw: Random, steps: int) -> int:
@@ -355,8 +355,9 @@ MECHANISMS: dict[str, Mechanism] = {
         layers="weight_hh", own="weight_hh",
     ),
     "underflow creeping in": Mechanism(
-        ("scale", "gradient"), ("reconstruct:fp16", "classify:fp16", "reconstruct:fp16"),
-        lambda d, _: FixedScale(2.0 ** d.choice([-16, -15, -14])),
+        ("scale", "gradient"), ("text:fp16",) * 3,
+        lambda d, _: FixedScale(2.0 ** d.choice([-4, -3, -2])),
+        rate=0.4, halves=25,
     ),
     "scale ratchet": Mechanism(
         ("scale",), ("classify:fp16", "reconstruct:fp16", "text:fp16"),
@@ -375,9 +376,10 @@ MECHANISMS: dict[str, Mechanism] = {
         ("data", "logits"), ("values",) * 3,
         lambda d, n: Drift(_late(d, n), d.choice([1.2, 1.35, 1.5])),
     ),
-    "bit flip": Mechanism(
-        ("hardware",), ("classify", "text", "reconstruct"),
-        lambda d, n: BitFlip(_late(d, n), "weight", d.choice([27, 28])),
+    "bit stuck": Mechanism(
+        ("hardware",),
+        ("classify", "text", "reconstruct"),
+        lambda d, n: StuckBit(_late(d, n), "weight", d.choice([25, 26]), d.choice([4, 8])),
     ),
     "reduction garbled": Mechanism(
         ("hardware", "gradient"), ("images", "images", "series"),

@@ -26,7 +26,7 @@ from ampdoctor.evidence.run_log.text import line_of
 from benchmarks.alerting import healthy, loop, nets, tasks
 from benchmarks.alerting.faults import MECHANISMS, Mechanism
 from benchmarks.alerting.harm import STAYS, harm_step, is_above, is_sudden
-from benchmarks.alerting.loop import Fault, Run, clean_loss, ended_in_nan, take_step, train
+from benchmarks.alerting.loop import Batch, Fault, Run, clean_loss, ended_in_nan, take_step, train
 
 ATTEMPTS = 3
 """Draws of a fault, until one does harm."""
@@ -116,6 +116,8 @@ def _pair(name: str, seed: int, attempt: int, cache: Path) -> list[Record]:
     draw, steps, every = _drawn(name, seed, attempt)
     fault = mechanism.make(draw, steps)
     drawn = {key: value for key, value in vars(fault).items() if key != "onset"}
+    if mechanism.halves:
+        drawn["halves"] = mechanism.halves
     key = _key(task, type(fault), mechanism.own, mechanism.rate, steps, every, fault.onset, drawn)
     known = _kept(cache, f"{_stem('sick', name, seed)}.{attempt}", key)
     if known is None:
@@ -223,7 +225,21 @@ def _run(task: str, mechanism: Mechanism, made: int, steps: int) -> Run:
     settings = {"precision": how} if how in tasks.LINEAR else {"kind": how} if how else {}
     run = tasks.TASKS[name](Random(made), steps, own=mechanism.own, **settings)
     run.rates = [mechanism.rate * rate for rate in run.rates]
+    if mechanism.halves:
+        _fade(run, mechanism.halves)
     return run
+
+
+def _fade(run: Run, halves: int) -> None:
+    """Lets the loss become smaller and smaller; on clean data it stays what it is."""
+    batch, loss, now = run.batch, run.loss, [0]
+
+    def drawn(step: int) -> Batch:
+        now[0] = step
+        return batch(step)
+
+    run.batch = drawn
+    run.loss = lambda b: loss(b) * (0.5 ** (now[0] / halves) if run.model.training else 1.0)
 
 
 def _stem(kind: str, name: str, seed: int) -> str:

@@ -72,7 +72,7 @@ def test_a_fault_does_nothing_before_its_onset_and_something_from_then_on(name):
     for step in range(fault.onset):
         assert take_step(sick, fault, step) == take_step(twin, Fault(), step)
     assert fault.onset == 0 or torch.equal(weights(sick), weights(twin))
-    for step in range(fault.onset, fault.onset + 8):
+    for step in range(fault.onset, fault.onset + 20):
         take_step(sick, fault, step)
         take_step(twin, Fault(), step)
     assert not torch.equal(weights(sick), weights(twin))
