@@ -11,7 +11,6 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import Line, StepLine
@@ -218,6 +217,6 @@ class ZeroShare(Rival):
         return elements > 0 and sum(share * count for share, count in gradients) > 0.05 * elements
 
 
-RIVALS: tuple[Callable[[], Rival], ...] = (
+RIVALS: tuple[type[Rival], ...] = (
     ZClip, SixSigma, KillLossSpike, SpikeDetection, FactorTen, LossWatchDog, Turbulence, ZeroShare,
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from ampdoctor.evidence.run_log.lines import Line, StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from benchmarks.alerting.logs import Record
 from benchmarks.alerting.published import SPIKES, Spike, steps_of
-from benchmarks.alerting.rivals import RIVALS
+from benchmarks.alerting.rivals import RIVALS, Rival
 
 OURS = "ampdoctor"
 TOGETHER = 50
@@ -52,10 +53,13 @@ class Heard:
 
 
 def hear(lines: Iterable[Line]) -> Heard:
-    """Each rule hears a training's log, alone and from its beginning."""
+    """Each rule hears a training's log, alone and from its beginning.
+
+    A rival is there once for each optimizer, as who trains with two would have it: none of them knows of several.
+    """
     judge = Judge(DEFAULT_THRESHOLDS)
-    rivals = [make() for make in RIVALS]
-    heard = Heard({OURS: [], **{rival.name: [] for rival in rivals}})
+    rivals: defaultdict[int, list[Rival]] = defaultdict(lambda: [make() for make in RIVALS])
+    heard = Heard({OURS: [], **{make.name: [] for make in RIVALS}})
     for line in lines:
         step = line.step if isinstance(line, StepLine | DetailLine) else 0
         late = isinstance(line, DetailLine)
@@ -63,7 +67,7 @@ def hear(lines: Iterable[Line]) -> Heard:
         for finding in judge.hear(line):
             if finding.severity != "note":
                 heard.alarms[OURS].append(Alarm(step, late, finding))
-        for rival in rivals:
+        for rival in rivals[line.optimizer] if isinstance(line, StepLine | DetailLine) else ():
             if rival.hear(line):
                 heard.alarms[rival.name].append(Alarm(step, late))
     return heard

@@ -207,6 +207,17 @@ def test_alarms_that_follow_each_other_are_one():
     assert (score.false_alarms, score.healthy_steps) == (1, 1000)
 
 
+def test_a_rival_hears_each_optimizer_alone():
+    both = [
+        StepLine(step=2 * i + which, optimizer=which, loss=loss, gradient_norm=norm * 100**which)
+        for i, (loss, norm) in enumerate(QUIET)
+        for which in (0, 1)
+    ]
+    of_both = rivals.Turbulence()
+    assert any(of_both.hear(line) for line in both)
+    assert scoring.hear(both).alarms[rivals.Turbulence.name] == []
+
+
 def test_an_alarm_tells_a_training_from_its_twin_where_that_is_silent():
     score = Score()
     for of_twin in ([], [Alarm(99), Alarm(101)], [Alarm(100)]):
