@@ -24,9 +24,9 @@ from ampdoctor.evidence.run_log.files import logs_in
 from ampdoctor.evidence.run_log.lines import Line
 from ampdoctor.evidence.run_log.text import line_of
 from benchmarks.alerting import healthy, loop, nets, tasks
-from benchmarks.alerting.faults import MECHANISMS, Mechanism
 from benchmarks.alerting.harm import STAYS, harm_step, is_above, is_sudden
 from benchmarks.alerting.loop import Batch, Fault, Run, clean_loss, ended_in_nan, take_step, train
+from benchmarks.alerting.mechanisms import MECHANISMS, Mechanism
 
 ATTEMPTS = 3
 """Draws of a fault, until one does harm."""

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.alerting import healthy, logs, published, rivals, scoring, tasks  # noqa: E402
-from benchmarks.alerting.faults import MECHANISMS  # noqa: E402
 from benchmarks.alerting.harm import STAYS, harm_step, is_sudden  # noqa: E402
 from benchmarks.alerting.logs import Record  # noqa: E402
 from benchmarks.alerting.loop import Fault, clean_loss, take_step  # noqa: E402
+from benchmarks.alerting.mechanisms import MECHANISMS  # noqa: E402
 from benchmarks.alerting.scoring import Alarm, Score  # noqa: E402
 
 
