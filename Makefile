@@ -20,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend peers layouts scalers sinks versions docs docs-linkcheck lint format types clean
+.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend bench-alerts peers layouts scalers sinks versions docs docs-linkcheck lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -56,6 +56,9 @@ bench-diagnosis: $(STAMP)  ## Compare who names the culprit, over the labelled c
 bench-recommend: $(STAMP)  ## Train ten small runs with torch's default scaler and with the recommended one (an hour)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/recommend.py
+
+bench-alerts: $(STAMP)  ## Train small runs that end in harm and healthy ones, and count which rules alarm in time (hours; ALERTS="--seed 7" draws anew)
+	$(BIN)/python benchmarks/alerts.py --collect --judge $(ALERTS)
 
 peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmarks compare with
 
