@@ -17,9 +17,8 @@ from ampdoctor.evidence.report import (
     verdict_of,
     with_files,
 )
-from ampdoctor.evidence.report.health import CurveName, HealthSection
+from ampdoctor.evidence.report.health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.kept import look_again
 from ampdoctor.health.looking import Looked, Told, grown_lately
 from ampdoctor.health.reading.log_kind import Noticed
@@ -120,9 +119,7 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
     findings = sorted(
         (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
     )
-    runs = tuple(
-        with_proposed_scaling(replace(run, source=one.shown), thresholds) for one in read for run in one.looked.runs
-    )
+    runs = tuple(_with_proposal(replace(run, source=one.shown), thresholds) for one in read for run in one.looked.runs)
     return Report(
         command="health",
         target=_target(read, shown),
@@ -145,6 +142,15 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
         else None,
         thresholds=thresholds.listed(),
     )
+
+
+def _with_proposal(run: HealthRun, thresholds: Thresholds) -> HealthRun:
+    """The run with the settings that would have been better for its scaler, where the log says enough of it."""
+    if not run.scalers or not any(curve.name == "headroom_binades" for curve in run.curves):
+        return run
+    from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling  # simulating takes torch
+
+    return with_proposed_scaling(run, thresholds)
 
 
 def _in_log(finding: Finding, shown: str) -> Finding:

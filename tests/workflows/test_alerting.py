@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ampdoctor.evidence.run_log.text import line_of
 SICK = 90
 
 
-def train(folder, *, spoiled=True, steps=120, **options):
+def train(folder, *, spoiled=True, steps=120, after=lambda step: None, **options):
     """Ninety quiet steps, and then a batch that is a thousand times too large."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
@@ -27,6 +28,7 @@ def train(folder, *, spoiled=True, steps=120, **options):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
+            after(step)
     return [one.line for text in (folder / "log.jsonl").read_text().splitlines() if (one := line_of(text)) is not None]
 
 
@@ -49,12 +51,18 @@ def test_a_healthy_training_hears_nothing(tmp_path, caplog):
 
 
 def test_a_firing_raises_the_sampling(tmp_path):
-    lines = train(tmp_path / "log", steps=400)
+    alerted = threading.Event()
+
+    def after(step):
+        if step == SICK + 20:  # by then its line has been heard, or will be soon
+            assert alerted.wait(30)
+
+    lines = train(tmp_path / "log", steps=130, after=after, on_alert=lambda finding: alerted.set())
     looked = {line.step: line.reason for line in lines if isinstance(line, DetailLine)}
     raised = [step for step, reason in looked.items() if reason == "gradient-jump"]
     assert 1 <= len(raised) <= 4
     assert all(step > SICK for step in raised)
-    assert len([line for line in lines if isinstance(line, StepLine)]) == 400
+    assert len([line for line in lines if isinstance(line, StepLine)]) == 130
 
 
 def test_a_function_that_raises_is_called_no_more_and_harms_nobody(tmp_path, caplog):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.evidence.run_log.details import DetailLine
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LOOKS = 16
 """Looks that are remembered."""
@@ -21,7 +23,7 @@ _ROBUST = 1.4826
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
-Matrix = NDArray[np.float64]
+Matrix: TypeAlias = "NDArray[np.float64]"
 Key = tuple[int, str, str, int]
 
 

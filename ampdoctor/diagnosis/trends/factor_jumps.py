@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_finding
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment
 from ampdoctor.evidence.report import Finding
