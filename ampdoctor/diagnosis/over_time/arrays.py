@@ -1,4 +1,4 @@
-"""numpy, imported when it is first used: who reads the catalogue of rules alone, as a watched script does, needs none."""
+"""numpy, imported when it is first used: the catalogue of rules alone, which a watched script has read, needs none."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_skips_that_the_log_tells_count_where_the_scale_stays(tmp_path):
 
 def test_a_folder_with_another_s_log_alone_names_the_command_that_reads_it(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(CheckpointError, match="is a training log and no checkpoint; `ampdoctor health .*` reads it"):
+    with pytest.raises(CheckpointError, match=r"is a training log and no checkpoint; `ampdoctor health .*` reads it"):
         scan(tmp_path)
 
 
