@@ -128,7 +128,7 @@ def test_a_training_is_seen_from_before_its_log_to_its_end(tmp_path):
     """It appears late, grows, rotates, the window is drawn narrower and wider, and the end is a report."""
     folder = tmp_path / "run"
     with Terminal("health", folder, "--follow") as terminal:
-        terminal.until(has("waiting for its first line"))
+        terminal.until(has("waiting for its"))
         log = Log(folder)
         log.steps(40)
         log.put(DetailLine(step=39, tensors=(TensorDetail(tensor=1, role="gradient", flushed_share=0.25),)))
