@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.arithmetic import ALIKE
 from tests.docs.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ def ampdoctor(*arguments, python=sys.executable):
     """Standard output and exit code of `ampdoctor`, as on a terminal of the README's width without colour."""
     kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE"}}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
-    env = {**kept, "PYTHONPATH": path, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    env = {**kept, "PYTHONPATH": path, "COLUMNS": str(WIDTH), "NO_COLOR": "1", **ALIKE}
     done = subprocess.run(
         [python, "-m", "ampdoctor", *arguments],
         cwd=ROOT,

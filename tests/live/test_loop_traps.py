@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 import random
 import sys
 import threading
@@ -100,6 +101,28 @@ def accumulating():
             scale.step(optimizer)
             scale.update()
             optimizer.zero_grad()
+    return model, optimizer, scale
+
+
+def keeping_the_best():
+    """Copies and saves of everything, in the middle; from the middle on the copy is trained."""
+    model, scale = mlp(), scaler()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 4)).float().pow(2).mean()
+        optimizer.zero_grad()
+        scale.scale(loss).backward()
+        scale.step(optimizer)
+        scale.update()
+        scheduler.step()
+        if step in (4, 7):
+            pickle.loads(pickle.dumps((model, optimizer, scale.state_dict(), scheduler.state_dict())))
+            model, optimizer, scale, scheduler = copy.deepcopy((model, optimizer, scale, scheduler))
+            assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(
+                map(id, model.parameters())
+            )
     return model, optimizer, scale
 
 
@@ -263,6 +286,7 @@ def in_a_thread():
 LOOPS = {
     "plain": plain,
     "accumulation": accumulating,
+    "copies": keeping_the_best,
     "GAN": adversarial,
     "EMA and batch norm": averaged,
     "odd parameters": odd,

@@ -36,6 +36,7 @@ from torch.nn.modules import module as hooks  # noqa: E402
 from torch.optim import optimizer as optimizers  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+from tests.arithmetic import ALIKE  # noqa: E402
 from tests.loops.recorder import checksum, machine  # noqa: E402
 
 
@@ -255,7 +256,7 @@ def run_in_process(
     done = subprocess.run(
         [python, __file__, *under, "--policy", policy, "--out", str(out), str(script), *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ALIKE},
         capture_output=True,
         text=True,
         check=False,

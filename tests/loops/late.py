@@ -17,8 +17,9 @@ class LateTruth:
 
     Attributes:
         code: What the rules' pages call it.
-        step: The first harmed optimizer step, from 0, as attempted: skipped ones count.
-        turn: The turn of the training loop, from 0.
+        step: The first harmed optimizer step, from 0, as attempted: skipped ones count. None where a training that grows
+            sick by its own trajectory gets there at another step on each processor: `births.py` finds it there.
+        turn: The turn of the training loop, from 0; None likewise.
         optimizer: Which of the loop's optimizers was to take that step, in order of their first steps.
         phase: "data", "forward", "loss" or "backward".
         module: The innermost module; "" outside all, or in the outermost one's own code.
@@ -28,8 +29,8 @@ class LateTruth:
     """
 
     code: str
-    step: int
-    turn: int
+    step: int | None
+    turn: int | None
     optimizer: int = 0
     phase: str
     module: str
@@ -92,8 +93,8 @@ LATE = (
         healthy=(*_NANOGPT.split(), "--learning_rate=3e-3"),
         truth=LateTruth(
             code="AMP201",
-            step=223,
-            turn=223,
+            step=None,
+            turn=None,
             phase="forward",
             module="transformer.h.0.attn",
             op="aten.bmm",

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.arithmetic import ALIKE
 from tests.loops.bare import ROOT, run_in_process
 from tests.loops.late import LATE
 
 pytestmark = pytest.mark.slow
 
+BIRTHS = Path(__file__).with_name("births.py")
 PLAIN = [late for late in LATE if not late.frameworks]
 RUN = ("--health", "health", "--report", "json=report.json")
 AS_BARE = ("weights", "random", "entered", "optimizers", "scalers", "attempted", "skipped", "calls")
@@ -34,11 +37,28 @@ def place_of(report):
     return error["code"], where["step"], where["phase"], where["module"] or "", kernel, line
 
 
-def truth_of(late):
+def step_of(late, folder):
+    """The step of a truth, found in the bare script where it is the processor's: the first with a birth that is skipped."""
+    if late.truth.step is not None:
+        return late.truth.step
+    found = subprocess.run(
+        [sys.executable, str(BIRTHS), "--from", "200", "--most", "100000", str(late.path), *late.sick],
+        cwd=folder,
+        env={**os.environ, **ALIKE},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    births = re.findall(rf"attempted=\((\d+),\), phase='{late.truth.phase}'.*op='{re.escape(late.truth.op)}\b", found)
+    (skipped,) = json.loads(re.search(r"^skipped (.*) of ", found, re.MULTILINE)[1])
+    return min(set(map(int, births)) & set(skipped))
+
+
+def truth_of(late, step):
     """The same of the truth; in which line of the data's code a batch went wrong, no step that is recorded can say."""
     truth = late.truth
     made = (None, None) if truth.phase == "data" else (truth.op, truth.line)
-    return truth.code, truth.step, truth.phase, truth.module, *made
+    return truth.code, step, truth.phase, truth.module, *made
 
 
 @pytest.mark.parametrize("late", PLAIN, ids=[late.name for late in PLAIN])
@@ -46,12 +66,13 @@ def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alo
     bare, found = beside_a_bare_run(late, late.sick, tmp_path / "sick")
     assert (bare.returncode, found.returncode) == (0, 1)
     report = json.loads((tmp_path / "sick" / "report.json").read_text(encoding="utf-8"))
-    assert place_of(report) == truth_of(late)
+    step = step_of(late, tmp_path)
+    assert place_of(report) == truth_of(late, step)
 
     bundle = tmp_path / "sick" / report["run"]["kept"]["bundle"]
-    assert bundle == tmp_path / "sick" / "health" / f"bundle-{late.truth.step}"
+    assert bundle == tmp_path / "sick" / "health" / f"bundle-{step}"
     again = bisected(bundle, late.path, tmp_path / "laptop")
-    assert place_of(again) == truth_of(late)
+    assert place_of(again) == truth_of(late, step)
     assert again["run"]["policy"] == "cuda"
 
     bare, watched = beside_a_bare_run(late, late.healthy, tmp_path / "healthy")
@@ -77,7 +98,7 @@ def bisected(bundle, script, folder):
     done = subprocess.run(
         [sys.executable, "-m", "ampdoctor", "bisect-nan", str(bundle), *code, "--report", "json=report.json"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **ALIKE, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.reports.forms.human import render_human
+from tests.arithmetic import ALIKE
 from tests.samples import EVERY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ def sample(name, width):
 def command(name, python=sys.executable):
     """What a command prints on a terminal of 80 columns without colour."""
     kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE"}}
-    env = {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    env = {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", **ALIKE}
     options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     with tempfile.TemporaryDirectory() as folder:
         sick = Path(folder) / "run.pt"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ampdoctor.live.numbers.norms import norms_of
 from ampdoctor.live.numbers.sampling import Sampled, sample
+from ampdoctor.loop.module_hooks import UncopiedHooks
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.torch_internals import in_backward, transforms
 from ampdoctor.numerics import extremes_of_each
@@ -62,7 +63,7 @@ class Activations:
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self.taken: list[Returned] = []
         self._fail = fail
-        self._hooks: list[Any] = []
+        self._hooks = UncopiedHooks()
         self._calls: Counter[str] = Counter()
         self._models: list[weakref.ref[nn.Module]] = []
         self._open: weakref.ref[nn.Module] | None = None
@@ -95,13 +96,11 @@ class Activations:
         parts = _uncompiled(name, model)[1:]
         stride = max(-(-len(parts) // MOST_ACTIVATIONS), 1)
         for path, part in parts[self._turn % stride :: stride]:
-            self._hooks.append(part.register_forward_hook(self._hook(path)))
+            self._hooks.add(part, part.register_forward_hook(self._hook(path)))
 
     def detach(self) -> None:
         """No hook is left."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
 
     def returned(self, name: str, model: nn.Module, output: Any) -> None:
         """A model has returned; where it was not attached to in this step, that is no first call."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ampdoctor.loop.module_hooks import UncopiedHooks
 from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
 
@@ -49,7 +50,7 @@ class OutermostModels:
         self._listener = listener
         self._known: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
-        self._hooks: list[Any] = []
+        self._hooks = UncopiedHooks()
         self._global: list[Any] = []
         self._inside = _Inside()
         self.unseen: list[str] = []
@@ -67,9 +68,7 @@ class OutermostModels:
             self.settle()
             with suppress(ValueError):  # the loop has set filters of its own
                 warnings.filters.remove(quiet)  # type: ignore[attr-defined]  # a list
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+            self._hooks.remove()
 
     @property
     def roots(self) -> list[tuple[str, nn.Module]]:
@@ -119,6 +118,14 @@ class OutermostModels:
         """No call runs on this thread: what an interrupt has ended was not told."""
         self._inside.modules.clear()
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> OutermostModels:
+        """A copied module may have taken its hooks along (`UncopiedHooks`); it is none of the known."""
+        return self
+
+    def __reduce__(self) -> tuple[type[_Nobody], tuple[()]]:
+        """A pickled one may have as well; it is read where nobody watches."""
+        return _Nobody, ()
+
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module) -> None:
@@ -162,7 +169,7 @@ class OutermostModels:
             self._listener.left(module, args, kwargs, output)
 
     def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or id(module) not in self._known:  # a copy that has taken the hook along
             return
         told, self._inside.told = self._inside.told, None
         if told is not module:
@@ -183,10 +190,11 @@ class OutermostModels:
             inside = {id(part) for part in root.modules()}
             self._roots = [(n, r) for n, r in self._roots if (m := r()) is not None and id(m) not in inside]
             self._roots.append((name, weakref.ref(root)))
-        self._hooks += [
+        self._hooks.add(
+            module,
             module.register_forward_pre_hook(self._enter_known, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave_known, with_kwargs=True, always_call=True),
-        ]
+        )
 
     def _note_compiled(self, module: nn.Module) -> None:
         sentence = (
@@ -195,6 +203,16 @@ class OutermostModels:
         )
         if getattr(module, "_compiled_call_impl", None) is not None and sentence not in self.unseen:
             self.unseen.append(sentence)
+
+
+class _Nobody:
+    """What the hooks of a module lead to that was pickled with them."""
+
+    def _enter_known(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        pass
+
+    def _leave_known(self, _module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        pass
 
 
 class _Inside(threading.local):

@@ -73,7 +73,9 @@ def commands(run: HealthRun) -> Sequence[str]:
 def scale_line(scaler: ScalerHistory) -> str:
     """Returns what became of a loss scale."""
     scales = [scale for _, scale in scaler.path.points]
-    if len(set(scales)) == 1:
+    if not scales:
+        moved = "loss scale not in the log"
+    elif len(set(scales)) == 1:
         moved = f"loss scale {words.binary(scales[0])} all along"
     else:
         moved = (

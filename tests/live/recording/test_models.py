@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import copy
+import copyreg
+import functools
+import io
+import pickle
 import warnings
 
 import pytest
@@ -41,3 +46,93 @@ def test_a_forward_that_raises_is_left_without_a_warning():
             model(torch.zeros(1, 2), stop=True)
         model(torch.zeros(1, 2), stop=False)
     assert heard.calls == [("Stops", False), ("Stops", True)]
+
+
+def called_by_hook(model, *watched):
+    """The classes that a watch is told of while `model` and those watched run under it."""
+    heard = Heard()
+    models = OutermostModels(heard)
+    with models.watching():
+        for one in watched:
+            one(torch.zeros(1, 2))
+        models.settle()  # from here on known models alone are told of
+        heard.calls.clear()
+        model()(torch.zeros(1, 2))
+    return heard.calls
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        other = CopiesItself(2, 2)
+        other.__dict__.update(copy.deepcopy(vars(self), memo))
+        return other
+
+
+class KeepsState(nn.Linear):
+    def __getstate__(self):
+        return {**vars(self), "kept": True}
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, CopiesItself, KeepsState])
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_of_a_watched_model_is_not_watched(kind, again):
+    model = kind(2, 2)
+    assert called_by_hook(lambda: model, model) == [(kind.__name__, True)]
+    assert called_by_hook(lambda: again(model), model) == []
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, KeepsState])
+def test_a_model_that_is_saved_under_watch_is_saved_as_it_is_bare(kind):
+    model = nn.Sequential(kind(2, 2), kind(2, 2))
+    own = model[0].register_forward_hook(functools.partial(print, end=""))
+    bare = saved(model)
+    models = OutermostModels(Heard())
+    with models.watching():
+        for one in (model, model[1]):
+            one(torch.zeros(1, 2))
+        assert len(model._forward_hooks) == 1
+        assert saved(model) == bare
+        assert [len(one._forward_hooks) for one in copy.deepcopy(model)] == [1, 0]
+    assert saved(model) == bare
+    own.remove()
+
+
+def test_what_a_loop_registers_for_its_models_pickles_stays_registered():
+    model = nn.Linear(2, 2)
+    copyreg.pickle(nn.Linear, lambda _: (nn.ReLU, ()))
+    try:
+        models = OutermostModels(Heard())
+        with models.watching():
+            model(torch.zeros(1, 2))
+            assert isinstance(copy.deepcopy(model), nn.ReLU)
+        assert isinstance(copy.deepcopy(model), nn.ReLU)
+    finally:
+        del copyreg.dispatch_table[nn.Linear]
+
+
+def test_a_model_of_torch_fx_that_is_watched_is_copied_and_saved():
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    heard = Heard()
+    with OutermostModels(heard).watching():
+        model(torch.zeros(1, 2))
+        copied, loaded = copy.deepcopy(model), torch.load(io.BytesIO(saved(model)), weights_only=False)
+        assert copied(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))
+    assert loaded(torch.ones(1, 2)).equal(model(torch.ones(1, 2)))
+
+
+def test_no_class_is_registered_after_a_watch():
+    before = dict(copyreg.dispatch_table)
+    with OutermostModels(Heard()).watching():
+        nn.Linear(2, 2)(torch.zeros(1, 2))
+        assert nn.Linear in copyreg.dispatch_table
+    assert copyreg.dispatch_table == before

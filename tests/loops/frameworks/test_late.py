@@ -31,12 +31,12 @@ def test_a_late_fault_is_found_in_place_and_in_its_bundle_and_a_twin_is_left_alo
     bare, found = beside_a_bare_run(late, late.sick, tmp_path / "sick")
     assert (bare.returncode, found.returncode) == (0, 1)
     report = json.loads((tmp_path / "sick" / "report.json").read_text(encoding="utf-8"))
-    assert place_of(report) == truth_of(late)
+    assert place_of(report) == truth_of(late, late.truth.step)
 
     bundle = tmp_path / "sick" / report["run"]["kept"]["bundle"]
     assert bundle == tmp_path / "sick" / "health" / f"bundle-{late.truth.step}"
     again = bisected(bundle, late.path if late.name in OWN_MODELS else None, tmp_path / "laptop")
-    assert place_of(again) == truth_of(late)
+    assert place_of(again) == truth_of(late, late.truth.step)
     assert again["run"]["policy"] == "cuda"
 
     bare, watched = beside_a_bare_run(late, late.healthy, tmp_path / "healthy")
