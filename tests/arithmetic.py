@@ -1,7 +1,7 @@
-"""What makes a process compute alike on every x86 processor: a training is followed by others of its kind only so.
+"""What makes a process compute alike on every x86 processor.
 
-Libraries choose their kernels by the processor; results that differ in the last bit are, hundreds of steps later, another
-training. AVX2 is what every machine has that runs these tests; MKL's own name for all of them is "compatible".
+Libraries choose their kernels by the processor, and results that differ in the last bit are, some hundred steps later,
+another training. AVX2 is what every machine has that runs these tests; MKL's name for them all is "compatible".
 """
 
 ALIKE = {

@@ -29,6 +29,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from tests.arithmetic import ALIKE  # noqa: E402
+
 DOCS = ROOT / "docs"
 WIDTH = 100
 TIMEOUT_S = 300

@@ -17,8 +17,8 @@ class LateTruth:
 
     Attributes:
         code: What the rules' pages call it.
-        step: The first harmed optimizer step, from 0, as attempted: skipped ones count. None where a training that grows
-            sick by its own trajectory gets there at another step on each processor: `births.py` finds it there.
+        step: The first harmed optimizer step, from 0, as attempted: skipped ones count. None where it is another on
+            each processor, as of a training that grows sick by itself: `births.py` finds it there.
         turn: The turn of the training loop, from 0; None likewise.
         optimizer: Which of the loop's optimizers was to take that step, in order of their first steps.
         phase: "data", "forward", "loss" or "backward".

@@ -38,7 +38,7 @@ def place_of(report):
 
 
 def step_of(late, folder):
-    """The step of a truth, found in the bare script where it is the processor's: the first with a birth that is skipped."""
+    """The step of a truth; where it is the processor's: the bare script's first that has a birth and is skipped."""
     if late.truth.step is not None:
         return late.truth.step
     found = subprocess.run(
