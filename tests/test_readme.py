@@ -86,7 +86,8 @@ def test_the_transcript_is_what_the_command_prints():
     shown = block(TRANSCRIPT)
     assert shown == transcript()
     assert shown.startswith("$ ampdoctor run ")
-    assert max(map(len, shown.splitlines())) <= WIDTH
+    folded = [line for line in shown.splitlines() if not line.startswith("ampdoctor: ")]  # an alert is one line
+    assert max(map(len, folded)) <= WIDTH
     assert "verified by replay" in shown
 
 

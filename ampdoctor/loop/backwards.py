@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from ampdoctor.loop.gradient_hooks import on_gradient
+from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
 
 PLAIN = 1.0

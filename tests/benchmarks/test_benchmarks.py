@@ -174,7 +174,16 @@ def test_start_up_is_timed_for_every_contender():
 def test_the_runner_knows_every_script_of_speed_and_stops_at_the_first_failure(monkeypatch, capsys):
     run = script("run")
     # no speed; an hour; a browser; what another one measures, or looks into
-    others = {"run.py", "diagnosis.py", "recommend.py", "html_report.py", "versions.py", "real_runs.py", "where.py"}
+    others = {
+        "run.py",
+        "alerts.py",
+        "diagnosis.py",
+        "recommend.py",
+        "html_report.py",
+        "versions.py",
+        "real_runs.py",
+        "where.py",
+    }
     assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - others
     started = []
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor import TrainingRun
-from ampdoctor.loop.gradient_hooks import on_gradient
+from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.doctor import Doctor
 from ampdoctor.workflows.opening.request import ReplayRequest

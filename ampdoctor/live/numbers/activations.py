@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ampdoctor.live.numbers.norms import norms_of
 from ampdoctor.live.numbers.sampling import Sampled, sample
-from ampdoctor.loop.module_hooks import UncopiedHooks
+from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.torch_internals import in_backward, transforms
 from ampdoctor.numerics import extremes_of_each

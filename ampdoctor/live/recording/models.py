@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.loop.module_hooks import UncopiedHooks
+from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
 from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
 

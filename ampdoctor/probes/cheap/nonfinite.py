@@ -18,7 +18,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
-from ampdoctor.loop.gradient_hooks import on_gradient
+from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.numerics import extremes, extremes_of_each, nonfinite_counts
 from ampdoctor.probes.cheap.headroom import Tightest
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in

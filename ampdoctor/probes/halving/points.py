@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ampdoctor.loop.gradient_hooks import on_gradient
 from ampdoctor.loop.halt import StepHalted
+from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.torch_internals import in_backward, no_modes, sequence_number, sequence_of
 from ampdoctor.probes.cheap.nonfinite import trained_parameters
 from ampdoctor.probes.halving.flow import Flow

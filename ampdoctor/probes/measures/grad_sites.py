@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
-from ampdoctor.loop.gradient_hooks import on_gradient
+from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:

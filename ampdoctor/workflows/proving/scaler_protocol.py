@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.loop.backwards import mark_scaled, scaled_within
-from ampdoctor.loop.gradient_hooks import on_gradient
+from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:
