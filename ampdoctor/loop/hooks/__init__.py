@@ -1,0 +1,1 @@
+"""Hooks on tensors and modules of a loop that is somebody else's."""
