@@ -124,7 +124,8 @@ class Doctor:
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert)
         if _number("RANK", 0) == 0:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
-            self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
+            if self._log.failed is None:  # said already; there is nothing to judge
+                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
         self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,13 +98,24 @@ def train(run: Run, fault: Fault, folder: Path, *, every: int) -> list[float]:
         folder: Of the log.
         every: Steps from one look at single tensors to the next.
     """
-    logging.getLogger("ampdoctor").setLevel(logging.ERROR)  # what it says of sick steps is not what is judged here
     losses: list[float] = []
-    with watch(run.model, run.optimizer, folder=folder, every=every, look="off", bundle=False):
+    with _silent(), watch(run.model, run.optimizer, folder=folder, every=every, look="off", bundle=False):
         fault.begin(run)
         while len(losses) < run.steps and not ended_in_nan(losses):
             losses.append(take_step(run, fault, len(losses))[0])
     return losses
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What the watch says of sick steps is not what is judged here."""
+    logger = logging.getLogger("ampdoctor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def ended_in_nan(losses: list[float]) -> bool:
