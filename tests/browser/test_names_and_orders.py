@@ -43,7 +43,10 @@ def whole(page, selector):
     beside = sorted(box for label in found["labels"] for box in label["boxes"] if len(label["boxes"]) > 1)
     for one in beside:
         for other in beside:
-            assert one == other or min(one[3], other[3]) - max(one[1], other[1]) <= 3, "lines lie on each other"
+            aside = min(one[2], other[2]) <= max(one[0], other[0])
+            assert one == other or aside or min(one[3], other[3]) - max(one[1], other[1]) <= 3, (
+                "lines lie on each other"
+            )
     return {label["text"].replace("\u2003", "") for label in found["labels"]}
 
 
@@ -104,6 +107,7 @@ def sick():
 
 def test_sick_tensors_stand_first_and_can_be_ordered_by_name(drawn):
     page = drawn(sick(), DESK)
+    page.locator("#tensors summary").first.click()  # closed, since nothing was found: these are no findings
     view = page.locator("#tensors-view")
     names = lambda: view.locator("td.name").all_inner_texts()  # noqa: E731
     assert names() == ["f", "e", "d", "b", "a", "c: exp_avg_sq"]
