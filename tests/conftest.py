@@ -54,6 +54,13 @@ def users_modules():
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def accelerates_own_state():
+    """No test meets the one state of its process that Accelerate has set up for another."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="session")
 def check_report():
     """Return a function that reads JSON text strictly, holds it against the schema, and returns the object.

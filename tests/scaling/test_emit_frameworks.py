@@ -75,9 +75,7 @@ def scalers_without_a_gpu(monkeypatch):
 
 @pytest.fixture
 def accelerate():
-    module = library("accelerate")
-    yield module
-    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return library("accelerate")
 
 
 @pytest.mark.parametrize("settings", [OURS, SPECIAL])
