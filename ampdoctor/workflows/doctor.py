@@ -287,7 +287,9 @@ class Doctor:
     @_harmless
     def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
         """As in `CallListener`."""
-        self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
+        batch = self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
+        if batch is not None:
+            self._numbers.batch(batch)
         if self._numbers.looking:
             self._numbers.returned(name, model, output)
             for path, tensor in iter_tensors(output):

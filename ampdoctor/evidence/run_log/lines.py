@@ -106,6 +106,10 @@ class StepLine:
         samples: Rows of the batches that the models were given, of all ranks, from the run's beginning to this step;
             null where that is not certain.
         tokens: Elements of batches of ids, likewise, padding among them.
+        batch_rms: Root mean square of the numbers that the models were given in this step: of at most 512 elements of
+            the batch of each micro-step, on this rank; null for ids, and where no batch was seen.
+        batch_zero_share: Share of the same that is zero.
+        batch_fingerprint: CRC-32 of the same elements, of ids as well: batches that are the same have the same.
     """
 
     step: Count
@@ -130,6 +134,9 @@ class StepLine:
     memory_retries: Count | None = None
     samples: Count | None = None
     tokens: Count | None = None
+    batch_rms: float | None = None
+    batch_zero_share: float | None = None
+    batch_fingerprint: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,13 +61,19 @@ class Batches:
         self._totals: dict[str, Counted] = {}
         self._factors: dict[int, tuple[weakref.ref[nn.Module], int | None]] = {}
 
-    def called(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backwards: int) -> None:
-        """A model was called by the loop, after so many backwards of the running step."""
+    def called(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backwards: int
+    ) -> Tensor | None:
+        """A model was called by the loop, after so many backwards of the running step.
+
+        Returns:
+            The tensor that stands for the batch; None where none is certain, or this one was told before.
+        """
         if self._over:
             self._step, self._over, self._counted_at = Counted(), False, None
             self._model = self._batch = None
         if self._counted_at == backwards:
-            return
+            return None
         self._counted_at = backwards
         if self._model is not None and self._model() is not model:
             self._step = _UNKNOWN
@@ -75,12 +81,13 @@ class Batches:
         found = _batch_in(args, kwargs)
         if found is None:
             self._step = _UNKNOWN
-            return
+            return None
         if self._batch is not None and self._batch() is found:  # a closure that is evaluated again
-            return
+            return None
         self._batch = weakref.ref(found)
         ranks = self._ranks(model)
         self._step += _UNKNOWN if ranks is None else _size(found).times(ranks)
+        return found
 
     def stepping(self, optimizer: str) -> Counted:
         """An optimizer is about to step: returns all that it has been given from the beginning to this step."""

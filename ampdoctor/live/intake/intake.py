@@ -48,9 +48,9 @@ class Intake:
         with self._wait.watching():
             yield
 
-    def called(self, model: nn.Module, args: Any, kwargs: Any, *, backwards: int) -> None:
-        """The loop has called a model, after so many backwards of the running step."""
-        self._batches.called(model, args, kwargs, backwards=backwards)
+    def called(self, model: nn.Module, args: Any, kwargs: Any, *, backwards: int) -> torch.Tensor | None:
+        """The loop has called a model, after so many backwards of the running step; returns a new batch of it."""
+        return self._batches.called(model, args, kwargs, backwards=backwards)
 
     def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> TakenIn:
         """An optimizer of this name is about to step, or its scaler to skip: once a step."""

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ampdoctor.live.numbers.batch import NO_BATCH, BatchReading
 from ampdoctor.live.numbers.sampling import Sampled
 from ampdoctor.live.numbers.updates import Moved
 from ampdoctor.numerics import Histogram
@@ -34,6 +35,7 @@ class StepReading:
         skipped: Whether the step was not taken; None where that is not known.
         growth_tracker: The scaler's count of steps since its scale last changed.
         sick: Names of gradients whose norms are not finite, of those that were computed for this.
+        batch: What its batches are like.
     """
 
     step: int
@@ -48,6 +50,7 @@ class StepReading:
     skipped: bool | None = None
     growth_tracker: int | None = None
     sick: tuple[str, ...] = ()
+    batch: BatchReading = NO_BATCH
 
     @property
     def micro_steps(self) -> int:

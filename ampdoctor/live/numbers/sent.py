@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.live.numbers.activations import Returned
+from ampdoctor.live.numbers.batch import batch_of
 from ampdoctor.live.numbers.heard import Norm
 from ampdoctor.live.numbers.incoming import Arrived
 from ampdoctor.live.numbers.parcel import Parcel
@@ -47,6 +48,7 @@ class Sent:
         updates: Parameters, in the order of "parameters" and "changes".
         returned: Activations, in the order of "returned", "returned_extremes" (pairs) and "returned_norm".
         arrived: Gradients of activations, in the order of "arrived".
+        batches_are_numbers: What is in "batches" are numbers, and no ids.
         parcel: The numbers.
     """
 
@@ -67,6 +69,7 @@ class Sent:
     updates: Updates | None = None
     returned: tuple[Returned, ...] = ()
     arrived: tuple[Arrived, ...] = ()
+    batches_are_numbers: bool = False
     parcel: Parcel = field(default_factory=Parcel)
 
 
@@ -95,6 +98,7 @@ def step_of(sent: Sent, sections: Sections) -> StepReading:
         skipped=_skipped(sent, sections),
         growth_tracker=None if tracker is None else int(tracker),
         sick=tuple(name for name, n in zip(sent.norms, norms, strict=True) if not math.isfinite(n))[:_SICK],
+        batch=batch_of(sections.get("batches", ()), numbers=sent.batches_are_numbers),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampdoctor.live.numbers.activations import Activations
+from ampdoctor.live.numbers.batch import drawn_from, is_numbers
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.heard import Clippings
 from ampdoctor.live.numbers.incoming import Arrived, arrived
@@ -87,6 +88,7 @@ class StepNumbers:
         self._later: Later[Sent] = Later() if later is None else later
         self._clips = Clippings()
         self._losses: list[Tensor] = []
+        self._batches: list[tuple[Tensor, bool]] = []
         self._incoming: list[Arrived] = []
         self._activations = Activations(self._fail)
         self._open: dict[str, Sent] = {}  # by optimizer: steps that are about to be taken
@@ -139,6 +141,7 @@ class StepNumbers:
         """
         self._step = step
         self._losses.clear()
+        self._batches.clear()
         self._incoming.clear()
         self._activations.begin_step()
         self._clips.forget()
@@ -164,6 +167,12 @@ class StepNumbers:
                     return  # a copy between the two would wait, or race
                 scale = scale.detach().reshape(1).to(value.device, non_blocking=True)
             self._losses.append(value if scale is None else value / scale)
+
+    @_harmless
+    def batch(self, tensor: Tensor) -> None:
+        """A model was called with this batch, the first of its micro-step."""
+        if (drawn := drawn_from(tensor)) is not None:
+            self._batches.append((drawn, is_numbers(tensor)))
 
     @_harmless
     def unscaling(self, parameters: Iterable[Tensor]) -> None:
@@ -255,6 +264,9 @@ class StepNumbers:
                 step.parcel.add(key, numbers)
         for value in self._losses:
             step.parcel.add("losses", value)
+        for drawn, numbers in self._batches:
+            step.parcel.add("batches", drawn)
+            step.batches_are_numbers = numbers
         norm = add_norms(step, named, fused=self.fused, check=self.fused and optimizer not in self._checked)
         self._checked.add(optimizer)
         if self._reason is not None:
@@ -283,6 +295,7 @@ class StepNumbers:
             step.parcel.pack()
             self._clips.forget(step.gradients)
             self._losses.clear()
+            self._batches.clear()
             self._incoming.clear()
             self._activations.begin_step()
             self._later.put(step, step.parcel.tensors)
