@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class _Facts:
     accepted: int
     micro_steps: int
     learning_rates: tuple[float, ...]
+    weight_decays: tuple[float, ...]
     seconds: float | None
     taken_in: TakenIn
 
@@ -57,11 +58,12 @@ class StepLines:
         if attempt.name not in self._optimizers:
             self._optimizers[attempt.name] = len(self._optimizers)
             self._log.head(optimizers=tuple(self._optimizers))
-        rates = tuple(float(group["lr"]) for group in attempt.optimizer.param_groups if _is_plain(group.get("lr")))
+        groups = attempt.optimizer.param_groups
         self._facts[attempt.name, attempt.step] = _Facts(
             accepted=self._accepted.get(attempt.name, 0),
             micro_steps=attempt.micro_steps,
-            learning_rates=rates,
+            learning_rates=_of_groups(groups, "lr"),
+            weight_decays=_of_groups(groups, "weight_decay"),
             seconds=attempt.seconds,
             taken_in=self._intake.stepping(attempt.name, attempt.optimizer),
         )
@@ -100,6 +102,7 @@ class StepLines:
                 skipped=reading.skipped,
                 growth_tracker=reading.growth_tracker,
                 learning_rates=() if facts is None else facts.learning_rates,
+                weight_decays=() if facts is None else facts.weight_decays,
                 seconds=None if facts is None else facts.seconds,
                 data_seconds=None if taken_in is None else taken_in.data_seconds,
                 memory_bytes=None if taken_in is None else taken_in.memory.most_bytes,
@@ -134,6 +137,7 @@ class StepLines:
                 flushed_share=one.flushed_share,
                 headroom_binades=one.headroom_binades,
                 update_ratio=one.update_ratio,
+                unmoved_share=one.unmoved_share,
                 histogram=None if one.role == "activation" else one.histogram.to_dict(),  # they are many
             )
             for one in reading.tensors
@@ -147,6 +151,6 @@ class StepLines:
         )
 
 
-def _is_plain(rate: Any) -> bool:
-    """A learning rate that is a number; one that is a tensor on a device is not asked for."""
-    return isinstance(rate, int | float)
+def _of_groups(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
+    """A setting of each parameter group that is a number; one that is a tensor on a device is not asked for."""
+    return tuple(float(value) for group in groups if isinstance(value := group.get(key), int | float))

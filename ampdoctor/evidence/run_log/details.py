@@ -40,6 +40,7 @@ class TensorDetail:
         flushed_share: Share of what is not zero that becomes zero in the half format of the run, at its loss scale.
         headroom_binades: Binades from its largest magnitude to its format's maximum, at the loss scale.
         update_ratio: L2 norm of the update over that of the parameter.
+        unmoved_share: Share of a parameter's counted elements that the step left as they were.
         histogram: The counted magnitudes, as `Histogram.to_dict()` gives them.
     """
 
@@ -59,6 +60,7 @@ class TensorDetail:
     flushed_share: Fraction | None = None
     headroom_binades: float | None = None
     update_ratio: float | None = None
+    unmoved_share: Fraction | None = None
     histogram: Annotated[Mapping[str, Any], Shape(HistogramValues)] | None = field(default=None, metadata=PLAIN)
 
 

@@ -98,6 +98,7 @@ class StepLine:
         skipped: Whether the step was not taken; null where that is not known.
         growth_tracker: The scaler's own count of steps since its scale last changed.
         learning_rates: Of each parameter group of the optimizer.
+        weight_decays: Likewise, as the groups have them; empty where they have none.
         seconds: From the step before it to this one.
         data_seconds: Those of them that the loop waited for its data; null where that was not seen.
         memory_bytes: Most memory that tensors have held on the device, as its allocator counts it since the run began,
@@ -128,6 +129,7 @@ class StepLine:
     skipped: bool | None = None
     growth_tracker: int | None = None
     learning_rates: tuple[float, ...] = ()
+    weight_decays: tuple[float, ...] = ()
     seconds: float | None = None
     data_seconds: float | None = None
     memory_bytes: Count | None = None

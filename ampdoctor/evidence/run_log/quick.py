@@ -148,11 +148,11 @@ _MOST_STAMPS = 1000
 
 
 def _step(values: dict[str, Any]) -> StepLine:
-    rates = values.pop("learning_rates", ())
-    for rate in rates:
-        if type(rate) is not float:
+    rates, decays = values.pop("learning_rates", ()), values.pop("weight_decays", ())
+    for value in (*rates, *decays):
+        if type(value) is not float:
             raise _OtherError
-    return _make_step(learning_rates=tuple(rates), **_plain(values, _STEP, _NO_KEYS))
+    return _make_step(learning_rates=tuple(rates), weight_decays=tuple(decays), **_plain(values, _STEP, _NO_KEYS))
 
 
 def _detail(values: dict[str, Any]) -> DetailLine:
