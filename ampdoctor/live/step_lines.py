@@ -109,6 +109,7 @@ class StepLines:
                 memory_retries=None if taken_in is None else taken_in.memory.retries,
                 samples=None if taken_in is None else taken_in.counted.samples,
                 tokens=None if taken_in is None else taken_in.counted.tokens,
+                batch_elements=reading.batch.elements,
                 batch_rms=reading.batch.rms,
                 batch_zero_share=reading.batch.zero_share,
                 batch_fingerprint=reading.batch.fingerprint,

@@ -107,6 +107,8 @@ class StepLine:
         samples: Rows of the batches that the models were given, of all ranks, from the run's beginning to this step;
             null where that is not certain.
         tokens: Elements of batches of ids, likewise, padding among them.
+        batch_elements: Elements of the batches that the models were given in this step, of all micro-steps, on this
+            rank; null where none was seen.
         batch_rms: Root mean square of the numbers that the models were given in this step: of at most 512 elements of
             the batch of each micro-step, on this rank; null for ids, and where no batch was seen.
         batch_zero_share: Share of the same that is zero.
@@ -136,6 +138,7 @@ class StepLine:
     memory_retries: Count | None = None
     samples: Count | None = None
     tokens: Count | None = None
+    batch_elements: Count | None = None
     batch_rms: float | None = None
     batch_zero_share: float | None = None
     batch_fingerprint: Count | None = None

@@ -20,14 +20,16 @@ _IDS = frozenset({torch.int64, torch.int32, torch.int16})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReading:
-    """What was drawn of a step's batches; None where none was, or of ids.
+    """What a step's batches are like; None where none was seen, or of ids.
 
     Attributes:
+        elements: Number of their elements, of all micro-steps.
         rms: Root mean square.
         zero_share: Share that is zero.
         fingerprint: CRC-32.
     """
 
+    elements: int | None = None
     rms: float | None = None
     zero_share: float | None = None
     fingerprint: int | None = None
@@ -55,22 +57,25 @@ def is_numbers(batch: Tensor) -> bool:
     return batch.dtype not in _IDS
 
 
-def batch_of(drawn: Sequence[Tensor], *, numbers: bool) -> BatchReading:
+def batch_of(drawn: Sequence[Tensor], *, elements: int, numbers: bool) -> BatchReading:
     """Returns what the batches of a step are like.
 
     Args:
         drawn: Of each, on the CPU.
+        elements: That the batches have.
         numbers: They have numbers, and no ids.
     """
     if not drawn:
         return NO_BATCH
-    fingerprint, squares, zeros, elements = 0, 0.0, 0, 0
+    fingerprint, squares, zeros, counted = 0, 0.0, 0, 0
     for one in drawn:
         fingerprint = zlib.crc32(one.numpy().tobytes(), fingerprint)
         if numbers:
             squares += float(one.double().square().sum())
             zeros += int((one == 0).sum())
-            elements += one.numel()
-    if not elements:
-        return BatchReading(fingerprint=fingerprint)
-    return BatchReading(rms=math.sqrt(squares / elements), zero_share=zeros / elements, fingerprint=fingerprint)
+            counted += one.numel()
+    if not counted:
+        return BatchReading(elements=elements, fingerprint=fingerprint)
+    return BatchReading(
+        elements=elements, rms=math.sqrt(squares / counted), zero_share=zeros / counted, fingerprint=fingerprint
+    )

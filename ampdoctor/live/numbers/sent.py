@@ -49,6 +49,7 @@ class Sent:
         returned: Activations, in the order of "returned", "returned_extremes" (pairs) and "returned_norm".
         arrived: Gradients of activations, in the order of "arrived".
         batches_are_numbers: What is in "batches" are numbers, and no ids.
+        batch_elements: Elements of the batches that these were drawn from.
         parcel: The numbers.
     """
 
@@ -70,6 +71,7 @@ class Sent:
     returned: tuple[Returned, ...] = ()
     arrived: tuple[Arrived, ...] = ()
     batches_are_numbers: bool = False
+    batch_elements: int = 0
     parcel: Parcel = field(default_factory=Parcel)
 
 
@@ -98,7 +100,7 @@ def step_of(sent: Sent, sections: Sections) -> StepReading:
         skipped=_skipped(sent, sections),
         growth_tracker=None if tracker is None else int(tracker),
         sick=tuple(name for name, n in zip(sent.norms, norms, strict=True) if not math.isfinite(n))[:_SICK],
-        batch=batch_of(sections.get("batches", ()), numbers=sent.batches_are_numbers),
+        batch=batch_of(sections.get("batches", ()), elements=sent.batch_elements, numbers=sent.batches_are_numbers),
     )
 
 

@@ -88,7 +88,7 @@ class StepNumbers:
         self._later: Later[Sent] = Later() if later is None else later
         self._clips = Clippings()
         self._losses: list[Tensor] = []
-        self._batches: list[tuple[Tensor, bool]] = []
+        self._batches: list[tuple[Tensor, bool, int]] = []
         self._incoming: list[Arrived] = []
         self._activations = Activations(self._fail)
         self._open: dict[str, Sent] = {}  # by optimizer: steps that are about to be taken
@@ -172,7 +172,7 @@ class StepNumbers:
     def batch(self, tensor: Tensor) -> None:
         """A model was called with this batch, the first of its micro-step."""
         if (drawn := drawn_from(tensor)) is not None:
-            self._batches.append((drawn, is_numbers(tensor)))
+            self._batches.append((drawn, is_numbers(tensor), tensor.numel()))
 
     @_harmless
     def unscaling(self, parameters: Iterable[Tensor]) -> None:
@@ -264,9 +264,10 @@ class StepNumbers:
                 step.parcel.add(key, numbers)
         for value in self._losses:
             step.parcel.add("losses", value)
-        for drawn, numbers in self._batches:
+        for drawn, numbers, elements in self._batches:
             step.parcel.add("batches", drawn)
             step.batches_are_numbers = numbers
+            step.batch_elements += elements
         norm = add_norms(step, named, fused=self.fused, check=self.fused and optimizer not in self._checked)
         self._checked.add(optimizer)
         if self._reason is not None:
