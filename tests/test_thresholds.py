@@ -320,7 +320,7 @@ CASES = {
     "AMP725.horizon": (1, watched(details(22, change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP726.near": (0.0, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP726.horizon": (1, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
-    "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "update", stopped)))),
+    "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "parameter", stopped)))),
     "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.1))))),
     "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(10.0))))),
     "AMP729.factor": (20.0, watched(steps(learning_rates=lambda at, _: (1e-2 if at >= 400 else 1e-3,)))),

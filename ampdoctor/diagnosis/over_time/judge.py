@@ -79,7 +79,10 @@ class Judge:
         ):  # a rollback, or another run in the same log: what came before is not its past
             moment = self._steps[line.optimizer] = StepMoment()
             self._tensors.pop(line.optimizer, None)
+        moment.alone = len(self._steps) == 1
         moment.hear(line)
+        if moment.batch.size.changed:  # weights grow at another pace with batches of another size
+            self._tensors.pop(line.optimizer, None)
         found: list[Finding] = []
         for find in self._on_steps:
             found += find(moment, self._thresholds)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
 from ampdoctor.diagnosis.over_time.course import LEAST, LENGTH, Course
 from ampdoctor.evidence.run_log.lines import StepLine
 
@@ -127,11 +128,36 @@ class Plateau:
 
 
 @dataclass(slots=True)
+class Setting:
+    """A setting of an optimizer's parameter groups.
+
+    Attributes:
+        now: Of each group.
+        before: In the step before; empty where there were other groups.
+        highest: The highest of each before this step.
+    """
+
+    now: tuple[float, ...] = ()
+    before: tuple[float, ...] = ()
+    highest: tuple[float, ...] = ()
+
+    def hear(self, values: tuple[float, ...]) -> None:
+        """A step more."""
+        if len(values) != len(self.now):
+            self.now, self.before, self.highest = values, (), values
+            return
+        if self.before != self.now:
+            self.highest = tuple(map(max, self.highest, self.now))
+        self.before, self.now = self.now, values
+
+
+@dataclass(slots=True)
 class StepMoment:
     """A step and what came before it: the evidence of rules on steps. It is changed by the next step.
 
     Attributes:
         line: The step.
+        alone: No other optimizer steps in this run: what two of them minimise, one wins and the other loses.
         accepted: Accepted steps heard before it.
         judged: Enough came before it, and nothing has changed at once of late.
         rising: The learning rate has risen over the last `LENGTH` steps, as in a warm-up.
@@ -139,12 +165,12 @@ class StepMoment:
         norm: Course of the gradient norm before clipping.
         seconds: Course of the time of a step.
         memory: Course of the memory.
+        batch: What the batches usually are.
         scale: The loss scale.
         loss_above: How far this step's loss is above the usual, in robust deviations.
         norm_above: Likewise its gradient norm.
-        rate: Learning rate of the first group; NaN where the log has none.
-        highest_rate: The highest one before this step.
-        rate_before: That of the step before.
+        rates: Learning rate of each parameter group.
+        decays: Weight decay of each.
         plateau: How long the loss has not fallen.
         spike: The last departure of the loss that has not come back; None without.
         departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule".
@@ -152,6 +178,7 @@ class StepMoment:
     """
 
     line: StepLine = field(default_factory=lambda: StepLine(step=0))
+    alone: bool = True
     accepted: int = 0
     judged: bool = False
     rising: bool = False
@@ -159,18 +186,19 @@ class StepMoment:
     norm: Course = field(default_factory=Course)
     seconds: Course = field(default_factory=Course)
     memory: Course = field(default_factory=Course)
+    batch: BatchCourses = field(default_factory=BatchCourses)
     scale: ScaleHistory = field(default_factory=ScaleHistory)
     loss_above: float = 0.0
     norm_above: float = 0.0
-    rate: float = math.nan
-    highest_rate: float = 0.0
-    rate_before: float = math.nan
+    rates: Setting = field(default_factory=Setting)
+    decays: Setting = field(default_factory=Setting)
     plateau: Plateau = field(default_factory=Plateau)
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
     bad: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _quiet: int = 0
+    _since: int = 0
     _micro_steps: int | None = None
 
     def hear(self, line: StepLine) -> None:
@@ -178,12 +206,9 @@ class StepMoment:
         self._end_of_last()
         self.line = line
         self.scale.hear(line)
-        self._hear_rate(line)
-        if line.micro_steps is not None:
-            if self._micro_steps is not None and line.micro_steps != self._micro_steps:
-                self._quiet = QUIET
-            self._micro_steps = line.micro_steps
-        self.judged = self.accepted >= LEAST and self._quiet == 0
+        self._hear_settings(line)
+        self._hear_batch(line)
+        self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
         self.loss_above = self._above(self.loss, line.loss)
         self.norm_above = self._above(self.norm, norm_of(line))
         ill = not _finite(line.loss) or not _finite(line.gradient_norm)
@@ -218,6 +243,7 @@ class StepMoment:
             return
         self.accepted += 1
         self._quiet = max(0, self._quiet - 1)
+        self.batch.end_of(line)
         for course, value in (
             (self.loss, line.loss),
             (self.norm, norm_of(line)),
@@ -230,13 +256,22 @@ class StepMoment:
         if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
             self.plateau.add(loss, norm)
 
-    def _hear_rate(self, line: StepLine) -> None:
-        rate = line.learning_rates[0] if line.learning_rates else math.nan
-        self.rate_before, self.highest_rate = self.rate, max(self.highest_rate, self.rate if self.rate > 0 else 0.0)
-        self.rate = rate
-        if math.isnan(rate):
+    def _hear_batch(self, line: StepLine) -> None:
+        self.batch.hear(line)
+        if line.micro_steps is not None:
+            if self._micro_steps is not None and line.micro_steps != self._micro_steps:
+                self._quiet = QUIET
+            self._micro_steps = line.micro_steps
+        if self.batch.size.changed:  # losses and norms of batches of another size are others
+            self._since, self.spike = self.accepted, None
+            self.loss, self.norm, self.seconds, self.memory = Course(), Course(), Course(), Course()
+
+    def _hear_settings(self, line: StepLine) -> None:
+        self.decays.hear(line.weight_decays)
+        self.rates.hear(line.learning_rates)
+        if not line.learning_rates:
             return
-        before = self.rate_before
+        rate, before = self.rates.now[0], next(iter(self.rates.before), math.nan)
         if before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
             self._quiet = QUIET
             if rate > before:
@@ -256,7 +291,7 @@ class StepMoment:
     def _follow_spike(self, line: StepLine) -> None:
         if line.loss is None or line.skipped or not math.isfinite(line.loss):
             return
-        if self.spike is None and self.judged and self.loss_above > FAR:
+        if self.spike is None and self.judged and self.loss_above > (FAR if self.alone else 2 * FAR):
             usual = self.loss.usual
             self.spike = Spike(step=line.step, usual=usual, limit=self._limit(), value=line.loss)
         if self.spike is not None:

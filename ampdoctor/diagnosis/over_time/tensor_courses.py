@@ -18,7 +18,17 @@ NEW = 3
 """Of these, the last ones, whose course is held against that of those before."""
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
-MEASURES = ("norm", "amax", "flushed_share", "zero_share", "headroom_binades", "update_ratio", "scale")
+MEASURES = (
+    "norm",
+    "amax",
+    "flushed_share",
+    "zero_share",
+    "headroom_binades",
+    "update_ratio",
+    "unmoved_share",
+    "elements",
+    "scale",
+)
 _ROBUST = 1.4826
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
@@ -126,7 +136,7 @@ class Break:
     """How the courses of tensors differ of late from what they were.
 
     Attributes:
-        by: (rows) robust deviations by which the mean rate of the last `NEW` looks is above those before; 0 where
+        by: (rows) robust deviations by which the mean rate of the last looks is above those before; 0 where
             too few were seen.
         rate: (rows) mean rate of the last looks, in e-folds a look.
     """
@@ -135,25 +145,26 @@ class Break:
     rate: Matrix
 
 
-def breaks(values: Matrix, floor: float) -> Break:
+def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
     """Returns how the growth of positive values has changed of late.
 
-    Rates of the logarithm from look to look; the mean of the last `NEW` against the median of at most `MOST_BEFORE`
-    before, in robust deviations of one rate, times the root of `NEW` (the deviation of a mean).
+    Rates of the logarithm from look to look; the mean of the last ones against the median of at most `MOST_BEFORE`
+    before, in robust deviations of one rate, times the root of their number (the deviation of a mean).
 
     Args:
         values: (rows, looks), evenly spaced.
         floor: Deviation of a rate that is assumed at least.
+        new: The last rates.
     """
     rows = len(values)
-    if values.shape[1] < 1 + NEW + LEAST_BEFORE or not rows:
+    if values.shape[1] < 1 + new + LEAST_BEFORE or not rows:
         return Break(np.zeros(rows), np.zeros(rows))
     with np.errstate(divide="ignore", invalid="ignore"):
-        rates = np.diff(np.log(values[:, -(1 + NEW + MOST_BEFORE) :]), axis=1)
-        before, last = rates[:, :-NEW], rates[:, -NEW:].mean(axis=1)
+        rates = np.diff(np.log(values[:, -(1 + new + MOST_BEFORE) :]), axis=1)
+        before, last = rates[:, :-new], rates[:, -new:].mean(axis=1)
         middle = np.median(before, axis=1)
         deviation = np.maximum(_ROBUST * np.median(np.abs(before - middle[:, None]), axis=1), floor)
-        by = (last - middle) / deviation * np.sqrt(NEW)
+        by = (last - middle) / deviation * np.sqrt(new)
     return Break(np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0), np.nan_to_num(last))
 
 

@@ -158,7 +158,9 @@ def _parameters(sent: Sent, sections: Sections) -> list[TensorReading]:
     taken = "changes" in sections and not _skipped(sent, sections)
     updates: list[Moved | None] = [None] * len(rows)
     if taken:
-        updates = list(map(moved, before, cut(rows, _joined(sections, "changes"))))
+        changes = cut(rows, _joined(sections, "changes"))
+        random = sent.updates.random
+        updates = [moved(values, change, random=random) for values, change in zip(before, changes, strict=True)]
     return [
         tensor_reading("parameter", row, values, half=sent.half, factor=None, norm=norms.get(row.name), update=update)
         for row, values, update in zip(rows, before, updates, strict=True)

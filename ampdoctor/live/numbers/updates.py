@@ -20,11 +20,12 @@ class Moved:
     Attributes:
         ratio: L2 norm of the update over that of the parameter before, of the sampled elements; None where the
             parameter is zero there, or one of the two is not finite.
-        unmoved: Share of the sampled elements that the step left as they were.
+        unmoved: Share of the sampled elements that the step left as they were; None where the optimizer draws random
+            numbers: stochastic rounding leaves most weights as they were, and loses nothing.
     """
 
     ratio: float | None
-    unmoved: float
+    unmoved: float | None
 
 
 class Updates:
@@ -38,11 +39,14 @@ class Updates:
 
     Attributes:
         before: By device, before the step.
+        random: Random numbers were drawn between `before` and `changes`.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._named = named
         self.before: list[Samples] = sample(named)
+        self.random = False
+        self._generators = _states(self.before)
 
     def changes(self) -> list[Tensor]:
         """Returns what the step has added to the elements of each of `before`, on the device.
@@ -50,6 +54,7 @@ class Updates:
         A parameter whose shape or dtype the step has changed makes its device's update NaN.
         """
         found = []
+        self.random = _states(self.before) != self._generators
         for before, after in zip(self.before, sample(self._named), strict=True):
             with Unseen(before.buffer):
                 same = before.plan == after.plan
@@ -57,14 +62,22 @@ class Updates:
         return found
 
 
-def moved(before: Tensor, change: Tensor) -> Moved:
+def _states(samples: Sequence[Samples]) -> list[bytes]:
+    """The states of the generators of the samples' devices, and of the CPU's; on the host, nothing waits."""
+    devices = {one.buffer.device for one in samples if one.buffer.device.type == "cuda"}
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
+    return [state.numpy().tobytes() for state in states]
+
+
+def moved(before: Tensor, change: Tensor, *, random: bool = False) -> Moved:
     """Returns the figures of one parameter.
 
     Args:
         before: Its sampled elements before the step, on the CPU.
         change: What the step has added to each.
+        random: The optimizer draws random numbers.
     """
     weight, update = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in (before, change))
     known = weight > 0.0 and math.isfinite(weight) and math.isfinite(update)
     still = int((change == 0.0).sum()) / max(change.numel(), 1)
-    return Moved(ratio=update / weight if known else None, unmoved=still)
+    return Moved(ratio=update / weight if known else None, unmoved=None if random else still)

@@ -45,9 +45,10 @@ def details(count=30, every=20, seed=0, change=lambda look, one: one):
             norm = (10.0, 0.2, 12.0, 8.0)[index] * (1 + 0.001 * look)
             common = {"tensor": index, "format": "fp32", "elements": 4096}
             tensors += [
-                TensorDetail(role="parameter", norm=norm * noise(1e-5), amax=1.0, **common),
                 TensorDetail(role="gradient", norm=0.3 * noise(0.2), flushed_share=0.001 * noise(0.1), **common),
-                TensorDetail(role="update", norm=norm * 1e-3, update_ratio=1e-3 * noise(0.1), **common),
+                TensorDetail(
+                    role="parameter", norm=norm * noise(1e-5), amax=1.0, update_ratio=1e-3 * noise(0.1), **common
+                ),
             ]
         room = 6 + float(rng.normal(0, 0.2))
         tensors.append(TensorDetail(tensor=4, role="activation", part="output", format="fp16", headroom_binades=room))

@@ -75,20 +75,20 @@ def test_headroom_that_runs_out():
 
 
 def test_a_parameter_that_stands_still_though_its_gradient_arrives():
-    (finding,) = found(changed("update_ratio", 2, "update", lambda look, v: 0.0 if look >= SICK else v))
+    (finding,) = found(changed("update_ratio", 2, "parameter", lambda look, v: 0.0 if look >= SICK else v))
     assert (finding.code, finding.where.tensor) == ("AMP727", NAMES[2])
 
 
 def test_what_stands_still_in_health():
     """All of them, at the end of a schedule; one whose gradient is gone as well; one that never moved."""
-    everything = lambda look, one: replace(one, update_ratio=0.0) if one.role == "update" and look >= SICK else one  # noqa: E731
+    everything = lambda look, one: replace(one, update_ratio=0.0) if one.role == "parameter" and look >= SICK else one  # noqa: E731
     assert found(everything) == []
-    assert found(changed("update_ratio", 2, "update", lambda look, v: 0.0)) == []
+    assert found(changed("update_ratio", 2, "parameter", lambda look, v: 0.0)) == []
 
     def frozen(look, one):
         if one.tensor != 2 or look < SICK or one.role == "parameter":
             return one
-        return replace(one, update_ratio=0.0) if one.role == "update" else replace(one, norm=0.0)
+        return replace(one, update_ratio=0.0) if one.role == "parameter" else replace(one, norm=0.0)
 
     assert "AMP727" not in [f.code for f in found(frozen)]
 

@@ -51,6 +51,8 @@ LOOKS = 8
 """Looks over which a drift is measured; a straight line through fewer says little."""
 _FIT = 0.8
 """Share of the variance that the line must explain: a drift, and no noise."""
+_WIDE = ("fp64", "fp32", "tf32", "bf16")
+"""Formats in which no gradient of a training becomes zero."""
 _LEAST = 1e-4
 """A share below it is not resolved by a sample."""
 
@@ -59,7 +61,10 @@ _LEAST = 1e-4
 def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
     if moment.seen < LOOKS:
         return
-    rows = np.concatenate([moment.rows("gradient"), moment.rows("activation_gradient")])
+    rows = np.array(
+        [row for role in ("gradient", "activation_gradient") for row in moment.rows(role) if _passes_half(moment, row)],
+        dtype=np.int64,
+    )
     shares = moment.values("flushed_share", rows)[:, -LOOKS:]
     known = ~np.isnan(shares).any(axis=1)
     rows, shares = rows[known], shares[known]
@@ -102,6 +107,11 @@ def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator
                 "tensors": len(hit),
             },
         )
+
+
+def _passes_half(moment: TensorMoment, row: int) -> bool:
+    """Whether a gradient is half on its way: it has such a format, or the loss is scaled, which is for nothing else."""
+    return moment.line.loss_scale is not None or moment.formats[row] not in _WIDE
 
 
 def _explained(values: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ RULE = register(
 def _stands_still(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
     if moment.seen < 2 * NEW:
         return
-    rows = moment.rows("update")
+    rows = moment.rows("parameter")
     ratios = moment.values("update_ratio", rows)
     known = ~np.isnan(ratios[:, -2 * NEW :]).any(axis=1)
     rows, ratios = rows[known], ratios[known]

@@ -1,0 +1,1 @@
+"""Rules on a run's steps: one file each."""

@@ -1,0 +1,93 @@
+"""AMP736: the numbers of a batch are far larger, far smaller, or far more often zero than those of any before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.course import LENGTH
+from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
+from ampdoctor.diagnosis.over_time.step_courses import StepMoment
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+
+FACTOR = Threshold(
+    code="AMP736",
+    name="factor",
+    default=2.0,
+    unit="factor",
+    lowest=1.1,
+    highest=1e9,
+    why="By which the root mean square of a batch lies outside of those of the 128 before. It is drawn of 512 numbers "
+    "and known within 6 %; another unit, or a missing normalisation, is another factor than two (255, 1/0.226).",
+)
+DEVIATIONS = Threshold(
+    code="AMP736",
+    name="deviations",
+    default=8.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="By which it must lie outside of the usual as well: batches of some data differ by factors.",
+)
+ZEROS = Threshold(
+    code="AMP736",
+    name="zeros",
+    default=0.1,
+    unit="share",
+    why="By which the share of zeros is above that of any of the 128 batches before, or its median over 16 above the "
+    "median before: of 512 numbers a share is known within 0.04.",
+)
+RULE = register(
+    "AMP736",
+    "batch-changes",
+    "A batch is unlike those before",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(FACTOR, DEVIATIONS, ZEROS),
+)
+
+
+@RULE.judges(StepMoment)
+def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    line, batch = moment.line, moment.batch
+    rms, zeros = line.batch_rms, line.batch_zero_share
+    if rms is None or zeros is None or batch.rms.count < LENGTH or batch.size.other:
+        return
+    what = ""
+    outside, above = batch.rms.outside(rms), batch.rms.above(rms)
+    if abs(outside) >= math.log(thresholds[FACTOR]) and abs(above) >= thresholds[DEVIATIONS]:
+        what = (
+            f"The numbers of the batch of step {line.step} have a root mean square of {rms:.3g}; usual is "
+            f"{batch.rms.usual:.3g}, and no batch of late was {'above' if outside > 0 else 'below'} by so much."
+        )
+    elif zeros - batch.zeros.highest >= thresholds[ZEROS] or _more_zeros(moment) >= thresholds[ZEROS]:
+        what = (
+            f"Of the numbers of the batch of step {line.step}, {zeros:.0%} are zero; usual is "
+            f"{batch.zeros.usual:.0%}: look at what the loader gives where it fails to load."
+        )
+    if not what:
+        return
+    yield over_time_finding(
+        RULE,
+        "warning",
+        what,
+        step=line.step,
+        first="data",
+        phase="data",
+        evidence={
+            "rms": rms,
+            "usual_rms": batch.rms.usual,
+            "deviations": above,
+            "zero_share": zeros,
+            "usual_zero_share": batch.zeros.usual,
+        },
+    )
+
+
+def _more_zeros(moment: StepMoment) -> float:
+    """By how much the share of zeros of late is above the one before, where that is out of the usual as well."""
+    zeros = moment.batch.zeros
+    return zeros.recent - zeros.usual if zeros.shift >= 6.0 else 0.0
