@@ -42,6 +42,7 @@ class StepLines:
         self._log = log
         self._intake = intake
         self._optimizers: dict[str, int] = {}
+        self._groups: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._steps: dict[str, int] = {}
         self._accepted: dict[str, int] = {}
         self._facts: dict[tuple[str, int], _Facts] = {}
@@ -53,11 +54,17 @@ class StepLines:
         """The step that is about to begin: as many as the optimizer that was asked least has behind it."""
         return min(self._steps.values(), default=0)
 
-    def begins(self, attempt: Attempt) -> None:
-        """An optimizer is about to step, or its scaler to skip."""
-        if attempt.name not in self._optimizers:
-            self._optimizers[attempt.name] = len(self._optimizers)
-            self._log.head(optimizers=tuple(self._optimizers))
+    def begins(self, attempt: Attempt, named: Sequence[Sequence[tuple[str, object]]]) -> None:
+        """An optimizer is about to step, or its scaler to skip.
+
+        Args:
+            attempt: The step.
+            named: Name and parameter, of each of the optimizer's parameter groups.
+        """
+        if len(self._groups.get(attempt.name, ())) != len(named):
+            self._optimizers.setdefault(attempt.name, len(self._optimizers))
+            self._groups[attempt.name] = tuple(tuple(self._log.index_of(name) for name, _ in group) for group in named)
+            self._log.head(optimizers=tuple(self._optimizers), groups=tuple(map(self._groups.get, self._optimizers)))
         groups = attempt.optimizer.param_groups
         self._facts[attempt.name, attempt.step] = _Facts(
             accepted=self._accepted.get(attempt.name, 0),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -237,18 +238,17 @@ class Doctor:
     def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
         for loss in losses:
             self._numbers.loss(loss)
-        self._lines.begins(attempt)
         scaler, optimizer = attempt.scaler, attempt.optimizer
         fused = getattr(optimizer, "grad_scale", None) is not None
         names = self._watch.recorder.names()
-        held = [
-            (names.get(id(p), f"{attempt.name}.group{g}.param{i}"), p)
+        groups = [
+            [(names.get(id(p), f"{attempt.name}.group{g}.param{i}"), p) for i, p in enumerate(group["params"])]
             for g, group in enumerate(optimizer.param_groups)
-            for i, p in enumerate(group["params"])
         ]
+        self._lines.begins(attempt, groups)
         return self._numbers.about_to_step(
             attempt.name,
-            held,
+            list(chain.from_iterable(groups)),
             number=attempt.step,
             scale=getattr(scaler, "_scale", None),
             found_inf=getattr(optimizer, "found_inf", None),

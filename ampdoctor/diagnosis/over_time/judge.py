@@ -47,6 +47,7 @@ class Judge:
         self._on_steps, self._on_tensors = _finders(StepMoment), _finders(TensorMoment)
         self._names: tuple[str, ...] = ()
         self._optimizers: tuple[str, ...] = ()
+        self._groups: tuple[tuple[tuple[int, ...], ...], ...] = ()
         self._steps: dict[int, StepMoment] = {}
         self._tensors: dict[int, TensorCourses] = {}
         self._told: dict[tuple[str, str | None, int], _Told] = {}
@@ -59,7 +60,7 @@ class Judge:
         if isinstance(line, DetailLine):
             return self._hear_detail(line)
         if isinstance(line, RunLine):
-            self._names, self._optimizers = line.tensors, line.optimizers
+            self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
         elif isinstance(line, LookLine):
             self._looked_at = line.step
         return ()
@@ -80,6 +81,7 @@ class Judge:
             moment = self._steps[line.optimizer] = StepMoment()
             self._tensors.pop(line.optimizer, None)
         moment.alone = len(self._steps) == 1
+        moment.groups = self._groups[line.optimizer] if line.optimizer < len(self._groups) else ()
         moment.hear(line)
         if moment.batch.size.changed:  # weights grow at another pace with batches of another size
             self._tensors.pop(line.optimizer, None)
@@ -93,13 +95,16 @@ class Judge:
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
         courses.hear(line)
+        courses.moment.names = self._names
         found: list[Finding] = []
         for find in self._on_tensors:
             found += find(courses.moment, self._thresholds)
-        return self._new([self._named(one) for one in found], line.optimizer, line.step) if found else ()
+        return self._new(found, line.optimizer, line.step) if found else ()
 
     def _named(self, finding: Finding) -> Finding:
         """The finding with the names of its tensors: a rule knows their numbers only."""
+        if finding.where.tensor is None:
+            return replace(finding, message=finding.message.replace(TENSOR, "the model"))
         where, *also = (
             replace(place, tensor=name, module=_module(name))
             for place in (finding.where, *finding.also)
@@ -117,7 +122,7 @@ class Judge:
     def _new(self, found: Sequence[Finding], optimizer: int, step: int) -> tuple[Finding, ...]:
         """Those that are not the same alert as one that was told, or a graver one."""
         new = []
-        for finding in found:
+        for finding in map(self._named, found):
             key = (finding.code, finding.where.tensor, optimizer)
             told = self._told.get(key)
             if told is not None and step - told.step < EPISODE:

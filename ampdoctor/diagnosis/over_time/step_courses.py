@@ -157,6 +157,7 @@ class StepMoment:
 
     Attributes:
         line: The step.
+        groups: Indices of the names of the parameters of each of the optimizer's groups, where they are known.
         alone: No other optimizer steps in this run: what two of them minimise, one wins and the other loses.
         accepted: Accepted steps heard before it.
         judged: Enough came before it, and nothing has changed at once of late.
@@ -178,6 +179,7 @@ class StepMoment:
     """
 
     line: StepLine = field(default_factory=lambda: StepLine(step=0))
+    groups: tuple[tuple[int, ...], ...] = ()
     alone: bool = True
     accepted: int = 0
     judged: bool = False

@@ -43,6 +43,7 @@ class TensorMoment:
 
     Attributes:
         line: The last look.
+        names: The log's table of names.
         steps: (looks) attempted step of each look, the newest at the end.
         tensors: Index of each row's name in the log's table.
         roles: Each row's role.
@@ -62,6 +63,12 @@ class TensorMoment:
     formats: list[str | None]
     measures: dict[str, Matrix]
     seen: int = 0
+    names: tuple[str, ...] = ()
+
+    def name(self, row: int) -> str:
+        """Returns the name of a row's tensor, or of its module; "" where the log's table lacks it."""
+        index = self.tensors[row]
+        return self.names[index] if index < len(self.names) else ""
 
     def rows(self, role: str) -> NDArray[np.int64]:
         """Returns the rows of tensors in a role that the last look has."""

@@ -54,6 +54,7 @@ class RunLine:
         segment: Number of the file, from 0 for the oldest.
         tensors: The names that lines speak of by their index here; a later table begins like an earlier one.
         optimizers: Names of the optimizers, by their index.
+        groups: Of each optimizer, of each of its parameter groups, the indices of its parameters' names.
         scalers: Names of the scalers, by their index.
         precision: The format that the run computes in (fp16, bf16, fp32, tf32), where it is known.
         autocast: Whether it computes under autocast.
@@ -68,6 +69,7 @@ class RunLine:
     segment: Count = 0
     tensors: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
+    groups: tuple[tuple[tuple[Count, ...], ...], ...] = ()
     scalers: tuple[str, ...] = ()
     precision: str | None = None
     autocast: bool | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.course import LEAST
-from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
+from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import Setting, StepMoment
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
@@ -31,6 +31,9 @@ RULE = register(
     thresholds=(FACTOR,),
 )
 
+MOST_NAMED = 8
+"""Parameters of a group that a finding names; it may have thousands."""
+
 
 @RULE.judges(StepMoment)
 def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
@@ -42,7 +45,11 @@ def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Iterator[Find
         if group is None:
             continue
         before, now = setting.before[group], setting.now[group]
-        of_group = f" of parameter group {group}" if len(setting.now) > 1 else ""
+        several = len(setting.now) > 1
+        tensors = moment.groups[group] if several and group < len(moment.groups) else ()
+        of_group = f" of parameter group {group}" if several else ""
+        if tensors:
+            of_group += f" ({TENSOR}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''})"
         times = "" if before <= 0 or now < 0 else f", {now / before:.3g} times, and above every value before"
         yield over_time_finding(
             RULE,
@@ -50,9 +57,12 @@ def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Iterator[Find
             f"The {what}{of_group} jumps from {before:.3g} to {now:.3g} at step {step}{times}.",
             step=step,
             first="optimizer",
+            tensor=next(iter(tensors), None),
+            also=tensors[1:MOST_NAMED],
             evidence={
                 "what": what.replace(" ", "_"),
                 "group": group,
+                "tensors": len(tensors),
                 "before": before,
                 "now": now,
                 "highest_before": setting.highest[group],

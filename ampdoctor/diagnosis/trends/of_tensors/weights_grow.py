@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
@@ -49,6 +50,13 @@ RULE = register(
     thresholds=(DEVIATIONS, CHANGE, SHARE),
 )
 
+_LOGITS = re.compile(
+    r"(^|[._])(q|k|wq|wk|query|key|q_proj|k_proj|qkv|qkv_proj|query_key_value|wqkv|c_attn|in_proj_weight|in_proj_bias"
+    r"|logit_scale|lm_head)([._]|$)",
+    re.IGNORECASE,
+)
+"""Names of what makes the logits of attention or of the output, in torch, Transformers, timm, Megatron, OpenCLIP."""
+
 
 @RULE.judges(TensorMoment)
 def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
@@ -65,7 +73,7 @@ def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
         f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations above its growth "
         f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
         step=moment.line.step,
-        first="optimizer",
+        first="logits" if all(_LOGITS.search(moment.name(one.row)) for one in found) else "optimizer",
         tensor=moment.tensors[worst.row],
         also=[moment.tensors[one.row] for one in found[1:]],
         evidence={
