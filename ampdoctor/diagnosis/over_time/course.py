@@ -99,13 +99,13 @@ class Course:
         return max(0.0, at - self._highest) + min(0.0, at - self._lowest)
 
     def lifts(self) -> list[float]:
-        """Returns how far the mean of the last values of each of `SPANS` is above the usual, in deviations of a mean.
+        """Returns how far the mean of the last values of each of `SPANS` is above the usual, in robust deviations.
 
-        The mean of k values deviates by the root of k-th part of what one of them does. 0 where too few are known.
+        0 where too few values are known.
         """
         if self.count < LEAST + RECENT:
             return [0.0] * len(SPANS)
-        return [total / root for total, root in zip(self._sums, _ROOTS, strict=True)]
+        return [total / span for total, span in zip(self._sums, SPANS, strict=True)]
 
     @property
     def highest(self) -> float:
@@ -168,9 +168,6 @@ class Course:
         if not self._logs:
             return value
         return math.log(value) if value > 0 else -math.inf
-
-
-_ROOTS = [math.sqrt(span) for span in SPANS]
 
 
 def median(ordered: Sequence[float]) -> float:

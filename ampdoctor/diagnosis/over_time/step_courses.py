@@ -224,16 +224,19 @@ class StepMoment:
             self._departs("scale")
         self._follow_spike(line)
 
-    def first(self) -> str:
+    def first(self, otherwise: str = "gradient") -> str:
         """Returns what left the usual first, of what has done so up to this step and shortly before it.
 
         A loss is computed before the step's update: where it departs together with its gradient, the batch is what was
         new.
+
+        Args:
+            otherwise: Said where nothing has left the usual.
         """
         step = self.line.step
         seen = {what: at for what, at in self.departed.items() if step - at <= _LOOK_BACK}
         if not seen:
-            return "gradient"
+            return otherwise
         earliest = min(seen.values())
         first = [what for what in ("schedule", "loss", "gradient", "scale") if seen.get(what) == earliest]
         return {"schedule": "optimizer", "loss": "data"}.get(first[0], first[0])

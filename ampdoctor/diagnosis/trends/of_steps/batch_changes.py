@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
-from ampdoctor.diagnosis.over_time.course import LENGTH
+from ampdoctor.diagnosis.over_time.course import LENGTH, Course
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.evidence.report import Finding
@@ -35,10 +35,10 @@ DEVIATIONS = Threshold(
 ZEROS = Threshold(
     code="AMP736",
     name="zeros",
-    default=0.1,
+    default=0.08,
     unit="share",
-    why="By which the share of zeros is above that of any of the 128 batches before, or its median over 16 above the "
-    "median before: of 512 numbers a share is known within 0.04.",
+    why="By which the share of zeros is above that of any of the 128 batches before, or has come to lie above the "
+    "usual: of 512 numbers a share is known within 0.04.",
 )
 RULE = register(
     "AMP736",
@@ -48,6 +48,9 @@ RULE = register(
     commands=WATCHED,
     thresholds=(FACTOR, DEVIATIONS, ZEROS),
 )
+
+_FAR = 2.5
+"""Robust deviations by which the mean of the last 16 shares of zeros must lie above the usual: ten of such a mean."""
 
 
 @RULE.judges(StepMoment)
@@ -63,7 +66,7 @@ def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
             f"The numbers of the batch of step {line.step} have a root mean square of {rms:.3g}; usual is "
             f"{batch.rms.usual:.3g}, and no batch of late was {'above' if outside > 0 else 'below'} by so much."
         )
-    elif zeros - batch.zeros.highest >= thresholds[ZEROS] or _more_zeros(moment) >= thresholds[ZEROS]:
+    elif zeros - batch.zeros.highest >= thresholds[ZEROS] or _more_zeros(batch.zeros) >= thresholds[ZEROS]:
         what = (
             f"Of the numbers of the batch of step {line.step}, {zeros:.0%} are zero; usual is "
             f"{batch.zeros.usual:.0%}: look at what the loader gives where it fails to load."
@@ -87,7 +90,6 @@ def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
     )
 
 
-def _more_zeros(moment: StepMoment) -> float:
+def _more_zeros(zeros: Course) -> float:
     """By how much the share of zeros of late is above the one before, where that is out of the usual as well."""
-    zeros = moment.batch.zeros
-    return zeros.recent - zeros.usual if zeros.shift >= 6.0 else 0.0
+    return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR else 0.0

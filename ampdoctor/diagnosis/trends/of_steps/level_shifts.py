@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
-from ampdoctor.diagnosis.over_time.course import SPANS
+from ampdoctor.diagnosis.over_time.course import MOST, SPANS
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.evidence.report import Finding
@@ -34,11 +35,12 @@ LOSS = Threshold(
 NORM = Threshold(
     code="AMP724",
     name="norm",
-    default=14.0,
+    default=3.8,
     unit="robust standard deviations",
     lowest=0.5,
-    highest=1000.0,
-    why="Likewise of the norm alone: healthy ones stay below 12.8; it wanders more than a loss does.",
+    highest=MOST,
+    why="Of the norm alone, in deviations of one value, because a norm wanders: its mean over 16 steps is no nearer to "
+    "the usual than one over 4. Not while the loss falls. Healthy ones stay below 3.3; one value counts 5 at most.",
 )
 RULE = register(
     "AMP724",
@@ -52,36 +54,38 @@ IN_A_GAME = 2.0
 """Times the thresholds where several optimizers step: what one wins, the other loses."""
 
 
+_ROOTS = [math.sqrt(span) for span in SPANS]
+_FALLS = -1.0
+"""Deviations below the usual from which a loss falls: a norm that rises with it belongs to a phase of fast learning."""
+
+
 @RULE.judges(StepMoment)
 def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
     if not moment.judged or moment.rising:
         return
-    times = 1.0 if moment.alone else IN_A_GAME
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
-    by_sum, by_loss, by_norm = (
-        (max(lifts) / (times * thresholds[least]), least)
+    times = 1.0 if moment.alone else IN_A_GAME
+    of_both, of_loss, of_norm = (
+        max(lifts) / (times * thresholds[least])
         for lifts, least in (
-            ([max(loss, 0.0) + max(norm, 0.0) for loss, norm in zip(losses, norms, strict=True)], SUM),
-            (losses, LOSS),
-            (norms, NORM),
+            ([root * (loss + norm) for root, loss, norm in zip(_ROOTS, losses, norms, strict=True)], SUM),
+            ([root * loss for root, loss in zip(_ROOTS, losses, strict=True)], LOSS),
+            ([norm for loss, norm in zip(losses, norms, strict=True) if loss > _FALLS] or [0.0], NORM),
         )
     )
-    worst, least = max(by_sum, by_loss, by_norm, key=lambda one: one[0])
+    worst = max(of_both, of_loss, of_norm)
     if worst < 1.0:
         return
     loss, norm = max(losses), max(norms)
-    of_norm = norm >= loss
-    course, what, now = (
-        (moment.norm, "gradient norm", moment.norm.latest) if of_norm else (moment.loss, "loss", moment.loss.latest)
-    )
+    course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
     yield over_time_finding(
         RULE,
         "warning",
-        f"The {'loss and the gradient norm have' if least is SUM else f'{what} has'} climbed: the {what} of the last "
-        f"{SPANS[0]} steps is {now:.4g}, usual is {course.usual:.4g} (loss {loss:+.1f} robust deviations, gradient "
-        f"norm {norm:+.1f}, of means of up to {SPANS[-1]} steps).",
+        f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} of the "
+        f"last {SPANS[0]} steps is {course.latest:.4g}, usual is {course.usual:.4g} (over up to {SPANS[-1]} steps, in "
+        f"robust deviations: loss {loss:+.1f}, gradient norm {norm:+.1f}).",
         step=moment.line.step,
-        first="gradient" if least is NORM else moment.first(),
-        phase="backward" if of_norm else "loss",
-        evidence={"norm_lift": norm, "loss_lift": loss, "latest": now, "usual": course.usual},
+        first=moment.first("gradient" if norm > loss else "data"),
+        phase="backward" if norm > loss else "loss",
+        evidence={"loss_lift": loss, "norm_lift": norm, "latest": course.latest, "usual": course.usual},
     )
