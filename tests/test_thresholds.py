@@ -42,7 +42,7 @@ from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
-from tests.diagnosis.trends import test_step_rules, test_tensor_rules
+from tests.diagnosis.trends import test_batch_rules, test_step_rules, test_tensor_rules
 from tests.diagnosis.trends.lines import changed, details, judged, steps
 from tests.diagnosis.updates import test_single_updates
 from tests.scaling.test_search import noise, searched
@@ -173,12 +173,12 @@ def brief(at, value):
     return value * (3 if 400 <= at < 408 else 1)
 
 
-def risen(at, value):
-    return value * (1.8 if at >= 400 else 1)
+def slight_rise(at, value):
+    return value * (1.05 if at >= 400 else 1)
 
 
-def rising(at, value):
-    return value * (1.25 if at >= 400 else 1)
+def noisy_rise(at, value):
+    return value * (1.15 if at >= 400 else 1)
 
 
 def flushing(look, _):
@@ -312,25 +312,35 @@ CASES = {
     "AMP723.falls": (6, watched(steps(**test_step_rules.scale([100, 200, 300, 400])))),
     "AMP723.in_a_row": (2, watched(steps(**test_step_rules.scale([100, 101])))),
     "AMP723.least": (4096.0, watched(steps(**test_step_rules.scale([100, 101, 102, 103, 104])))),
-    "AMP724.norm": (1000.0, watched(steps(gradient_norm=test_step_rules.climbing))),
-    "AMP724.loss": (1000.0, watched(steps(loss=risen))),
-    "AMP724.both": (1.0, watched(steps(loss=rising, gradient_norm=rising))),
+    "AMP724.sum": (4.0, watched(steps(loss=slight_rise, gradient_norm=noisy_rise))),
+    "AMP724.loss": (0.5, watched(steps(loss=slight_rise))),
+    "AMP724.norm": (0.5, watched(steps(gradient_norm=noisy_rise))),
     "AMP725.harmful": (0.9, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.rise": (1e6, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.horizon": (1, watched(details(22, change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP726.near": (0.0, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP726.horizon": (1, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "parameter", stopped)))),
-    "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.1))))),
-    "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(10.0))))),
+    "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.05))))),
+    "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(20.0))))),
     "AMP729.factor": (20.0, watched(steps(learning_rates=lambda at, _: (1e-2 if at >= 400 else 1e-3,)))),
     "AMP730.factor": (5.0, watched(steps(seconds=lambda at, value: value * (3 if at >= 400 else 1)))),
     "AMP730.memory": (5.0, watched(steps(memory_bytes=lambda at, _: 10**9 * (2 if at >= 400 else 1)))),
     "AMP731.steps": (400, watched(steps(1500, loss=lambda at, _: 2.0 + 0.01 * math.sin(at)))),
     "AMP732.deviations": (1000.0, watched(steps(loss=lambda at, value: value * (0.3 if at >= 400 else 1)))),
     "AMP733.deviations": (1e5, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
+    "AMP733.change": (5.0, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
     "AMP733.share": (0.9, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(1.1))))),
     "AMP734.binades": (10.0, watched(details(change=test_tensor_rules.eight))),
+    "AMP735.steps": (20, watched(steps(batch_fingerprint=test_batch_rules.again(2, steps=12)))),
+    "AMP735.new": (1000, watched(steps(batch_fingerprint=test_batch_rules.again(2)))),
+    "AMP736.factor": (10.0, watched(steps(batch_rms=test_batch_rules.another_unit))),
+    "AMP736.deviations": (1000.0, watched(steps(batch_rms=test_batch_rules.another_unit))),
+    "AMP736.zeros": (0.9, watched(steps(batch_zero_share=test_batch_rules.dark))),
+    "AMP737.deviations": (1e5, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(0.9))))),
+    "AMP737.change": (5.0, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(0.9))))),
+    "AMP737.share": (0.9, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(0.9))))),
+    "AMP738.lost": (0.99, watched(details(change=test_tensor_rules.rounded_away))),
     "AMP902.norms": (
         10,
         lambda thresholds: known_failure(

@@ -16,7 +16,7 @@ NAMES = ("blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.1.fc.weight", "head.w
 
 def steps(count=600, seed=0, **changed):
     """A quiet run; each change is a function of the line, by name of the field."""
-    rng = np.random.default_rng(seed)
+    rng, batches = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     lines = []
     for at in range(count):
         line = StepLine(
@@ -29,6 +29,11 @@ def steps(count=600, seed=0, **changed):
             seconds=float(0.1 * np.exp(rng.normal(0, 0.1))),
             skipped=False,
             loss_scale=1024.0,
+            weight_decays=(0.01,),
+            batch_elements=4096,
+            batch_rms=float(np.exp(batches.normal(0, 0.03))),
+            batch_zero_share=float(batches.binomial(512, 0.2) / 512),
+            batch_fingerprint=1000 * seed + at,
         )
         lines.append(replace(line, **{name: change(at, getattr(line, name)) for name, change in changed.items()}))
     return lines

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.evidence.run_log.lines import RunLine
 from tests.diagnosis.trends.lines import judged, steps
 
 BAD = 400
@@ -130,6 +131,52 @@ def test_a_learning_rate_that_jumps():
     findings = judged(steps(learning_rates=lambda at, _: (1e-2 if at >= BAD else 1e-3,)))
     assert codes(findings) == [("AMP729", BAD)]
     assert findings[0].evidence["first"] == "optimizer"
+
+
+@pytest.mark.parametrize(("before", "now"), [(0.01, 0.1), (0.01, -0.01), (0.0, 0.01)])
+def test_a_weight_decay_that_jumps(before, now):
+    lines = steps(weight_decays=lambda at, _: (0.0, now if at >= BAD else before))
+    judge = Judge()
+    judge.hear(RunLine(name="made-up", tensors=("w", "b", "g"), optimizers=("AdamW",), groups=(((0, 1), (2,)),)))
+    (finding,) = [found for line in lines for found in judge.hear(line)]
+    assert (finding.code, finding.where.step, finding.where.tensor) == ("AMP729", BAD, "g")
+    assert (finding.evidence["what"], finding.evidence["group"]) == ("weight_decay", 1)
+    assert "parameter group 1 (g)" in finding.message
+
+
+def test_settings_that_change_in_health():
+    """A decay that follows a schedule, or becomes smaller; a group that is unfrozen; a group that is added."""
+    scheduled = steps(weight_decays=lambda at, _: (0.04 + 0.36 * at / 600,))
+    smaller = steps(weight_decays=lambda at, _: (0.0 if at >= BAD else 0.1,))
+    unfrozen = steps(learning_rates=lambda at, _: (1e-3, 1e-3 if at >= BAD else 0.0))
+    added = steps(learning_rates=lambda at, _: (1e-4, 1e-2) if at >= BAD else (1e-4,))
+    for lines in (scheduled, smaller, unfrozen, added):
+        assert judged(lines) == []
+
+
+def test_a_learning_rate_of_another_group_that_jumps():
+    (finding,) = judged(steps(learning_rates=lambda at, _: (1e-3, 1e-2 if at >= BAD else 1e-3)))
+    assert (finding.code, finding.where.step, finding.evidence["group"]) == ("AMP729", BAD, 1)
+
+
+def test_a_norm_that_rises_while_the_loss_falls_is_learning():
+    def falls(at, value):
+        return value * math.exp(-0.05 * max(0, at - BAD))
+
+    findings = judged(steps(500, loss=falls, gradient_norm=climbing))
+    assert codes(findings, ("error", "warning")) == []
+
+
+def test_what_two_optimizers_win_and_lose_is_told_later():
+    """A critic's loss climbs while its generator learns; the same climb of a training of one is told."""
+
+    def won(at, value):
+        return value * math.exp(0.02 * min(max(0, at - BAD), 10))
+
+    alone = judged(steps(loss=won))
+    assert "AMP724" in [f.code for f in alone]
+    other = steps(optimizer=lambda at, _: 1)
+    assert judged([line for pair in zip(steps(loss=won), other, strict=True) for line in pair]) == []
 
 
 def test_a_warm_restart_is_no_jump():

@@ -63,6 +63,7 @@ TENSOR = TensorDetail(
     flushed_share=0.125,
     headroom_binades=3.5,
     update_ratio=0.001,
+    unmoved_share=0.25,
     histogram=HISTOGRAM,
 )
 LINES = (
@@ -78,6 +79,7 @@ LINES = (
         master_weights=False,
         accumulation=4,
         detail_every=100,
+        groups=(((0, 1), (2,)), ((3,),)),
         scaler={"scale": 65536.0, "_growth_tracker": 3},
     ),
     StepLine(
@@ -97,12 +99,17 @@ LINES = (
         skipped=True,
         growth_tracker=17,
         learning_rates=(0.001, 0.0),
+        weight_decays=(0.01, 0.0),
         seconds=0.25,
         data_seconds=0.0625,
         memory_bytes=2**36,
         memory_retries=2,
         samples=10**12,
         tokens=2**50,
+        batch_elements=2**20,
+        batch_rms=1.25,
+        batch_zero_share=0.5,
+        batch_fingerprint=2**32 - 1,
     ),
     DetailLine(step=7, reason="gradient-spike", optimizer=1, loss_scale=1024.0, tensors=(TENSOR,)),
     AlertLine(step=7, finding=FINDING),

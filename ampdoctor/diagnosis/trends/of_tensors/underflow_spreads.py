@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
@@ -47,8 +48,8 @@ RULE = register(
     commands=WATCHED,
     thresholds=(HARMFUL, RISE, HORIZON),
 )
-LOOKS = 8
-"""Looks over which a drift is measured; a straight line through fewer says little."""
+LOOKS = (8, 5)
+"""Looks over which a drift is measured: a slow one shows over many, a fast one must be told after few."""
 _FIT = 0.8
 """Share of the variance that the line must explain: a drift, and no noise."""
 _WIDE = ("fp64", "fp32", "tf32", "bf16")
@@ -59,19 +60,25 @@ _LEAST = 1e-4
 
 @RULE.judges(TensorMoment)
 def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    if moment.seen < LOOKS:
+    found = (finding for looks in LOOKS for finding in _spreads(moment, looks, thresholds))
+    yield from itertools.islice(found, 1)
+
+
+def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterator[Finding]:
+    """A warning of those over the harmful share, or a note of those on their way to it, or nothing."""
+    if moment.seen < looks:
         return
     rows = np.array(
         [row for role in ("gradient", "activation_gradient") for row in moment.rows(role) if _passes_half(moment, row)],
         dtype=np.int64,
     )
-    shares = moment.values("flushed_share", rows)[:, -LOOKS:]
+    shares = moment.values("flushed_share", rows)[:, -looks:]
     known = ~np.isnan(shares).any(axis=1)
     rows, shares = rows[known], shares[known]
     if not len(rows):
         return
     logs = np.log(np.maximum(shares, _LEAST))
-    drift = slope(moment.steps[-LOOKS:], logs)
+    drift = slope(moment.steps[-looks:], logs)
     straight = _explained(logs)
     harmful, now, then = thresholds[HARMFUL], shares[:, -1], np.maximum(np.median(shares[:, :3], axis=1), _LEAST)
     risen = (now >= thresholds[RISE] * then) & (drift > 0) & (straight >= _FIT)
@@ -92,7 +99,7 @@ def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator
             RULE,
             "warning" if severity == "warning" else "note",
             f"{now[worst]:.2%} of the gradient of {TENSOR} becomes zero in the half format, after {then[worst]:.2%} "
-            f"{moment.line.step - int(moment.steps[-LOOKS]):,} steps ago: {becomes}"
+            f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
             f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
             step=moment.line.step,
             first="gradient",
