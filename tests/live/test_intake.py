@@ -39,7 +39,8 @@ def watched(tmp_path):
         lines = [line_of(text).line for text in (tmp_path / "log.jsonl").read_bytes().splitlines()]
         seen.steps = [line for line in lines if isinstance(line, StepLine)]
         seen.details = [line for line in lines if isinstance(line, DetailLine)]
-        seen.names = [line for line in lines if isinstance(line, RunLine)][-1].tensors
+        run = [line for line in lines if isinstance(line, RunLine)][-1]
+        seen.names, seen.groups = run.tensors, run.groups
 
     return context
 
@@ -98,6 +99,63 @@ def test_pictures_have_no_tokens(watched):
     with watched() as seen:
         step(model, sgd(model), torch.randn(4, 3, 2, 2))
     assert [(line.samples, line.tokens) for line in seen.steps] == [(4, None)]
+
+
+def test_what_a_step_s_batches_are_like(watched):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1))
+    optimizer = sgd(model)
+    ones, dark = torch.full((4, 3, 2, 2), 2.0), torch.zeros(4, 3, 2, 2)
+    with watched() as seen:
+        for batches in ((ones, ones + 0), (ones, dark), (dark,), (ones, ones + 0)):
+            step(model, optimizer, *batches)
+    assert [line.batch_elements for line in seen.steps] == [96, 96, 48, 96]
+    assert [line.batch_rms for line in seen.steps] == pytest.approx([2.0, 2.0**0.5, 0.0, 2.0], rel=1e-5)
+    assert [line.batch_zero_share for line in seen.steps] == [0.0, 0.5, 1.0, 0.0]
+    first, second, third, fourth = (line.batch_fingerprint for line in seen.steps)
+    assert first == fourth
+    assert len({first, second, third}) == 3
+
+
+def test_ids_have_a_fingerprint_and_no_size_of_their_numbers(watched):
+    model = Tokens()
+    optimizer, ids = sgd(model), torch.arange(10).reshape(2, 5)
+    with watched() as seen:
+        for batch in (ids, ids + 1, ids):
+            step(model, optimizer, batch)
+    assert {(line.batch_elements, line.batch_rms, line.batch_zero_share) for line in seen.steps} == {(10, None, None)}
+    first, second, third = (line.batch_fingerprint for line in seen.steps)
+    assert first == third != second
+
+
+def test_a_batch_that_the_loop_changes_afterwards_is_told_as_the_model_got_it(watched):
+    model = nn.Linear(3, 1)
+    optimizer, batch = sgd(model), torch.ones(4, 3)
+    with watched() as seen:
+        model(batch).sum().backward()
+        batch.zero_()
+        optimizer.step()
+    assert [line.batch_rms for line in seen.steps] == [1.0]
+
+
+def test_a_large_batch_is_sampled_evenly(watched):
+    model = nn.Linear(1000, 1)
+    batch = torch.ones(64, 1000)
+    batch[32:] = 0.0
+    with watched() as seen:
+        step(model, sgd(model), batch)
+    assert seen.steps[0].batch_zero_share == pytest.approx(0.5, abs=0.02)
+
+
+def test_settings_of_each_parameter_group(watched):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0, "lr": 0.5}],
+        lr=0.25,
+    )
+    with watched() as seen:
+        step(model, optimizer, torch.ones(2, 3))
+    assert [(line.learning_rates, line.weight_decays) for line in seen.steps] == [((0.25, 0.5), (0.1, 0.0))]
+    assert [[seen.names[i] for i in group] for group in seen.groups[0]] == [["weight"], ["bias"]]
 
 
 def test_two_optimizers_of_one_backward_share_its_batch_and_a_turn_s_are_their_own(watched):

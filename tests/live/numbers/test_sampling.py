@@ -111,3 +111,16 @@ def test_what_comes_back_to_an_output_is_copied():
     assert arrived("", torch.zeros(3, dtype=torch.int64)) is None
     assert arrived("", torch.zeros(0)) is None
     assert arrived("", torch.zeros(3, device="meta")) is None
+
+
+def test_an_optimizer_that_draws_random_numbers_leaves_open_what_did_not_move():
+    """Stochastic rounding leaves most weights as they were, and loses nothing."""
+    weight = torch.ones(8, dtype=torch.bfloat16)
+    said = []
+    for draws in (False, True):
+        updates = Updates([("w", weight)])
+        if draws:
+            torch.rand(1)
+        (change,) = updates.changes()
+        said.append((updates.random, moved(torch.ones(8), change, random=updates.random).unmoved))
+    assert said == [(False, 1.0), (True, None)]
