@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.live.numbers.sampling import Samples, sample
+from ampdoctor.loop.torch_internals import no_modes
 from ampdoctor.numerics.unseen import Unseen
 
 
@@ -64,9 +65,12 @@ class Updates:
 
 def _states(samples: Sequence[Samples]) -> list[bytes]:
     """The states of the generators of the samples' devices, and of the CPU's; on the host, nothing waits."""
-    devices = {one.buffer.device for one in samples if one.buffer.device.type == "cuda"}
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
-    return [state.numpy().tobytes() for state in states]
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        devices = sorted({one.buffer.device.index or 0 for one in samples if one.buffer.device.type == "cuda"})
+        generators += [torch.cuda.default_generators[index] for index in devices]
+    with no_modes():
+        return [generator.get_state().numpy().tobytes() for generator in generators]
 
 
 def moved(before: Tensor, change: Tensor, *, random: bool = False) -> Moved:
