@@ -194,6 +194,8 @@ class Latest:
         self.end = None
         if before.run_id == now.run_id:
             what = "the run was started anew" if before.restarts != now.restarts else "a rollback: a new attempt begins"
+            if before.restarts < now.restarts:
+                self._judge.resumes()
             return [Event(step=None, kind="attempt", level="note", says=what)]
         self.steps.clear()
         self._times.clear()

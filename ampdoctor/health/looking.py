@@ -103,6 +103,7 @@ class _Reader:
         self._thresholds = thresholds
         self.condenser = Condenser()
         self.ranks: dict[int, Judge] = {}
+        self._restarts: dict[int, int] = {}
         self._shown: int | None = None
         self._found: list[tuple[int, Finding]] = []
         self._judged = codes_in("trends")
@@ -113,6 +114,9 @@ class _Reader:
         if judge is None:
             judge = self.ranks[stamp.rank] = Judge(self._thresholds)
             self._shown = stamp.rank if self._shown is None else self._shown
+        if stamp.restarts > self._restarts.setdefault(stamp.rank, stamp.restarts):
+            judge.resumes()
+        self._restarts[stamp.rank] = stamp.restarts
         if stamp.rank == self._shown:
             self.condenser.hear(whole)
         kind = type(line)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.lines import AlertLine, Line, Stamped
+from ampdoctor.evidence.run_log.files import logs_in
+from ampdoctor.evidence.run_log.lines import AlertLine, Line, Stamped, StepLine
+from ampdoctor.evidence.run_log.text import kind_of, line_of
 from ampdoctor.evidence.thresholds import Thresholds
 
 OnAlert = Callable[[Finding], None]
 _LOUD = ("error", "warning")
+_ENOUGH_BYTES = 4 * 2**20
+"""Of the end of a log: some ten thousand steps, of which the judge remembers a few hundred."""
 
 
 class Alerting:
@@ -22,6 +29,7 @@ class Alerting:
         thresholds: Those in force.
         on_alert: The user's own, told each alert, notes too; None for none. What it raises is said once, and it is
             called no more.
+        earlier: Steps of the process that this one has taken the place of; read on the judge's thread.
 
     Attributes:
         fired: The name of the last rule that fired loudly and that nobody has taken notice of yet.
@@ -33,13 +41,20 @@ class Alerting:
         say: Callable[[str], None],
         thresholds: Thresholds,
         on_alert: OnAlert | None = None,
+        earlier: Iterable[StepLine] = (),
     ) -> None:
         self.fired: str | None = None
         self._judge = Judge(thresholds)
         self._write, self._say, self._on_alert = write, say, on_alert
+        self._earlier: Iterable[StepLine] | None = earlier
 
     def hear(self, whole: Stamped) -> None:
         """Told of a line of the log."""
+        if self._earlier is not None:
+            for step in self._earlier:
+                self._judge.hear(step)
+            self._judge.resumes()
+            self._earlier = None
         for finding in self._judge.hear(whole.line):
             self._write(AlertLine(step=finding.where.step or 0, finding=finding))
             if finding.severity in _LOUD:
@@ -60,3 +75,27 @@ class Alerting:
         except Exception as error:  # noqa: BLE001 - somebody else's function, on our thread
             self._on_alert = None
             self._say(f"on_alert is called no more: {type(error).__name__}: {error}")
+
+
+def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]:
+    """Reads the last steps that a rank's process before this one has logged; none where it was the first.
+
+    Args:
+        folder: Of the log, in which this process has a file by now.
+        rank: Of the process.
+        restarts: How often it was started anew.
+    """
+    if not restarts:
+        return
+    with suppress(OSError):
+        *before, _ = logs_in(os.listdir(folder)).get(rank, [""])  # noqa: PTH208 - names are all that is wanted
+        for name in before[-1:]:
+            with Path(folder, name).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _ENOUGH_BYTES))
+                for text in file.read().splitlines():
+                    with suppress(ValueError):  # the first and the last may be cut off
+                        whole = line_of(text) if kind_of(text) == "step" else None
+                        if whole is None or whole.stamp.restarts != restarts - 1:
+                            continue
+                        if isinstance(whole.line, StepLine):
+                            yield whole.line

@@ -39,7 +39,7 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
-from ampdoctor.workflows.alerting import Alerting, OnAlert
+from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
@@ -113,17 +113,18 @@ class Doctor:
         self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
-        name = Path(request.health).name
+        name, rank, restarts = Path(request.health).name, _number("RANK", 0), _number("TORCHELASTIC_RESTART_COUNT", 0)
         self._log = RunLog(
             request.health,
             RunLine(name=name, detail_every=request.every),
-            rank=_number("RANK", 0),
+            rank=rank,
             world_size=max(_number("WORLD_SIZE", 1), 1),
-            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+            restarts=restarts,
             say=self._say,
         )
-        self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert)
-        if _number("RANK", 0) == 0:  # the others' numbers are the same, or parts of these
+        before = steps_before(request.health, rank=rank, restarts=restarts)
+        self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert, before)
+        if rank == 0:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
             if self._log.failed is None:  # said already; there is nothing to judge
                 self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)

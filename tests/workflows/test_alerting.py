@@ -12,6 +12,7 @@ import torch
 import ampdoctor
 from ampdoctor.evidence.run_log.lines import AlertLine, DetailLine, StepLine
 from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.workflows.health import health
 
 SICK = 90
 
@@ -36,11 +37,12 @@ def test_an_alert_is_a_line_a_sentence_and_a_call(tmp_path, caplog):
     heard = []
     with caplog.at_level(logging.WARNING, "ampdoctor"):
         lines = train(tmp_path / "log", on_alert=heard.append)
-    (alert,) = [line for line in lines if isinstance(line, AlertLine)]
+    alert, *later = [line for line in lines if isinstance(line, AlertLine)]
+    assert {line.finding.code for line in later} <= {"AMP724"}  # what the step has done to the training
     assert (alert.step, alert.finding.code, alert.finding.severity) == (SICK, "AMP720", "warning")
     assert alert.finding.evidence["first"] == "data"
-    assert [(f.code, f.where.step) for f in heard] == [("AMP720", SICK)]
-    (said,) = [record.message for record in caplog.records]
+    assert [f.code for f in heard] == [line.finding.code for line in (alert, *later)]
+    said, *_ = [record.message for record in caplog.records]
     assert said.startswith(f"warning AMP720 at step {SICK}: ")
 
 
@@ -59,7 +61,7 @@ def test_a_firing_raises_the_sampling(tmp_path):
 
     lines = train(tmp_path / "log", steps=130, after=after, on_alert=lambda finding: alerted.set())
     looked = {line.step: line.reason for line in lines if isinstance(line, DetailLine)}
-    raised = [step for step, reason in looked.items() if reason == "gradient-jump"]
+    raised = [step for step, reason in looked.items() if reason in {"gradient-jump", "level-shifts"}]
     assert 1 <= len(raised) <= 4
     assert all(step > SICK for step in raised)
     assert len([line for line in lines if isinstance(line, StepLine)]) == 130
@@ -102,3 +104,22 @@ def test_alerts_change_no_bit_of_the_training(tmp_path, every):
     assert torch.equal(weights(watched=False), weights(watched=True))
     alerts = [json.loads(text) for text in (tmp_path / "log" / "log.jsonl").read_text().splitlines()]
     assert (50, "AMP720") in [(one["step"], one["finding"]["code"]) for one in alerts if one["kind"] == "alert"]
+
+
+def test_what_is_usual_survives_a_restart(tmp_path, monkeypatch):
+    """A job that torchrun has started anew is judged from its first step on, and its log afterwards as well."""
+    folder = tmp_path / "log"
+    train(folder, spoiled=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr("tests.workflows.test_alerting.SICK", 5)
+    lines = train(folder, steps=20)
+    assert [(line.step, line.finding.code) for line in lines if isinstance(line, AlertLine)] == [(5, "AMP720")]
+    assert [(f.code, f.where.step) for f in health([folder]).findings] == [("AMP720", 5)]
+
+
+def test_a_training_that_begins_from_nothing_in_the_same_folder_is_another(tmp_path, monkeypatch):
+    folder = tmp_path / "log"
+    train(folder, spoiled=False)
+    monkeypatch.setattr("tests.workflows.test_alerting.SICK", 5)
+    lines = train(folder, steps=20)
+    assert [line for line in lines if isinstance(line, AlertLine)] == []

@@ -69,6 +69,14 @@ class Judge:
         """Takes many, and returns all that was found, in the order in which it was."""
         return tuple(finding for one in lines for finding in self.hear(one.line))
 
+    def resumes(self) -> None:
+        """The training goes on in a new process, whose steps are counted anew: what was usual still is."""
+        for moment in self._steps.values():
+            moment.resumes()
+        self._tensors.clear()  # its names have other numbers, and looks are rare
+        self._told.clear()
+        self._looked_at = None
+
     def _hear_step(self, line: StepLine) -> tuple[Finding, ...]:
         moment = self._steps.get(line.optimizer)
         if moment is None:

@@ -224,6 +224,12 @@ class StepMoment:
             self._departs("scale")
         self._follow_spike(line)
 
+    def resumes(self) -> None:
+        """Steps are counted anew from here on; what was usual still is."""
+        self._end_of_last()
+        self.line = StepLine(step=-1)
+        self.departed, self.spike, self.bad = {}, None, 0
+
     def first(self, otherwise: str = "gradient") -> str:
         """Returns what left the usual first, of what has done so up to this step and shortly before it.
 
