@@ -100,6 +100,8 @@ class BatchCourses:
     def hear(self, line: StepLine) -> None:
         """A step more, of whose numbers `end_of` makes a part of what is usual."""
         self.size.hear(line.batch_elements)
+        if self.size.changed:  # padding, say, is another share of longer sequences
+            self.rms, self.zeros = Course(), Course()
         if not line.skipped:
             self.repeats.hear(line.batch_fingerprint)
 

@@ -302,7 +302,7 @@ class StepMoment:
     def _follow_spike(self, line: StepLine) -> None:
         if line.loss is None or line.skipped or not math.isfinite(line.loss):
             return
-        if self.spike is None and self.judged and self.loss_above > (FAR if self.alone else 2 * FAR):
+        if self.spike is None and self.judged and self.alone and self.loss_above > FAR:
             usual = self.loss.usual
             self.spike = Spike(step=line.step, usual=usual, limit=self._limit(), value=line.loss)
         if self.spike is not None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
-from ampdoctor.diagnosis.over_time.course import MOST, SPANS
+from ampdoctor.diagnosis.over_time.course import LENGTH, MOST, SPANS
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.evidence.report import Finding
@@ -50,10 +50,6 @@ RULE = register(
     commands=WATCHED,
     thresholds=(SUM, LOSS, NORM),
 )
-IN_A_GAME = 2.0
-"""Times the thresholds where several optimizers step: what one wins, the other loses."""
-
-
 _ROOTS = [math.sqrt(span) for span in SPANS]
 _FALLS = -1.0
 """Deviations below the usual from which a loss falls: a norm that rises with it belongs to a phase of fast learning."""
@@ -61,12 +57,11 @@ _FALLS = -1.0
 
 @RULE.judges(StepMoment)
 def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    if not moment.judged or moment.rising:
-        return
+    if not moment.judged or moment.rising or not moment.alone or moment.loss.count < LENGTH:
+        return  # where several optimizers step, what one wins, another loses
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
-    times = 1.0 if moment.alone else IN_A_GAME
     of_both, of_loss, of_norm = (
-        max(lifts) / (times * thresholds[least])
+        max(lifts) / thresholds[least]
         for lifts, least in (
             ([root * (loss + norm) for root, loss, norm in zip(_ROOTS, losses, norms, strict=True)], SUM),
             ([root * loss for root, loss in zip(_ROOTS, losses, strict=True)], LOSS),
