@@ -16,6 +16,9 @@ _AT_ONCE = 1.5
 """Factor from one step to the next that no schedule makes that goes step by step."""
 FAR = 6.0
 """Robust deviations from which a number has left what is usual: OLMo's and levanter's."""
+MATTERS = 0.01
+"""Of the way from the highest usual loss to the lowest, by which a loss must rise to matter: benchmarks/alerts holds
+for harm what is above by 2 % of the loss before training, and half of that is on its way there."""
 _LOOK_BACK = 32
 """Steps within which one departure is held to belong to another."""
 
@@ -199,6 +202,8 @@ class StepMoment:
     departed: dict[str, int] = field(default_factory=dict)
     bad: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
+    _highest_usual: float = -math.inf
+    _lowest_usual: float = math.inf
     _quiet: int = 0
     _since: int = 0
     _micro_steps: int | None = None
@@ -211,18 +216,23 @@ class StepMoment:
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
+        self._follow_descent()
         self.loss_above = self._above(self.loss, line.loss)
         self.norm_above = self._above(self.norm, norm_of(line))
         ill = not _finite(line.loss) or not _finite(line.gradient_norm)
         self.bad = self.bad + 1 if ill and not line.skipped else 0
         if self.judged:
-            if self.loss_above > FAR:
+            if self.loss_above > FAR and self.matters(line.loss):
                 self._departs("loss")
             if self.norm_above > FAR:
                 self._departs("gradient")
         if self.scale.in_a_row or self.scale.falls:
             self._departs("scale")
         self._follow_spike(line)
+
+    def matters(self, loss: float | None) -> bool:
+        """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
+        return loss is not None and loss - self.loss.usual >= MATTERS * (self._highest_usual - self._lowest_usual)
 
     def resumes(self) -> None:
         """Steps are counted anew from here on; what was usual still is."""
@@ -267,6 +277,12 @@ class StepMoment:
         if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
             self.plateau.add(loss, norm)
 
+    def _follow_descent(self) -> None:
+        usual = self.loss.usual
+        if not math.isnan(usual):
+            self._highest_usual = max(self._highest_usual, usual)
+            self._lowest_usual = min(self._lowest_usual, usual)
+
     def _hear_batch(self, line: StepLine) -> None:
         self.batch.hear(line)
         if line.micro_steps is not None:
@@ -302,7 +318,7 @@ class StepMoment:
     def _follow_spike(self, line: StepLine) -> None:
         if line.loss is None or line.skipped or not math.isfinite(line.loss):
             return
-        if self.spike is None and self.judged and self.alone and self.loss_above > FAR:
+        if self.spike is None and self.judged and self.alone and self.loss_above > FAR and self.matters(line.loss):
             usual = self.loss.usual
             self.spike = Spike(step=line.step, usual=usual, limit=self._limit(), value=line.loss)
         if self.spike is not None:

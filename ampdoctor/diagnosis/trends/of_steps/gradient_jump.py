@@ -50,7 +50,7 @@ def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
     of_norm = norm is not None and moment.norm_above >= least
     course, value = (moment.norm, norm) if of_norm else (moment.loss, loss)
     beyond = 0.0 if value is None else course.beyond(value)
-    if value is None or beyond < thresholds[BEYOND]:
+    if value is None or beyond < thresholds[BEYOND] or not (of_norm or moment.matters(loss)):
         return
     what, above = ("gradient norm", moment.norm_above) if of_norm else ("loss", moment.loss_above)
     usual = course.usual

@@ -16,21 +16,21 @@ from ampdoctor.evidence.thresholds.threshold import Threshold
 SUM = Threshold(
     code="AMP724",
     name="sum",
-    default=11.0,
+    default=12.0,
     unit="robust standard deviations",
     lowest=0.5,
     highest=1000.0,
     why="Of the loss and the norm together: of the mean of the last 4, 8 or 16 of each above what is usual, in "
-    "deviations of such a mean. The healthy trainings of benchmarks/alerts stay below 10.",
+    "deviations of such a mean. The healthy trainings of benchmarks/alerts stay below 9.3.",
 )
 LOSS = Threshold(
     code="AMP724",
     name="loss",
-    default=6.5,
+    default=6.8,
     unit="robust standard deviations",
     lowest=0.5,
     highest=1000.0,
-    why="Likewise of the loss alone: healthy ones stay below 5.7.",
+    why="Likewise of the loss alone: healthy ones stay below 5.8.",
 )
 NORM = Threshold(
     code="AMP724",
@@ -40,7 +40,7 @@ NORM = Threshold(
     lowest=0.5,
     highest=MOST,
     why="Of the norm alone, in deviations of one value, because a norm wanders: its mean over 16 steps is no nearer to "
-    "the usual than one over 4. Not while the loss falls. Healthy ones stay below 3.3; one value counts 5 at most.",
+    "the usual than one over 4. Not while the loss falls. Healthy ones stay below 3.6; one value counts 5 at most.",
 )
 RULE = register(
     "AMP724",
@@ -60,11 +60,12 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findin
     if not moment.judged or moment.rising or not moment.alone or moment.loss.count < LENGTH:
         return  # where several optimizers step, what one wins, another loses
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
+    matters = moment.matters(moment.loss.latest)
     of_both, of_loss, of_norm = (
         max(lifts) / thresholds[least]
         for lifts, least in (
-            ([root * (loss + norm) for root, loss, norm in zip(_ROOTS, losses, norms, strict=True)], SUM),
-            ([root * loss for root, loss in zip(_ROOTS, losses, strict=True)], LOSS),
+            ([matters * root * (loss + norm) for root, loss, norm in zip(_ROOTS, losses, norms, strict=True)], SUM),
+            ([matters * root * loss for root, loss in zip(_ROOTS, losses, strict=True)], LOSS),
             ([norm for loss, norm in zip(losses, norms, strict=True) if loss > _FALLS] or [0.0], NORM),
         )
     )

@@ -15,17 +15,17 @@ from ampdoctor.evidence.thresholds.threshold import Threshold
 FALLS = Threshold(
     code="AMP728",
     name="falls",
-    default=10.0,
+    default=14.0,
     unit="robust standard deviations",
     lowest=1.0,
     highest=1e6,
     why="By which a tensor's gradient norm falls faster over the last three looks than over up to twelve before: the "
-    "healthy trainings of benchmarks/alerts stay below 6, starved layers reach 10 to 260.",
+    "healthy trainings of benchmarks/alerts stay below 11, starved layers reach 10 to 260.",
 )
 GROWS = Threshold(
     code="AMP728",
     name="grows",
-    default=12.0,
+    default=16.0,
     unit="robust standard deviations",
     lowest=1.0,
     highest=1e6,

@@ -20,12 +20,12 @@ DEVIATIONS = Threshold(
     lowest=1.0,
     highest=1e6,
     why="By which the growth of a weight's norm over the last one, two or three looks is below that of up to twelve "
-    "before: the healthy trainings of benchmarks/alerts stay below 10, gains that decay reach 70 to 160.",
+    "before: the healthy trainings of benchmarks/alerts stay below 4, gains that decay reach 70 to 160.",
 )
 CHANGE = Threshold(
     code="AMP737",
     name="change",
-    default=0.08,
+    default=0.15,
     unit="e-folds",
     lowest=0.0,
     highest=100.0,
