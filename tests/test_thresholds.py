@@ -174,11 +174,11 @@ def brief(at, value):
 
 
 def slight_rise(at, value):
-    return value * (1.05 if at >= 400 else 1)
+    return value * (1.05 if at >= 700 else 1)
 
 
 def noisy_rise(at, value):
-    return value * (1.15 if at >= 400 else 1)
+    return value * (1.15 if at >= 700 else 1)
 
 
 def flushing(look, _):
@@ -312,17 +312,17 @@ CASES = {
     "AMP723.falls": (6, watched(steps(**test_step_rules.scale([100, 200, 300, 400])))),
     "AMP723.in_a_row": (2, watched(steps(**test_step_rules.scale([100, 101])))),
     "AMP723.least": (4096.0, watched(steps(**test_step_rules.scale([100, 101, 102, 103, 104])))),
-    "AMP724.sum": (4.0, watched(steps(loss=slight_rise, gradient_norm=noisy_rise))),
-    "AMP724.loss": (0.5, watched(steps(loss=slight_rise))),
-    "AMP724.norm": (0.5, watched(steps(gradient_norm=noisy_rise))),
+    "AMP724.sum": (4.0, watched(steps(900, loss=slight_rise, gradient_norm=noisy_rise))),
+    "AMP724.loss": (0.5, watched(steps(900, loss=slight_rise))),
+    "AMP724.norm": (0.5, watched(steps(900, gradient_norm=noisy_rise))),
     "AMP725.harmful": (0.9, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.rise": (1e6, watched(details(change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP725.horizon": (1, watched(details(22, change=changed("flushed_share", 3, "gradient", flushing)))),
     "AMP726.near": (0.0, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP726.horizon": (1, watched(details(25, change=changed("headroom_binades", 4, "activation", filling)))),
     "AMP727.others": (1.0, watched(details(change=changed("update_ratio", 2, "parameter", stopped)))),
-    "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.05))))),
-    "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(20.0))))),
+    "AMP728.falls": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(0.02))))),
+    "AMP728.grows": (1000.0, watched(details(change=changed("norm", 0, "gradient", test_tensor_rules.since(50.0))))),
     "AMP729.factor": (20.0, watched(steps(learning_rates=lambda at, _: (1e-2 if at >= 400 else 1e-3,)))),
     "AMP730.factor": (5.0, watched(steps(seconds=lambda at, value: value * (3 if at >= 400 else 1)))),
     "AMP730.memory": (5.0, watched(steps(memory_bytes=lambda at, _: 10**9 * (2 if at >= 400 else 1)))),
