@@ -77,9 +77,9 @@ class Course:
     def add(self, value: float) -> None:
         """A finite value more."""
         self._values.append(value)
-        if value > self.highest:
+        if value > self.highest:  # noqa: PLR1730 - a call of max() takes longer, and here go all values
             self.highest = value
-        if value < self.lowest:
+        if value < self.lowest:  # noqa: PLR1730
             self.lowest = value
         self.count += 1
         if self.count % HOP == 0:
