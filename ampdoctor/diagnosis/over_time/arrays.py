@@ -14,6 +14,7 @@ else:
         def __getattr__(self, name: str) -> Any:
             import numpy as np
 
-            return getattr(np, name)
+            found = self.__dict__[name] = getattr(np, name)  # the next time it is there
+            return found
 
     np = _Later()

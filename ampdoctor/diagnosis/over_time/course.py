@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Sequence
 
 LENGTH = 128
@@ -31,50 +31,161 @@ _TAIL = 0.8 / 1.645
 and more than it where large values are frequent."""
 
 
+_LEVEL = (0.0,) * len(SPANS)
+
+
 class Course:
     """The last values of a number, and what is usual of them; in logarithms where all are positive.
 
     A gradient norm is near log-normal and drifts; a loss may be negative, as a policy's is. Median and MAD are not
     moved by the very spikes that they are meant to find; where large values are usual, the upper tail counts as well.
 
+    Every value of a long run goes through here, most are asked for little: a value is kept, and the window is sorted
+    when something is asked that needs it, once a hop. What is said is the same, whenever it is asked.
+
     Attributes:
         count: Values so far.
-        usual: Median of the older values (all but the last `RECENT`); NaN before there are `LEAST`.
-        recent: Median of the last `RECENT`.
-        shift: How far `recent` is above `usual`, in robust deviations; 0 before they are known.
+        highest: The highest value of the window, and of those since; -inf before the first.
+        lowest: The lowest, likewise.
     """
 
     __slots__ = (
         "_deviation",
-        "_farthest",
-        "_highest",
-        "_logarithms",
         "_logs",
-        "_lowest",
         "_middle",
+        "_recent",
+        "_sorted",
         "_sums",
         "_values",
-        "_ways",
+        "_window",
         "count",
-        "recent",
-        "shift",
-        "usual",
+        "highest",
+        "lowest",
     )
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=LENGTH)
-        self._logarithms: deque[float] = deque(maxlen=LENGTH)  # -inf of what is not positive
-        self._ways: deque[float] = deque(maxlen=RECENT)
-        self._sums = [0.0] * len(SPANS)
+        self._values: list[float] = []  # the window as it was at the last hop, and what came since
+        self._window = 0  # length of the former
+        self._sorted = False  # what follows belongs to this window
         self._logs = True
-        self._middle = self._highest = self._lowest = self.usual = self.recent = math.nan
-        self._deviation, self._farthest = 1.0, 0.0
+        self._middle = self._recent = math.nan
+        self._deviation = 1.0
+        self._sums = [0.0]  # how far above the usual: the window's last `RECENT`, and what came since, summed up
+        self.highest, self.lowest = -math.inf, math.inf
         self.count = 0
-        self.shift = 0.0
+
+    def add(self, value: float) -> None:
+        """A finite value more."""
+        self._values.append(value)
+        if value > self.highest:  # noqa: PLR1730 - a call of max() takes longer, and here go all values
+            self.highest = value
+        if value < self.lowest:  # noqa: PLR1730
+            self.lowest = value
+        self.count += 1
+        if self.count % HOP == 0:
+            self._hop()
+
+    @property
+    def usual(self) -> float:
+        """Median of the older values (all but the last `RECENT`) as of the last hop; NaN before there are `LEAST`."""
+        return self.value_at(0.0)
+
+    @property
+    def recent(self) -> float:
+        """Median of the last `RECENT`, likewise."""
+        self._know()
+        return math.exp(self._recent) if self._logs else self._recent
+
+    @property
+    def shift(self) -> float:
+        """How far `recent` is above `usual`, in robust deviations; 0 before they are known."""
+        self._know()
+        return 0.0 if self.count < LEAST else (self._recent - self._middle) / self._deviation
+
+    @property
+    def latest(self) -> float:
+        """Median of the last `SPANS[0]` values; NaN without one."""
+        last = sorted(self._values[-SPANS[0] :])
+        return median(last) if last else math.nan
 
     def above(self, value: float) -> float:
         """Returns how far a value is above the usual, in robust deviations; 0 where that is not known yet."""
-        return 0.0 if self.count < LEAST else (self._place(value) - self._middle) / self._deviation
+        if self.count < LEAST:
+            return 0.0
+        if not self._sorted:
+            self._sort()
+        return (self._place(value) - self._middle) / self._deviation
+
+    def outside(self, value: float) -> float:
+        """Returns how far a value lies outside of the window's values, in logarithms (or its own unit); 0 inside.
+
+        It is positive above the highest and negative below the lowest.
+        """
+        if self.count < LEAST or self.lowest <= value <= self.highest:
+            return 0.0
+        self._know()
+        at = self._place(value)
+        return max(0.0, at - self._place(self.highest)) + min(0.0, at - self._place(self.lowest))
+
+    def lifts(self) -> tuple[float, ...]:
+        """Returns how far the mean of the last values of each of `SPANS` is above the usual, in robust deviations.
+
+        0 where too few values are known.
+        """
+        if self.count < LEAST + RECENT:
+            return _LEVEL
+        if not self._sorted:
+            self._sort()
+        sums = self._sums
+        for value in self._values[self._window - RECENT + len(sums) - 1 :]:
+            sums.append(sums[-1] + max(-MOST, min(MOST, self.above(value))))
+        last = sums[-1]
+        return tuple([(last - sums[-1 - span]) / span for span in SPANS])
+
+    def value_at(self, deviations: float) -> float:
+        """Returns the value that lies so many robust deviations above the usual; NaN before that is known."""
+        self._know()
+        at = self._middle + deviations * self._deviation
+        return math.exp(at) if self._logs else at
+
+    def _hop(self) -> None:
+        """Makes of the last values a new window."""
+        del self._values[:-LENGTH]
+        self._window, self._sorted = len(self._values), False
+        self.highest, self.lowest = max(self._values), min(self._values)
+
+    def _know(self) -> None:
+        if not self._sorted and self.count >= LEAST:
+            self._sort()
+
+    def _sort(self) -> None:
+        """Learns from the window what is usual."""
+        window = self._values[: self._window]
+        older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
+        self._logs = older[0] > 0 and recent[0] > 0
+        if self._logs:
+            older, recent = list(map(math.log, older)), list(map(math.log, recent))
+        self._middle, self._recent = median(older), median(recent)
+        floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
+        tail = _TAIL * (older[int(0.95 * (len(older) - 1))] - self._middle)
+        self._deviation = max(_ROBUST * _median_way(older, self._middle), tail, floor)
+        self._sums = [0.0]  # what is usual has moved: the last values are held against the new
+        self._sorted = True
+
+    def _place(self, value: float) -> float:
+        if not self._logs:
+            return value
+        return math.log(value) if value > 0 else -math.inf
+
+
+class LongCourse(Course):
+    """A course that knows as well how far the number has gone before its window."""
+
+    __slots__ = ("_farthest",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._farthest = 0.0
 
     def beyond(self, value: float) -> float:
         """Returns how far a value lies beyond the highest of the window, as a share of that one's way from the usual.
@@ -85,92 +196,41 @@ class Course:
         """
         if self.count < LEAST:
             return 0.0
-        reach = max(self._highest - self._middle, self._deviation, self._farthest / 4)
-        return max(0.0, (self._place(value) - self._middle) / reach - 1)
+        way = self._way(value)
+        faded = self._farthest * FADES ** (len(self._values) - self._window)
+        reach = max(self._way(self.highest), self._deviation, faded / 4)
+        return max(0.0, way / reach - 1)
 
-    def outside(self, value: float) -> float:
-        """Returns how far a value lies outside of the window's values, in logarithms (or its own unit); 0 inside.
+    def _hop(self) -> None:
+        if self._window >= LEAST:
+            new = self._values[self._window :]
+            farthest, self._farthest = self._way(max(new)), self._farthest * FADES ** len(new)
+            if farthest > self._farthest:
+                fading = (self._way(value) * FADES**ago for ago, value in enumerate(reversed(new)))
+                self._farthest = max(self._farthest, *fading)
+        super()._hop()
 
-        It is positive above the highest and negative below the lowest.
-        """
-        if self.count < LEAST:
-            return 0.0
-        at = self._place(value)
-        return max(0.0, at - self._highest) + min(0.0, at - self._lowest)
-
-    def lifts(self) -> list[float]:
-        """Returns how far the mean of the last values of each of `SPANS` is above the usual, in robust deviations.
-
-        0 where too few values are known.
-        """
-        if self.count < LEAST + RECENT:
-            return [0.0] * len(SPANS)
-        return [total / span for total, span in zip(self._sums, SPANS, strict=True)]
-
-    @property
-    def highest(self) -> float:
-        """The highest value of the window; NaN before that is known."""
-        return math.exp(self._highest) if self._logs else self._highest
-
-    @property
-    def latest(self) -> float:
-        """Median of the last `SPANS[0]` values; NaN without one."""
-        last = sorted(list(self._values)[-SPANS[0] :])
-        return median(last) if last else math.nan
-
-    def value_at(self, deviations: float) -> float:
-        """Returns the value that lies so many robust deviations above the usual; NaN before that is known."""
-        at = self._middle + deviations * self._deviation
-        return math.exp(at) if self._logs else at
-
-    def add(self, value: float) -> None:
-        """A finite value more."""
-        self._values.append(value)
-        self._logarithms.append(math.log(value) if value > 0 else -math.inf)
-        self.count += 1
-        if self.count > LEAST:
-            at = self._place(value)
-            self._highest, self._lowest = max(self._highest, at), min(self._lowest, at)
-            self._farthest = max(self._farthest * FADES, at - self._middle)
-            self._add_way(self._way(at))
-        if self.count >= LEAST and self.count % HOP == 0:
+    def _way(self, value: float) -> float:
+        """How far a value is above the usual, in logarithms or its own unit."""
+        if not self._sorted:
             self._sort()
-
-    def _way(self, at: float) -> float:
-        return max(-MOST, min(MOST, (at - self._middle) / self._deviation))
-
-    def _add_way(self, way: float) -> None:
-        ways, sums = self._ways, self._sums
-        for i, span in enumerate(SPANS):
-            sums[i] += way - (ways[-span] if len(ways) >= span else 0.0)
-        ways.append(way)
-
-    def _sort(self) -> None:
-        logarithms = list(self._logarithms)
-        self._logs = min(logarithms) > -math.inf
-        places = logarithms if self._logs else list(self._values)
-        self._highest, self._lowest = max(places), min(places)
-        older = sorted(places[:-RECENT])
-        self._middle = median(older)
-        away = sorted([abs(at - self._middle) for at in older])
-        floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
-        tail = _TAIL * (older[int(0.95 * (len(older) - 1))] - self._middle)
-        self._deviation = max(_ROBUST * median(away), tail, floor)
-        recent = median(sorted(places[-RECENT:]))
-        self.shift = (recent - self._middle) / self._deviation
-        self.usual, self.recent = self.value_at(0.0), math.exp(recent) if self._logs else recent
-        self._ways.clear()  # what is usual has moved: the last values are held against the new
-        self._sums = [0.0] * len(SPANS)
-        for at in places[-RECENT:]:
-            self._add_way(self._way(at))
-
-    def _place(self, value: float) -> float:
-        if not self._logs:
-            return value
-        return math.log(value) if value > 0 else -math.inf
+        return self._place(value) - self._middle
 
 
 def median(ordered: Sequence[float]) -> float:
     """Returns the median of values that are in order."""
     middle, odd = divmod(len(ordered), 2)
     return ordered[middle] if odd else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _median_way(ordered: Sequence[float], middle: float) -> float:
+    """Returns the median of the ways of values to their median: the nearer half of them lie side by side."""
+    count, half = len(ordered), len(ordered) // 2
+    twice = 2 * middle
+    begin = bisect_left(range(count - half), True, key=lambda at: ordered[at] + ordered[at + half] >= twice)
+    before = middle - ordered[begin - 1] if begin else math.inf
+    behind = ordered[begin + half] - middle if begin + half < count else math.inf
+    next_one = min(before, behind)
+    if count % 2:
+        return next_one
+    return (max(middle - ordered[begin], ordered[begin + half - 1] - middle) + next_one) / 2

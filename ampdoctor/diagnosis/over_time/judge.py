@@ -95,7 +95,8 @@ class Judge:
             self._tensors.pop(line.optimizer, None)
         found: list[Finding] = []
         for find in self._on_steps:
-            found += find(moment, self._thresholds)
+            if new := find(moment, self._thresholds):
+                found += new
         return self._new(found, line.optimizer, line.step) if found else ()
 
     def _hear_detail(self, line: DetailLine) -> tuple[Finding, ...]:

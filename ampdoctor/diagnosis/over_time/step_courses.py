@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
-from ampdoctor.diagnosis.over_time.course import LEAST, LENGTH, Course
+from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, LongCourse
 from ampdoctor.evidence.run_log.lines import StepLine
 
 QUIET = 25
@@ -146,6 +146,8 @@ class Setting:
 
     def hear(self, values: tuple[float, ...]) -> None:
         """A step more."""
+        if values == self.now == self.before:
+            return
         if len(values) != len(self.now):
             self.now, self.before, self.highest = values, (), values
             return
@@ -187,8 +189,8 @@ class StepMoment:
     accepted: int = 0
     judged: bool = False
     rising: bool = False
-    loss: Course = field(default_factory=Course)
-    norm: Course = field(default_factory=Course)
+    loss: LongCourse = field(default_factory=LongCourse)
+    norm: LongCourse = field(default_factory=LongCourse)
     seconds: Course = field(default_factory=Course)
     memory: Course = field(default_factory=Course)
     batch: BatchCourses = field(default_factory=BatchCourses)
@@ -207,6 +209,8 @@ class StepMoment:
     _quiet: int = 0
     _since: int = 0
     _micro_steps: int | None = None
+    _loss: float | None = None
+    _norm: float | None = None
 
     def hear(self, line: StepLine) -> None:
         """A step more, in the order of the steps."""
@@ -216,10 +220,10 @@ class StepMoment:
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
-        self._follow_descent()
-        self.loss_above = self._above(self.loss, line.loss)
-        self.norm_above = self._above(self.norm, norm_of(line))
-        ill = not _finite(line.loss) or not _finite(line.gradient_norm)
+        self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
+        self.loss_above = 0.0 if self._loss is None else self.loss.above(self._loss)
+        self.norm_above = 0.0 if self._norm is None else self.norm.above(self._norm)
+        ill = self._loss is not line.loss or _finite(line.gradient_norm) is not line.gradient_norm
         self.bad = self.bad + 1 if ill and not line.skipped else 0
         if self.judged:
             if self.loss_above > FAR and self.matters(line.loss):
@@ -228,7 +232,8 @@ class StepMoment:
                 self._departs("gradient")
         if self.scale.in_a_row or self.scale.falls:
             self._departs("scale")
-        self._follow_spike(line)
+        if self._loss is not None and not line.skipped:
+            self._follow_spike(line.step, self._loss)
 
     def matters(self, loss: float | None) -> bool:
         """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
@@ -263,19 +268,21 @@ class StepMoment:
         if line.skipped or (line.loss is None and line.gradient_norm is None and line.seconds is None):
             return
         self.accepted += 1
-        self._quiet = max(0, self._quiet - 1)
+        if self._quiet:
+            self._quiet -= 1
         self.batch.end_of(line)
-        for course, value in (
-            (self.loss, line.loss),
-            (self.norm, norm_of(line)),
-            (self.seconds, line.seconds),
-            (self.memory, line.memory_bytes),
-        ):
-            if value is not None and math.isfinite(value):
-                course.add(value)
-        loss, norm = line.loss, norm_of(line)
-        if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
-            self.plateau.add(loss, norm)
+        if self._loss is not None:
+            self.loss.add(self._loss)
+            if self.loss.count % HOP == 0:
+                self._follow_descent()
+            if self._norm is not None:
+                self.plateau.add(self._loss, self._norm)
+        if self._norm is not None:
+            self.norm.add(self._norm)
+        if line.seconds is not None and math.isfinite(line.seconds):
+            self.seconds.add(line.seconds)
+        if line.memory_bytes is not None:
+            self.memory.add(line.memory_bytes)
 
     def _follow_descent(self) -> None:
         usual = self.loss.usual
@@ -291,7 +298,7 @@ class StepMoment:
             self._micro_steps = line.micro_steps
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
-            self.loss, self.norm, self.seconds, self.memory = Course(), Course(), Course(), Course()
+            self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
 
     def _hear_settings(self, line: StepLine) -> None:
         self.decays.hear(line.weight_decays)
@@ -312,18 +319,12 @@ class StepMoment:
         if since is None or step - since > _LOOK_BACK:
             self.departed[what] = step
 
-    def _above(self, course: Course, value: float | None) -> float:
-        return 0.0 if value is None or not math.isfinite(value) else course.above(value)
-
-    def _follow_spike(self, line: StepLine) -> None:
-        if line.loss is None or line.skipped or not math.isfinite(line.loss):
-            return
-        if self.spike is None and self.judged and self.alone and self.loss_above > FAR and self.matters(line.loss):
-            usual = self.loss.usual
-            self.spike = Spike(step=line.step, usual=usual, limit=self._limit(), value=line.loss)
+    def _follow_spike(self, step: int, loss: float) -> None:
+        if self.spike is None and self.judged and self.alone and self.loss_above > FAR and self.matters(loss):
+            self.spike = Spike(step=step, usual=self.loss.usual, limit=self._limit(), value=loss)
         if self.spike is not None:
-            self.spike.above = self.spike.above + 1 if line.loss > self.spike.limit else 0
-            if self.spike.above == 0 and line.step > self.spike.step:
+            self.spike.above = self.spike.above + 1 if loss > self.spike.limit else 0
+            if self.spike.above == 0 and step > self.spike.step:
                 self.spike = None
 
     def _limit(self) -> float:
@@ -339,5 +340,5 @@ def norm_of(line: StepLine) -> float | None:
     return norm / line.loss_scale if line.norm_scaled and line.loss_scale else norm
 
 
-def _finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.over_time.arrays import np
-from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +36,8 @@ _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
 Matrix: TypeAlias = "NDArray[np.float64]"
 Key = tuple[int, str, str, int]
+_ADDRESS: Callable[[TensorDetail], Key] = attrgetter("tensor", "role", "part", "call")
+_VALUES: Callable[[TensorDetail], tuple[float | None, ...]] = attrgetter(*MEASURES)
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ class TensorMoment:
         parts: Each row's part.
         calls: Each row's call.
         formats: Each row's format; null where it is not known.
-        measures: By name (rows, `LOOKS`), the newest look at the end; NaN where it was not measured.
+        measures: (`MEASURES`, rows, `LOOKS`), the newest look at the end; NaN where it was not measured.
         seen: How many looks there were, at most `LOOKS`.
     """
 
@@ -61,9 +64,10 @@ class TensorMoment:
     parts: list[str]
     calls: list[int]
     formats: list[str | None]
-    measures: dict[str, Matrix]
+    measures: Matrix
     seen: int = 0
     names: tuple[str, ...] = ()
+    _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def name(self, row: int) -> str:
         """Returns the name of a row's tensor, or of its module; "" where the log's table lacks it."""
@@ -72,7 +76,29 @@ class TensorMoment:
 
     def rows(self, role: str) -> NDArray[np.int64]:
         """Returns the rows of tensors in a role that the last look has."""
-        return np.flatnonzero(self.roles == role)
+        found = self._of_role.get(role)
+        if found is None:
+            found = self._of_role[role] = np.flatnonzero(self.roles == role)
+        return found
+
+    def add_rows(self, tensors: Sequence[TensorDetail]) -> None:
+        """Makes a row for each of some tensors, without a look yet."""
+        self.tensors += [one.tensor for one in tensors]
+        self.parts += [one.part for one in tensors]
+        self.calls += [one.call for one in tensors]
+        self.formats += [one.format for one in tensors]
+        self.roles = np.concatenate([self.roles, np.array([one.role for one in tensors], dtype=self.roles.dtype)])
+        new = np.full((len(MEASURES), len(tensors), LOOKS), np.nan)
+        self.measures = np.concatenate([self.measures, new], axis=1)
+        self._of_role.clear()
+
+    def begin(self, step: int) -> None:
+        """A look at another step: what was seen last is the one before."""
+        self.measures[:, :, :-1] = self.measures[:, :, 1:]
+        self.measures[:, :, -1] = np.nan
+        self.steps[:-1] = self.steps[1:]
+        self.steps[-1] = step
+        self.seen = min(self.seen + 1, LOOKS)
 
     def eight_bit(self) -> NDArray[np.bool_]:
         """Returns (rows) whether a tensor is in a format of 8 bits or less, whose scale is its own."""
@@ -80,7 +106,7 @@ class TensorMoment:
 
     def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
         """Returns (rows, looks) of a measure, the newest at the end; NaN where it was not measured."""
-        matrix = self.measures[measure][:, LOOKS - self.seen :]
+        matrix = self.measures[MEASURES.index(measure), :, LOOKS - self.seen :]
         return matrix if rows is None else matrix[rows]
 
 
@@ -88,7 +114,9 @@ class TensorCourses:
     """Keeps the last looks of one optimizer's tensors."""
 
     def __init__(self) -> None:
-        self._keys: dict[Key, int] = {}
+        self._rows: dict[Key, int] = {}
+        self._addresses: list[Key] = []
+        self._of_addresses: list[int] = []
         self._step: int | None = None
         self.moment = TensorMoment(
             line=DetailLine(step=0),
@@ -98,44 +126,33 @@ class TensorCourses:
             parts=[],
             calls=[],
             formats=[],
-            measures={name: np.empty((0, LOOKS)) for name in MEASURES},
+            measures=np.empty((len(MEASURES), 0, LOOKS)),
         )
 
     def hear(self, line: DetailLine) -> None:
         """A look more; several lines of one step are one look."""
         moment = self.moment
         if line.step != self._step:
-            for matrix in moment.measures.values():
-                matrix[:, :-1] = matrix[:, 1:]
-                matrix[:, -1] = np.nan
-            moment.steps[:-1] = moment.steps[1:]
-            moment.steps[-1] = line.step
-            moment.seen = min(moment.seen + 1, LOOKS)
+            moment.begin(line.step)
             self._step = line.step
         moment.line = line
-        self._add_rows(line)
-        rows = [self._keys[one.tensor, one.role, one.part, one.call] for one in line.tensors]
-        for name in MEASURES:
-            column = [getattr(one, name) for one in line.tensors]
-            moment.measures[name][rows, -1] = np.array(column, dtype=np.float64)  # None becomes NaN
+        if line.tensors:
+            rows = self._rows_of(line.tensors)
+            values = np.array(list(map(_VALUES, line.tensors)), dtype=np.float64)  # None becomes NaN
+            moment.measures[:, rows, -1] = values.T
 
-    def _add_rows(self, line: DetailLine) -> None:
-        moment, new = self.moment, 0
-        roles: list[str] = []
-        for one in line.tensors:
-            key = (one.tensor, one.role, one.part, one.call)
-            if key not in self._keys:
-                self._keys[key] = len(self._keys)
-                moment.tensors.append(one.tensor)
-                moment.parts.append(one.part)
-                moment.calls.append(one.call)
-                moment.formats.append(one.format)
-                roles.append(one.role)
-                new += 1
-        if new:
-            moment.roles = np.concatenate([moment.roles, np.array(roles, dtype="U20")])
-            for name, matrix in moment.measures.items():
-                moment.measures[name] = np.concatenate([matrix, np.full((new, LOOKS), np.nan)])
+    def _rows_of(self, tensors: Sequence[TensorDetail]) -> list[int]:
+        addresses = list(map(_ADDRESS, tensors))
+        if addresses != self._addresses:  # most looks are at the same tensors as the last
+            new: dict[Key, TensorDetail] = {}
+            for key, one in zip(addresses, tensors, strict=True):
+                if key not in self._rows:
+                    new.setdefault(key, one)
+            if new:
+                self.moment.add_rows(list(new.values()))
+                self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
+            self._addresses, self._of_addresses = addresses, [self._rows[key] for key in addresses]
+        return self._of_addresses
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,17 @@
 """A line of the log from its text, several times as fast as `line_of`: for whoever reads a million of them.
 
-Steps and details are made the quick way where each value is of its field's plain type and in its range, as in all that
-`text_of` writes of finite numbers. Any other line goes the checked way, which refuses or converts.
+Lines of one kind mostly have the same keys in the same order, with values of the same types: their shape. Of each shape
+it is found out once which value belongs to which field, and of a line only that its numbers are in range. Steps and
+details are made so where each value is of its field's plain type and in its range, as in all that `text_of` writes of
+finite numbers. Any other line goes the checked way, which refuses or converts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields, make_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, make_dataclass
+from operator import itemgetter
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -26,15 +29,28 @@ def _parser() -> Callable[[str | bytes], Any]:
     try:
         import orjson
     except ImportError:
-        return json.loads
+        return _parsed
     parse: Callable[[str | bytes], Any] = orjson.loads
     return parse
 
 
+def _parsed(text: str | bytes) -> Any:
+    """What `json.loads` does but for what a line never needs: another encoding, and white space before it."""
+    line = text.decode() if isinstance(text, bytes) else text
+    values, end = _decoded(line)
+    if end != len(line) and not line[end:].isspace():
+        raise _OtherError
+    return values
+
+
+_decoded = json.JSONDecoder().raw_decode
 _loads = _parser()
 _LARGEST = 2**63 - 1
 _LAST_LETTER = "\U0010ffff"
 """No text that JSON has is behind it, but one that begins with it."""
+_MOST_SHAPES = 1000
+_MOST_KEYS = 100
+"""More shapes, or keys in one, than any writer of a log makes."""
 
 
 class _OtherError(Exception):
@@ -45,131 +61,149 @@ def quick_line_of(text: str | bytes) -> Stamped | None:
     """Returns what `line_of` returns, and raises what it raises."""
     try:
         values = _loads(text)
-        make = _MAKERS.get(values["kind"])
-        if make is None or values["schema_version"] != SCHEMA_VERSION:
-            return line_of(text)
-        return Stamped(_stamp(values), make(values))
+        shape = (values["kind"], values["schema_version"], *values, *map(type, values.values()))
+        read = _LINES[shape] if shape in _LINES else _learned(_LINES, shape, _line_reader, values)
+        if read is not None:
+            return read(list(values.values()))
     except (_OtherError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return line_of(text)
+        pass
+    return line_of(text)
+
+
+def _tensor(values: dict[str, Any]) -> TensorDetail:
+    shape = (values["role"], *values, *map(type, values.values()))
+    read = _TENSORS[shape] if shape in _TENSORS else _learned(_TENSORS, shape, _tensor_reader, values)
+    if read is None:
+        raise _OtherError
+    return read(list(values.values()))
+
+
+_Reader: TypeAlias = Callable[[list[Any]], T]
+"""Makes a record of the values of a shape."""
+_LINES: dict[tuple[Any, ...], _Reader[Stamped] | None] = {}
+_TENSORS: dict[tuple[Any, ...], _Reader[TensorDetail] | None] = {}
+"""By shape; None where all of a shape goes the checked way."""
+
+
+def _learned(
+    known: dict[tuple[Any, ...], _Reader[T] | None],
+    shape: tuple[Any, ...],
+    learn: Callable[[Mapping[str, Any]], _Reader[T]],
+    values: Mapping[str, Any],
+) -> _Reader[T] | None:
+    if len(values) > _MOST_KEYS:
+        return None
+    if len(known) >= _MOST_SHAPES:
+        known.clear()
+    try:
+        known[shape] = learn(values)
+    except _OtherError:
+        known[shape] = None
+    return known[shape]
+
+
+def _line_reader(values: Mapping[str, Any]) -> _Reader[Stamped]:
+    record = _QUICK.get(values["kind"])
+    if record is None or values["schema_version"] != SCHEMA_VERSION:
+        raise _OtherError
+    stamp, line = _reader(Stamp, values), _reader(record, values)
+
+    def read(row: list[Any]) -> Stamped:
+        return Stamped(stamp(row), line(row))
+
+    return read
+
+
+def _tensor_reader(values: Mapping[str, Any]) -> _Reader[TensorDetail]:
+    if values["role"] not in _ROLES:
+        raise _OtherError
+    return _reader(TensorDetail, values)
+
+
+def _reader(record: type[T], values: Mapping[str, Any]) -> _Reader[T]:
+    """Returns what makes a record of the values of this shape.
+
+    Raises:
+        _OtherError: A value is not of its field's plain type, or one is missing.
+    """
+    of_record = fields(cast("Any", record))
+    defaults = {one.name: one.default for one in of_record if one.name not in values}
+    if MISSING in defaults.values():
+        raise _OtherError
+    place = {name: at for at, name in enumerate((*values, *defaults))}
+    limits, several = [], []
+    for name in values.keys() & _BOUNDS[record].keys():
+        plain, least, most = _BOUNDS[record][name]
+        if type(values[name]) is not plain:
+            raise _OtherError
+        if least is not None:
+            limits.append((place[name], least, most))
+        if name in _SEVERAL:
+            several.append((place[name], _SEVERAL[name]))
+    pick, make, rest = itemgetter(*[place[one.name] for one in of_record]), _opened(record), list(defaults.values())
+
+    def read(row: list[Any]) -> T:
+        for place, least, most in limits:
+            if not least <= row[place] <= most:
+                raise _OtherError
+        for place, of in several:
+            row[place] = of(row[place])
+        return make(*pick(row + rest))
+
+    return read
 
 
 def _opened(record: type[T]) -> Callable[..., T]:
     """Returns what makes a record of a frozen class without the price of one, which sets each field by a call.
 
-    A twin with the same slots is filled, and becomes the record by its class. Fields are given by name.
+    A twin with the same slots is filled, and becomes the record by its class. All fields are given, in their order.
     """
-    given: list[Any] = [
-        (one.name, Any) if one.default is MISSING else (one.name, Any, field(default=one.default))
-        for one in fields(cast("Any", record))
-    ]
-    twin: Any = make_dataclass(f"_{record.__name__}", given, slots=True, kw_only=True)
+    twin: Any = make_dataclass(f"_{record.__name__}", [one.name for one in fields(cast("Any", record))], slots=True)
 
-    def make(**values: Any) -> T:
-        made = twin(**values)
+    def make(*values: Any) -> T:
+        made = twin(*values)
         made.__class__ = record
         return cast("T", made)
 
     return make
 
 
-def _bounds_of(record: type) -> Mapping[str, _Bounds]:
-    """Of each field that holds one plain value its type, the least and the greatest it may be."""
-    hints = get_type_hints(record, include_extras=True)
-    found = {name: bounds for name, hint in hints.items() if (bounds := _bounds(hint)) is not None}
-    return MappingProxyType(found)
+def _floats(values: Sequence[Any]) -> tuple[float, ...]:
+    for value in values:
+        if type(value) is not float:
+            raise _OtherError
+    return tuple(values)
 
 
-def _bounds(hint: Any) -> _Bounds | None:
+def _tensors(values: Sequence[Any]) -> tuple[TensorDetail, ...]:
+    return tuple(map(_tensor, values))
+
+
+def _bounds(hint: Any) -> _Bounds:
+    """Returns the type that a field's value has in JSON, and the least and the greatest it may be; None for any."""
     within: dict[str, Any] = {}
     if get_origin(hint) not in (Annotated, Literal, tuple) and get_args(hint):  # a union with None
         hint = next(part for part in get_args(hint) if part is not NoneType)
     if get_origin(hint) is Annotated:
-        kind, note = get_args(hint)[:2]
-        if not isinstance(note, Form):
-            return None
-        hint, within = kind, dict(note.keywords)
+        hint, note = get_args(hint)[:2]
+        within = dict(note.keywords) if isinstance(note, Form) else {}
     if hint is float:
-        return float, within.get("minimum", float("-inf")), within.get("maximum", float("inf"))
+        return float, within.get("minimum"), within.get("maximum")
     if hint is int:
         return int, within.get("minimum", -_LARGEST), within.get("maximum", _LARGEST)
-    if hint is bool:
-        return bool, False, True
     if hint is str:
-        return str, " " if within.get("minLength") else "", _LAST_LETTER
-    return None
+        return str, " " if within.get("minLength") else None, _LAST_LETTER
+    if get_origin(hint) is Literal:  # the shape says which
+        return str, None, None
+    return {bool: bool, tuple: list}.get(get_origin(hint) or hint, dict), None, None
 
 
-def _plain(values: Mapping[str, Any], bounds: Mapping[str, _Bounds], known: frozenset[str]) -> dict[str, Any]:
-    """Returns the values that belong to a record.
-
-    Raises:
-        _OtherError: One is not of its field's plain type, or out of its range.
-    """
-    kept = {}
-    for key, value in values.items():
-        bound = bounds.get(key)
-        if bound is None:
-            if key in known:
-                raise _OtherError
-            continue
-        if type(value) is not bound[0] or not bound[1] <= value <= bound[2]:
-            raise _OtherError
-        kept[key] = value
-    return kept
-
-
-_NO_KEYS: frozenset[str] = frozenset()
+_BOUNDS: Mapping[type, Mapping[str, _Bounds]] = {
+    record: {name: _bounds(hint) for name, hint in get_type_hints(record, include_extras=True).items()}
+    for record in (Stamp, StepLine, DetailLine, TensorDetail)
+}
 _ROLES = frozenset(get_args(get_type_hints(TensorDetail)["role"]))
-_STAMP, _STEP, _DETAIL, _TENSOR = map(_bounds_of, (Stamp, StepLine, DetailLine, TensorDetail))
-_make_stamp, _make_step = _opened(Stamp), _opened(StepLine)
-_make_detail, _make_tensor = _opened(DetailLine), _opened(TensorDetail)
-
-
-def _stamp(values: Mapping[str, Any]) -> Stamp:
-    """Returns the stamp among a line's values, which for most lines differs from another's by its time alone."""
-    time_ms = values["time_ms"]
-    if type(time_ms) is not int or not -_LARGEST <= time_ms <= _LARGEST:
-        raise _OtherError
-    get = values.get
-    key = (values["run_id"], *[get(name, _ABSENT) for name in _CHANGING])
-    known = _STAMPS.get(key)
-    if known is None or tuple(map(type, key)) != known[0]:  # True is 1 to a dictionary
-        kept = {name: values[name] for name in _STAMP if name in values and name not in {"time_ms", "schema_version"}}
-        if len(_STAMPS) >= _MOST_STAMPS:
-            _STAMPS.clear()
-        known = _STAMPS[key] = (tuple(map(type, key)), _plain(kept, _STAMP, _NO_KEYS))
-    return _make_stamp(time_ms=time_ms, **known[1])
-
-
-_CHANGING = ("attempt", "branch", "rank", "world_size", "restarts")
-_ABSENT = "absent"
-_STAMPS: dict[tuple[Any, ...], tuple[tuple[type, ...], dict[str, Any]]] = {}
-_MOST_STAMPS = 1000
-
-
-def _step(values: dict[str, Any]) -> StepLine:
-    rates, decays = values.pop("learning_rates", ()), values.pop("weight_decays", ())
-    for value in (*rates, *decays):
-        if type(value) is not float:
-            raise _OtherError
-    return _make_step(learning_rates=tuple(rates), weight_decays=tuple(decays), **_plain(values, _STEP, _NO_KEYS))
-
-
-def _detail(values: dict[str, Any]) -> DetailLine:
-    tensors = values.pop("tensors", ())
-    return _make_detail(tensors=tuple(map(_tensor, tensors)), **_plain(values, _DETAIL, _NO_KEYS))
-
-
-def _tensor(values: dict[str, Any]) -> TensorDetail:
-    for key, value in values.items():
-        bound = _TENSOR.get(key)
-        if bound is None:
-            if (key == "role" and value in _ROLES) or (key == "histogram" and type(value) is dict):
-                continue
-            raise _OtherError
-        if type(value) is not bound[0] or not bound[1] <= value <= bound[2]:
-            raise _OtherError
-    return _make_tensor(**values)
-
-
-_MAKERS: Mapping[str, Callable[[dict[str, Any]], Any]] = MappingProxyType({"step": _step, "detail": _detail})
+_QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": StepLine, "detail": DetailLine})
+_SEVERAL: Mapping[str, Callable[[Sequence[Any]], Any]] = MappingProxyType(
+    {"learning_rates": _floats, "weight_decays": _floats, "tensors": _tensors}
+)

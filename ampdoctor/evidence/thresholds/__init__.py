@@ -24,6 +24,8 @@ class Thresholds:
 
     def __getitem__(self, threshold: Threshold) -> float:
         """The value in force."""
+        if not self.moved:  # as rules ask at every step
+            return threshold.default
         return next((value for one, value in self.moved if one.key == threshold.key), threshold.default)
 
     @property

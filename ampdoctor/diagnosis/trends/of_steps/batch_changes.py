@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.course import LENGTH, Course
@@ -54,26 +54,28 @@ _FAR = 2.5
 
 
 @RULE.judges(StepMoment)
-def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     line, batch = moment.line, moment.batch
     rms, zeros = line.batch_rms, line.batch_zero_share
     if rms is None or zeros is None or batch.rms.count < LENGTH or batch.size.other:
-        return
-    what = ""
-    outside, above = batch.rms.outside(rms), batch.rms.above(rms)
+        return ()
+    outside, more = batch.rms.outside(rms), thresholds[ZEROS]
+    if not outside and max(zeros, batch.zeros.highest) - batch.zeros.usual < more:
+        return ()  # as most batches; what follows asks for more than that
+    what, above = "", batch.rms.above(rms)
     if abs(outside) >= math.log(thresholds[FACTOR]) and abs(above) >= thresholds[DEVIATIONS]:
         what = (
             f"The numbers of the batch of step {line.step} have a root mean square of {rms:.3g}; usual is "
             f"{batch.rms.usual:.3g}, and no batch of late was {'above' if outside > 0 else 'below'} by so much."
         )
-    elif zeros - batch.zeros.highest >= thresholds[ZEROS] or _more_zeros(batch.zeros) >= thresholds[ZEROS]:
+    elif zeros - batch.zeros.highest >= more or _more_zeros(batch.zeros) >= more:
         what = (
             f"Of the numbers of the batch of step {line.step}, {zeros:.0%} are zero; usual is "
             f"{batch.zeros.usual:.0%}: look at what the loader gives where it fails to load."
         )
     if not what:
-        return
-    yield over_time_finding(
+        return ()
+    finding = over_time_finding(
         RULE,
         "warning",
         what,
@@ -88,6 +90,7 @@ def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
             "usual_zero_share": batch.zeros.usual,
         },
     )
+    return (finding,)
 
 
 def _more_zeros(zeros: Course) -> float:

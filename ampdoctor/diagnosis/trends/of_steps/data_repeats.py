@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
@@ -43,12 +43,15 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _data_repeats(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    repeats, steps = moment.batch.repeats, int(thresholds[STEPS])
+def _data_repeats(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    repeats = moment.batch.repeats
+    if not repeats.steps:
+        return ()
+    steps = int(thresholds[STEPS])
     if repeats.steps != steps or repeats.new_before < thresholds[NEW]:
-        return
+        return ()
     step = moment.line.step
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         "warning",
         f"The batch of step {step} is that of {_ago(repeats.cycle)}, and so it was in the last {steps} steps; "
@@ -58,6 +61,7 @@ def _data_repeats(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findin
         phase="data",
         evidence={"cycle": repeats.cycle, "new_before": repeats.new_before},
     )
+    return (finding,)
 
 
 def _ago(steps: int) -> str:

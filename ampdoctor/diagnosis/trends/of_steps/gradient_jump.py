@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
@@ -42,21 +42,21 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     least = thresholds[DEVIATIONS]
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
-        return
+        return ()
     line, norm, loss = moment.line, norm_of(moment.line), moment.line.loss
     of_norm = norm is not None and moment.norm_above >= least
     course, value = (moment.norm, norm) if of_norm else (moment.loss, loss)
     beyond = 0.0 if value is None else course.beyond(value)
     if value is None or beyond < thresholds[BEYOND] or not (of_norm or moment.matters(loss)):
-        return
+        return ()
     what, above = ("gradient norm", moment.norm_above) if of_norm else ("loss", moment.loss_above)
     usual = course.usual
     both = of_norm and loss is not None and moment.loss_above >= least
     times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         "warning",
         f"The {what} of step {line.step} is {value:.3g}{times} ({above:.1f} robust deviations)"
@@ -74,3 +74,4 @@ def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
             "loss_deviations": moment.loss_above,
         },
     )
+    return (finding,)

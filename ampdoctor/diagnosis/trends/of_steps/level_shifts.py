@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.course import LENGTH, MOST, SPANS
@@ -56,10 +56,17 @@ _FALLS = -1.0
 
 
 @RULE.judges(StepMoment)
-def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.rising or not moment.alone or moment.loss.count < LENGTH:
-        return  # where several optimizers step, what one wins, another loses
+        return ()  # where several optimizers step, what one wins, another loses
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
+    loss, norm = max(losses), max(norms)
+    if (
+        _ROOTS[-1] * (loss + norm) < thresholds[SUM]
+        and _ROOTS[-1] * loss < thresholds[LOSS]
+        and norm < thresholds[NORM]
+    ):
+        return ()  # as at most steps: not even if the best spans were the longest, and the same
     matters = moment.matters(moment.loss.latest)
     of_both, of_loss, of_norm = (
         max(lifts) / thresholds[least]
@@ -71,10 +78,9 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findin
     )
     worst = max(of_both, of_loss, of_norm)
     if worst < 1.0:
-        return
-    loss, norm = max(losses), max(norms)
+        return ()
     course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         "warning",
         f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} of the "
@@ -85,3 +91,4 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findin
         phase="backward" if norm > loss else "loss",
         evidence={"loss_lift": loss, "norm_lift": norm, "latest": course.latest, "usual": course.usual},
     )
+    return (finding,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.course import HOP, LENGTH, RECENT
@@ -33,11 +33,11 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _loss_falls(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _loss_falls(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     loss = moment.loss
     if not moment.judged or moment.accepted % HOP or loss.count < LENGTH or loss.shift > -thresholds[DEVIATIONS]:
-        return
-    yield over_time_finding(
+        return ()
+    finding = over_time_finding(
         RULE,
         "note",
         f"The training loss has fallen at once, from {loss.usual:.4g} to {loss.recent:.4g} over {RECENT} steps "
@@ -47,3 +47,4 @@ def _loss_falls(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]
         phase="data",
         evidence={"usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
     )
+    return (finding,)

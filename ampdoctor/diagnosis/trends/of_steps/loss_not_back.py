@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
@@ -32,12 +32,15 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    spike, steps = moment.spike, int(thresholds[STEPS])
-    if spike is None or spike.above != steps:
-        return
+def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    spike = moment.spike
+    if spike is None:
+        return ()
+    steps = int(thresholds[STEPS])
+    if spike.above != steps:
+        return ()
     line = moment.line
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         "error",
         f"The loss rose to {spike.value:.4g} at step {spike.step}, from about {spike.usual:.4g}, and {steps} steps "
@@ -53,3 +56,4 @@ def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Iterator[Findi
             "loss": line.loss,
         },
     )
+    return (finding,)

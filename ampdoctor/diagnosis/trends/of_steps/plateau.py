@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
@@ -33,13 +33,13 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _plateau(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _plateau(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     stretch = moment.plateau
     if stretch.steps < thresholds[STEPS] or stretch.told or math.isnan(stretch.best):
-        return
+        return ()
     stretch.told = True
     falling = stretch.norm_now < 0.5 * stretch.norm_then
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         "note",
         f"The loss has not fallen below {stretch.best:.4g} for {stretch.steps} steps; the gradient norm "
@@ -55,3 +55,4 @@ def _plateau(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
             "norm": stretch.norm_now,
         },
     )
+    return (finding,)

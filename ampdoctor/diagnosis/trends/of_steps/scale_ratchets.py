@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
@@ -52,19 +52,19 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     scale = moment.scale
     if not scale.settled or scale.now is None or not (scale.falls or scale.in_a_row):
-        return
+        return ()
     low = scale.now < thresholds[LEAST] and scale.highest >= thresholds[LEAST]
     many = scale.falls >= thresholds[FALLS] or scale.in_a_row >= thresholds[IN_A_ROW]
     if not (low or many):
-        return
+        return ()
     line = moment.line
     severity: Severity = "error" if low else "warning"
     skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         severity,
         f"The loss scale has fallen to {scale.now:g} at step {line.step}, {scale.falls} times ({scale.fallen:g} "
@@ -82,3 +82,4 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Iterator[Find
             "steps_between_falls": list(scale.lengths),
         },
     )
+    return (finding,)

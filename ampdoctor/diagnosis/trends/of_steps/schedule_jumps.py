@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.course import LEAST
@@ -36,10 +36,13 @@ MOST_NAMED = 8
 
 
 @RULE.judges(StepMoment)
-def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    if moment.accepted < LEAST:
-        return
-    step, factor = moment.line.step, thresholds[FACTOR]
+def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    changed = moment.rates.now != moment.rates.before or moment.decays.now != moment.decays.before
+    return tuple(_jumps(moment, thresholds[FACTOR])) if changed and moment.accepted >= LEAST else ()
+
+
+def _jumps(moment: StepMoment, factor: float) -> Iterator[Finding]:
+    step = moment.line.step
     for what, setting in (("learning rate", moment.rates), ("weight decay", moment.decays)):
         group = _jumped(setting, factor, from_zero=setting is moment.decays)
         if group is None:
@@ -76,8 +79,6 @@ def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
     A learning rate that was zero belongs to a warm-up's first step or to a group that was frozen; a weight decay that
     was zero was meant to be, and one below zero never is.
     """
-    if setting.now == setting.before:
-        return None
     for group, (before, now, highest) in enumerate(zip(setting.before, setting.now, setting.highest, strict=False)):
         if from_zero and (now < 0 <= before or before == 0 == highest < now):
             return group

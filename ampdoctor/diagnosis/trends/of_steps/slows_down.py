@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.course import HOP, LENGTH
@@ -43,9 +43,13 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _slows_down(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+def _slows_down(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.accepted % HOP:
-        return
+        return ()
+    return tuple(_slower(moment, thresholds))
+
+
+def _slower(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
     for course, limit, what, unit in (
         (moment.seconds, thresholds[FACTOR], "A step takes", "s"),
         (moment.memory, thresholds[MEMORY], "The peak of memory is", "bytes"),

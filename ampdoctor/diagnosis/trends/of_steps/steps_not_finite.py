@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
@@ -21,14 +21,14 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Iterator[Finding]:
+def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     if moment.bad != 1:
-        return
+        return ()
     line = moment.line
     of_norm = line.gradient_norm is not None and not math.isfinite(line.gradient_norm)
     value = line.gradient_norm if of_norm else line.loss
     known = line.skipped is False
-    yield over_time_finding(
+    finding = over_time_finding(
         RULE,
         "error",
         f"The {'gradient norm' if of_norm else 'loss'} of step {line.step} is {value}"
@@ -39,3 +39,4 @@ def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Iterator[Finding]:
         nonfinite="nan" if value is not None and math.isnan(value) else "inf",
         evidence={"loss": line.loss, "gradient_norm": line.gradient_norm, "skipped": line.skipped},
     )
+    return (finding,)

@@ -68,20 +68,16 @@ def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterat
     """A warning of those over the harmful share, or a note of those on their way to it, or nothing."""
     if moment.seen < looks:
         return
-    rows = np.array(
-        [row for role in ("gradient", "activation_gradient") for row in moment.rows(role) if _passes_half(moment, row)],
-        dtype=np.int64,
-    )
+    rows = _in_half(moment)
     shares = moment.values("flushed_share", rows)[:, -looks:]
-    known = ~np.isnan(shares).any(axis=1)
-    rows, shares = rows[known], shares[known]
-    if not len(rows):
+    now, then = shares[:, -1], np.maximum(np.median(shares[:, :3], axis=1), _LEAST)
+    more = np.flatnonzero((now >= thresholds[RISE] * then) & ~np.isnan(shares).any(axis=1))
+    if not len(more):
         return
+    rows, shares, now, then = rows[more], shares[more], now[more], then[more]
     logs = np.log(np.maximum(shares, _LEAST))
     drift = slope(moment.steps[-looks:], logs)
-    straight = _explained(logs)
-    harmful, now, then = thresholds[HARMFUL], shares[:, -1], np.maximum(np.median(shares[:, :3], axis=1), _LEAST)
-    risen = (now >= thresholds[RISE] * then) & (drift > 0) & (straight >= _FIT)
+    harmful, risen = thresholds[HARMFUL], (drift > 0) & (_explained(logs) >= _FIT)
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.log(harmful / np.maximum(now, _LEAST)) / drift
     over = risen & (np.minimum(now, shares[:, -2]) >= harmful)
@@ -116,9 +112,12 @@ def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterat
         )
 
 
-def _passes_half(moment: TensorMoment, row: int) -> bool:
-    """Whether a gradient is half on its way: it has such a format, or the loss is scaled, which is for nothing else."""
-    return moment.line.loss_scale is not None or moment.formats[row] not in _WIDE
+def _in_half(moment: TensorMoment) -> np.ndarray:
+    """Rows of gradients that are half on their way: by their format, or as the loss is scaled, for nothing else."""
+    rows = np.concatenate([moment.rows(role) for role in ("gradient", "activation_gradient")])
+    if moment.line.loss_scale is not None:
+        return rows
+    return rows[[moment.formats[row] not in _WIDE for row in rows]] if len(rows) else rows
 
 
 def _explained(values: np.ndarray) -> np.ndarray:
