@@ -55,7 +55,6 @@ class Course:
         "_middle",
         "_recent",
         "_sorted",
-        "_sums",
         "_values",
         "_window",
         "count",
@@ -70,7 +69,6 @@ class Course:
         self._logs = True
         self._middle = self._recent = math.nan
         self._deviation = 1.0
-        self._sums = [0.0]  # how far above the usual: the window's last `RECENT`, and what came since, summed up
         self.highest, self.lowest = -math.inf, math.inf
         self.count = 0
 
@@ -134,13 +132,8 @@ class Course:
         """
         if self.count < LEAST + RECENT:
             return _LEVEL
-        if not self._sorted:
-            self._sort()
-        sums = self._sums
-        for value in self._values[self._window - RECENT + len(sums) - 1 :]:
-            sums.append(sums[-1] + max(-MOST, min(MOST, self.above(value))))
-        last = sums[-1]
-        return tuple([(last - sums[-1 - span]) / span for span in SPANS])
+        ways = list(map(self._counted, self._values[-RECENT:]))
+        return tuple([sum(ways[-span:]) / span for span in SPANS])
 
     def value_at(self, deviations: float) -> float:
         """Returns the value that lies so many robust deviations above the usual; NaN before that is known."""
@@ -169,8 +162,10 @@ class Course:
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
         tail = _TAIL * (older[int(0.95 * (len(older) - 1))] - self._middle)
         self._deviation = max(_ROBUST * _median_way(older, self._middle), tail, floor)
-        self._sums = [0.0]  # what is usual has moved: the last values are held against the new
         self._sorted = True
+
+    def _counted(self, value: float) -> float:
+        return max(-MOST, min(MOST, self.above(value)))
 
     def _place(self, value: float) -> float:
         if not self._logs:
@@ -179,13 +174,34 @@ class Course:
 
 
 class LongCourse(Course):
-    """A course that knows as well how far the number has gone before its window."""
+    """A course that is asked at every step, and knows how far the number has gone before its window."""
 
-    __slots__ = ("_farthest",)
+    __slots__ = ("_farthest", "_height", "_ways")
 
     def __init__(self) -> None:
         super().__init__()
-        self._farthest = 0.0
+        self._farthest = self._height = 0.0
+        self._ways = [0.0] * RECENT  # how far the last values are above the usual, but not below it
+
+    def add(self, value: float, above: float | None = None) -> None:
+        """A finite value more.
+
+        Args:
+            value: The value.
+            above: What `above` has said of it, where it was asked.
+        """
+        way = min(max(self.above(value) if above is None else above, 0.0), MOST)
+        self._height += way - self._ways[-RECENT]
+        self._ways.append(way)
+        super().add(value)
+
+    def height(self) -> float:
+        """Returns how far the last `RECENT` values are above the usual, summed up without those that are below.
+
+        No mean of `lifts` times its span is more.
+        """
+        self._know()
+        return self._height
 
     def beyond(self, value: float) -> float:
         """Returns how far a value lies beyond the highest of the window, as a share of that one's way from the usual.
@@ -209,6 +225,11 @@ class LongCourse(Course):
                 fading = (self._way(value) * FADES**ago for ago, value in enumerate(reversed(new)))
                 self._farthest = max(self._farthest, *fading)
         super()._hop()
+
+    def _sort(self) -> None:
+        super()._sort()
+        self._ways = [max(self._counted(value), 0.0) for value in self._values[-RECENT:]]
+        self._height = sum(self._ways)
 
     def _way(self, value: float) -> float:
         """How far a value is above the usual, in logarithms or its own unit."""

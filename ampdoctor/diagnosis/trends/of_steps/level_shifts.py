@@ -63,15 +63,15 @@ _FALLS = -1.0
 def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.rising:
         return ()
-    losses, norms = moment.loss.lifts(), moment.norm.lifts()
-    loss, norm = max(losses), max(norms)
+    loss, norm = moment.loss.height(), moment.norm.height()
     times = 1.0 if moment.alone else IN_A_GAME
     if (
-        _ROOTS[-1] * (loss + norm) < times * thresholds[SUM]
-        and _ROOTS[-1] * loss < times * thresholds[LOSS]
-        and norm < times * thresholds[NORM]
+        loss + norm < times * _ROOTS[0] * thresholds[SUM]
+        and loss < times * _ROOTS[0] * thresholds[LOSS]
+        and norm < times * SPANS[0] * thresholds[NORM]
     ):
-        return ()  # as at most steps: not even if the best spans were the longest, and the same
+        return ()  # as at most steps: all that lies above the usual is not enough for the shortest span
+    losses, norms = moment.loss.lifts(), moment.norm.lifts()
     of_both, of_loss, of_norm = (
         max(lifts) / (times * thresholds[least])
         for lifts, least in (
@@ -83,6 +83,7 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     worst = max(of_both, of_loss, of_norm)
     if worst < 1.0:
         return ()
+    loss, norm = max(losses), max(norms)
     course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
     finding = over_time_finding(
         RULE,
