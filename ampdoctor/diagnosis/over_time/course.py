@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 LENGTH = 128
 """Accepted steps that say what is usual: numerics of the public rules lie between 100 (ZClip) and 256 (OLMo)."""
@@ -31,6 +32,7 @@ _TAIL = 0.8 / 1.645
 and more than it where large values are frequent."""
 
 
+_Place: TypeAlias = Callable[[float], float]
 _LEVEL = (0.0,) * len(SPANS)
 
 
@@ -156,12 +158,11 @@ class Course:
         window = self._values[: self._window]
         older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
         self._logs = older[0] > 0 and recent[0] > 0
-        if self._logs:
-            older, recent = list(map(math.log, older)), list(map(math.log, recent))
-        self._middle, self._recent = median(older), median(recent)
+        place = math.log if self._logs else float  # which keep the order: few values need theirs
+        self._middle, self._recent = median(older, place), median(recent, place)
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
-        tail = _TAIL * (older[int(0.95 * (len(older) - 1))] - self._middle)
-        self._deviation = max(_ROBUST * _median_way(older, self._middle), tail, floor)
+        tail = _TAIL * (place(older[int(0.95 * (len(older) - 1))]) - self._middle)
+        self._deviation = max(_ROBUST * _median_way(older, place, self._middle), tail, floor)
         self._sorted = True
 
     def _counted(self, value: float) -> float:
@@ -228,7 +229,10 @@ class LongCourse(Course):
 
     def _sort(self) -> None:
         super()._sort()
-        self._ways = [max(self._counted(value), 0.0) for value in self._values[-RECENT:]]
+        last = self._values[self._window - RECENT : self._window]
+        middle, deviation = self._middle, self._deviation
+        places = map(math.log, last) if self._logs else last
+        self._ways = [min(max((at - middle) / deviation, 0.0), MOST) for at in places]
         self._height = sum(self._ways)
 
     def _way(self, value: float) -> float:
@@ -238,20 +242,19 @@ class LongCourse(Course):
         return self._place(value) - self._middle
 
 
-def median(ordered: Sequence[float]) -> float:
-    """Returns the median of values that are in order."""
+def median(ordered: Sequence[float], place: _Place = float) -> float:
+    """Returns the median of the places of values that are in order."""
     middle, odd = divmod(len(ordered), 2)
-    return ordered[middle] if odd else (ordered[middle - 1] + ordered[middle]) / 2
+    return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
 
 
-def _median_way(ordered: Sequence[float], middle: float) -> float:
-    """Returns the median of the ways of values to their median: the nearer half of them lie side by side."""
+def _median_way(ordered: Sequence[float], place: _Place, middle: float) -> float:
+    """Returns the median of the ways from the median to the places: the nearer half of these lie side by side."""
     count, half = len(ordered), len(ordered) // 2
-    twice = 2 * middle
-    begin = bisect_left(range(count - half), True, key=lambda at: ordered[at] + ordered[at + half] >= twice)
-    before = middle - ordered[begin - 1] if begin else math.inf
-    behind = ordered[begin + half] - middle if begin + half < count else math.inf
-    next_one = min(before, behind)
+    begin = bisect_left(range(count - half), 2 * middle, key=lambda at: place(ordered[at]) + place(ordered[at + half]))
+    before = middle - place(ordered[begin - 1]) if begin else math.inf
+    behind = place(ordered[begin + half]) - middle if begin + half < count else math.inf
+    farther = min(before, behind)
     if count % 2:
-        return next_one
-    return (max(middle - ordered[begin], ordered[begin + half - 1] - middle) + next_one) / 2
+        return farther
+    return (max(middle - place(ordered[begin]), place(ordered[begin + half - 1]) - middle) + farther) / 2
