@@ -72,7 +72,8 @@ def _write(file: Path, kept: Looked) -> None:
         descriptor, name = tempfile.mkstemp(dir=file.parent, prefix="writing-")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(to_plain(kept, "health"), stream, allow_nan=False, separators=(",", ":"))
+                # in one go, by the encoder in C: json.dump makes the text piece by piece, in Python
+                stream.write(json.dumps(to_plain(kept, "health"), allow_nan=False, separators=(",", ":")))
             Path(name).replace(file)
         except BaseException:
             Path(name).unlink(missing_ok=True)

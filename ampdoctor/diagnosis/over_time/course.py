@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 LENGTH = 128
 """Accepted steps that say what is usual: numerics of the public rules lie between 100 (ZClip) and 256 (OLMo)."""
@@ -31,6 +32,7 @@ _TAIL = 0.8 / 1.645
 and more than it where large values are frequent."""
 
 
+_Place: TypeAlias = Callable[[float], float]
 _LEVEL = (0.0,) * len(SPANS)
 
 
@@ -55,7 +57,6 @@ class Course:
         "_middle",
         "_recent",
         "_sorted",
-        "_sums",
         "_values",
         "_window",
         "count",
@@ -70,7 +71,6 @@ class Course:
         self._logs = True
         self._middle = self._recent = math.nan
         self._deviation = 1.0
-        self._sums = [0.0]  # how far above the usual: the window's last `RECENT`, and what came since, summed up
         self.highest, self.lowest = -math.inf, math.inf
         self.count = 0
 
@@ -134,13 +134,8 @@ class Course:
         """
         if self.count < LEAST + RECENT:
             return _LEVEL
-        if not self._sorted:
-            self._sort()
-        sums = self._sums
-        for value in self._values[self._window - RECENT + len(sums) - 1 :]:
-            sums.append(sums[-1] + max(-MOST, min(MOST, self.above(value))))
-        last = sums[-1]
-        return tuple([(last - sums[-1 - span]) / span for span in SPANS])
+        ways = list(map(self._counted, self._values[-RECENT:]))
+        return tuple([sum(ways[-span:]) / span for span in SPANS])
 
     def value_at(self, deviations: float) -> float:
         """Returns the value that lies so many robust deviations above the usual; NaN before that is known."""
@@ -163,14 +158,15 @@ class Course:
         window = self._values[: self._window]
         older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
         self._logs = older[0] > 0 and recent[0] > 0
-        if self._logs:
-            older, recent = list(map(math.log, older)), list(map(math.log, recent))
-        self._middle, self._recent = median(older), median(recent)
+        place = math.log if self._logs else float  # which keep the order: few values need theirs
+        self._middle, self._recent = median(older, place), median(recent, place)
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
-        tail = _TAIL * (older[int(0.95 * (len(older) - 1))] - self._middle)
-        self._deviation = max(_ROBUST * _median_way(older, self._middle), tail, floor)
-        self._sums = [0.0]  # what is usual has moved: the last values are held against the new
+        tail = _TAIL * (place(older[int(0.95 * (len(older) - 1))]) - self._middle)
+        self._deviation = max(_ROBUST * _median_way(older, place, self._middle), tail, floor)
         self._sorted = True
+
+    def _counted(self, value: float) -> float:
+        return max(-MOST, min(MOST, self.above(value)))
 
     def _place(self, value: float) -> float:
         if not self._logs:
@@ -179,13 +175,34 @@ class Course:
 
 
 class LongCourse(Course):
-    """A course that knows as well how far the number has gone before its window."""
+    """A course that is asked at every step, and knows how far the number has gone before its window."""
 
-    __slots__ = ("_farthest",)
+    __slots__ = ("_farthest", "_height", "_ways")
 
     def __init__(self) -> None:
         super().__init__()
-        self._farthest = 0.0
+        self._farthest = self._height = 0.0
+        self._ways = [0.0] * RECENT  # how far the last values are above the usual, but not below it
+
+    def add(self, value: float, above: float | None = None) -> None:
+        """A finite value more.
+
+        Args:
+            value: The value.
+            above: What `above` has said of it, where it was asked.
+        """
+        way = min(max(self.above(value) if above is None else above, 0.0), MOST)
+        self._height += way - self._ways[-RECENT]
+        self._ways.append(way)
+        super().add(value)
+
+    def height(self) -> float:
+        """Returns how far the last `RECENT` values are above the usual, summed up without those that are below.
+
+        No mean of `lifts` times its span is more.
+        """
+        self._know()
+        return self._height
 
     def beyond(self, value: float) -> float:
         """Returns how far a value lies beyond the highest of the window, as a share of that one's way from the usual.
@@ -210,6 +227,14 @@ class LongCourse(Course):
                 self._farthest = max(self._farthest, *fading)
         super()._hop()
 
+    def _sort(self) -> None:
+        super()._sort()
+        last = self._values[self._window - RECENT : self._window]
+        middle, deviation = self._middle, self._deviation
+        places = map(math.log, last) if self._logs else last
+        self._ways = [min(max((at - middle) / deviation, 0.0), MOST) for at in places]
+        self._height = sum(self._ways)
+
     def _way(self, value: float) -> float:
         """How far a value is above the usual, in logarithms or its own unit."""
         if not self._sorted:
@@ -217,20 +242,19 @@ class LongCourse(Course):
         return self._place(value) - self._middle
 
 
-def median(ordered: Sequence[float]) -> float:
-    """Returns the median of values that are in order."""
+def median(ordered: Sequence[float], place: _Place = float) -> float:
+    """Returns the median of the places of values that are in order."""
     middle, odd = divmod(len(ordered), 2)
-    return ordered[middle] if odd else (ordered[middle - 1] + ordered[middle]) / 2
+    return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
 
 
-def _median_way(ordered: Sequence[float], middle: float) -> float:
-    """Returns the median of the ways of values to their median: the nearer half of them lie side by side."""
+def _median_way(ordered: Sequence[float], place: _Place, middle: float) -> float:
+    """Returns the median of the ways from the median to the places: the nearer half of these lie side by side."""
     count, half = len(ordered), len(ordered) // 2
-    twice = 2 * middle
-    begin = bisect_left(range(count - half), True, key=lambda at: ordered[at] + ordered[at + half] >= twice)
-    before = middle - ordered[begin - 1] if begin else math.inf
-    behind = ordered[begin + half] - middle if begin + half < count else math.inf
-    next_one = min(before, behind)
+    begin = bisect_left(range(count - half), 2 * middle, key=lambda at: place(ordered[at]) + place(ordered[at + half]))
+    before = middle - place(ordered[begin - 1]) if begin else math.inf
+    behind = place(ordered[begin + half]) - middle if begin + half < count else math.inf
+    farther = min(before, behind)
     if count % 2:
-        return next_one
-    return (max(middle - ordered[begin], ordered[begin + half - 1] - middle) + next_one) / 2
+        return farther
+    return (max(middle - place(ordered[begin]), place(ordered[begin + half - 1]) - middle) + farther) / 2

@@ -272,13 +272,13 @@ class StepMoment:
             self._quiet -= 1
         self.batch.end_of(line)
         if self._loss is not None:
-            self.loss.add(self._loss)
+            self.loss.add(self._loss, self.loss_above)
             if self.loss.count % HOP == 0:
                 self._follow_descent()
             if self._norm is not None:
                 self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
-            self.norm.add(self._norm)
+            self.norm.add(self._norm, self.norm_above)
         if line.seconds is not None and math.isfinite(line.seconds):
             self.seconds.add(line.seconds)
         if line.memory_bytes is not None:

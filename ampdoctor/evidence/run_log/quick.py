@@ -130,17 +130,17 @@ def _reader(record: type[T], values: Mapping[str, Any]) -> _Reader[T]:
     defaults = {one.name: one.default for one in of_record if one.name not in values}
     if MISSING in defaults.values():
         raise _OtherError
-    place = {name: at for at, name in enumerate((*values, *defaults))}
+    places = {name: at for at, name in enumerate((*values, *defaults))}
     limits, several = [], []
     for name in values.keys() & _BOUNDS[record].keys():
         plain, least, most = _BOUNDS[record][name]
         if type(values[name]) is not plain:
             raise _OtherError
         if least is not None:
-            limits.append((place[name], least, most))
+            limits.append((places[name], least, most))
         if name in _SEVERAL:
-            several.append((place[name], _SEVERAL[name]))
-    pick, make, rest = itemgetter(*[place[one.name] for one in of_record]), _opened(record), list(defaults.values())
+            several.append((places[name], _SEVERAL[name]))
+    pick, make, rest = itemgetter(*[places[one.name] for one in of_record]), _opened(record), list(defaults.values())
 
     def read(row: list[Any]) -> T:
         for place, least, most in limits:
@@ -158,7 +158,7 @@ def _opened(record: type[T]) -> Callable[..., T]:
 
     A twin with the same slots is filled, and becomes the record by its class. All fields are given, in their order.
     """
-    twin: Any = make_dataclass(f"_{record.__name__}", [one.name for one in fields(cast("Any", record))], slots=True)
+    twin = _TWINS[record]
 
     def make(*values: Any) -> T:
         made = twin(*values)
@@ -201,6 +201,10 @@ def _bounds(hint: Any) -> _Bounds:
 _BOUNDS: Mapping[type, Mapping[str, _Bounds]] = {
     record: {name: _bounds(hint) for name, hint in get_type_hints(record, include_extras=True).items()}
     for record in (Stamp, StepLine, DetailLine, TensorDetail)
+}
+_TWINS: Mapping[type, Any] = {
+    record: make_dataclass(f"_{record.__name__}", [one.name for one in fields(cast("Any", record))], slots=True)
+    for record in _BOUNDS
 }
 _ROLES = frozenset(get_args(get_type_hints(TensorDetail)["role"]))
 _QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": StepLine, "detail": DetailLine})

@@ -59,14 +59,14 @@ _FALLS = -1.0
 def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.rising or not moment.alone or moment.loss.count < LENGTH:
         return ()  # where several optimizers step, what one wins, another loses
-    losses, norms = moment.loss.lifts(), moment.norm.lifts()
-    loss, norm = max(losses), max(norms)
+    loss, norm = moment.loss.height(), moment.norm.height()
     if (
-        _ROOTS[-1] * (loss + norm) < thresholds[SUM]
-        and _ROOTS[-1] * loss < thresholds[LOSS]
-        and norm < thresholds[NORM]
+        loss + norm < _ROOTS[0] * thresholds[SUM]
+        and loss < _ROOTS[0] * thresholds[LOSS]
+        and norm < SPANS[0] * thresholds[NORM]
     ):
-        return ()  # as at most steps: not even if the best spans were the longest, and the same
+        return ()  # as at most steps: all that lies above the usual is not enough for the shortest span
+    losses, norms = moment.loss.lifts(), moment.norm.lifts()
     matters = moment.matters(moment.loss.latest)
     of_both, of_loss, of_norm = (
         max(lifts) / thresholds[least]
@@ -79,6 +79,7 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     worst = max(of_both, of_loss, of_norm)
     if worst < 1.0:
         return ()
+    loss, norm = max(losses), max(norms)
     course, what = (moment.norm, "gradient norm") if norm > loss else (moment.loss, "loss")
     finding = over_time_finding(
         RULE,
