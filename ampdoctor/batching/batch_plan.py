@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """`data_parallel` ranks, each of which runs `accumulation` micro-batches of `micro_batch` samples before the optimizer steps."""
+    """`data_parallel` ranks, each of which runs `accumulation` micro-batches of `micro_batch` samples before a step."""
 
     micro_batch: int
     accumulation: int
@@ -20,7 +20,10 @@ class BatchPlan:
 
 
 def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
-    """All plans whose product is `global_batch` exactly, the largest micro-batch first; none if the ranks do not divide it."""
+    """All plans whose product is `global_batch` exactly, the largest micro-batch first.
+
+    There is none if `data_parallel` does not divide `global_batch`.
+    """
     each, left = divmod(global_batch, data_parallel)
     if left:
         return ()
