@@ -11,7 +11,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place, SiteKind
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
-from ampdoctor.scaling.choice import DEFAULT_TAIL
+from ampdoctor.scaling.choice import DEFAULT_TAIL, cancelled
 from ampdoctor.scaling.closed_forms import highest_exponent, upper_log2
 
 
@@ -61,7 +61,8 @@ class FlushedPlan:
             gradient loses more than it did before; if one would overflow there, the largest at which none does.
         bound_by: The gradient that would overflow, as `Site.label`; None if the scale keeps everything.
         shift: From the plan before to the plan after.
-        layers: Every half gradient, in the profile's order.
+        layers: Every half gradient, in the profile's order, but for weight gradients that cancel (`scaling.cancelled`):
+            what is small there is fp32's own rounding.
         activation_grad: All activation gradients together; None if none is half.
         weight_grad: All weight gradients together.
     """
@@ -116,7 +117,8 @@ def flushed_plan(
     def shares(indices: list[int]) -> Shares:
         return gradients.shares(indices, kept, lossy=lossy)
 
-    totals = {kind: shares(found) for kind in GRADIENTS if (found := profile.of_kind(kind))}
+    of_kinds = {kind: [i for i in gradients.indices if profile.sites[i].kind == kind] for kind in GRADIENTS}
+    totals = {kind: shares(found) for kind, found in of_kinds.items() if found}
     return FlushedPlan(
         scale=now,
         init_scale=kept,
@@ -128,7 +130,7 @@ def flushed_plan(
                 nonzero=int(profile.histograms[index].counts.sum()),
                 shares=shares([index]),
             )
-            for index in profile.half_gradients()
+            for index in gradients.indices
         ),
         activation_grad=totals.get("activation_grad"),
         weight_grad=totals.get("weight_grad"),
@@ -153,6 +155,9 @@ class _Gradients:
         then: The shift from the measured plan to the one before.
         new: The shift from the measured plan to the one after.
         now: The loss scale of now.
+
+    Attributes:
+        indices: Their sites, but for those that cancel.
     """
 
     def __init__(self, profile: RangeProfile, *, then: GradientShift, new: GradientShift, now: float) -> None:
@@ -160,6 +165,8 @@ class _Gradients:
         self._then = then
         self._new = new
         self._now = now
+        noise = cancelled(profile)
+        self.indices = [index for index in profile.half_gradients() if index not in noise]
 
     def shares(self, indices: list[int], kept: float, *, lossy: bool = False) -> Shares:
         """Returns the shares of these sites, which are of one kind, together."""
@@ -176,7 +183,7 @@ class _Gradients:
 
     def smallest_that_keeps(self, exponent: int) -> int:
         """Returns the smallest exponent from this one on at which no gradient loses more than before."""
-        return max((self._keeps(index, exponent) for index in self._profile.half_gradients()), default=exponent)
+        return max((self._keeps(index, exponent) for index in self.indices), default=exponent)
 
     def limit(self) -> tuple[float, str]:
         """Returns the largest exponent at which no gradient is expected to overflow, and the first that would."""

@@ -136,3 +136,11 @@ def test_the_scale_of_a_run_without_one_is_asked_for():
 def test_a_scale_that_is_none_is_a_sentence(scale):
     with pytest.raises(UsageError, match="positive finite number"):
         flushed_plan(profile(torch.ones(3), torch.ones(3)), OLD, NEW, scale=scale)
+
+
+def test_a_weight_gradient_that_cancels_is_left_out():
+    key = place("key.bias", "weight_grad")
+    run = collected([{place("key"): values(-8), ACTIVATION: values(-8), key: values(-40)}], loss_scale=2.0**10)
+    found = flushed_plan(run, OLD, BatchPlan(micro_batch=1, accumulation=4, data_parallel=512))
+    assert [layer.place.name for layer in found.layers] == ["fc", "key"]
+    assert found.init_scale == 2.0**10
