@@ -55,6 +55,7 @@ STOREYS = {
         "updates",
         "precision",
         "configuration",
+        "plans",
         HERE,
     ),
     "health": ("reading", "condensing", "sinks", HERE),

@@ -1,0 +1,124 @@
+"""The words of a plan: its line, its tables, and what each row says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampdoctor.evidence.report.plan import (
+    BatchInForce,
+    FlushedByPlan,
+    FlushedOfPlan,
+    LeftAsItIs,
+    PlannedBatch,
+    PlannedCluster,
+    PlanSection,
+)
+from ampdoctor.reports.words import words
+
+PLAN_HEADINGS = ("", "micro-batch", "accumulation", "data parallel", "global batch", "off", "a device needs", "")
+LEFT_HEADINGS = ("framework", "trains with", "because")
+FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
+_OUTCOMES = {"kept": "", "silent": ", and says nothing", "refused": "nothing: it refuses"}
+SHOWN_LAYERS = 8
+
+
+def title(section: PlanSection) -> str:
+    """What is planned, in a line."""
+    was = "" if section.before is None else f"{cluster(section.before)} -> "
+    return f"{section.global_batch} samples a step: {was}{cluster(section.after)}"
+
+
+def cluster(one: PlannedCluster) -> str:
+    """The devices, and the ranks that see other samples where those are fewer."""
+    sizes = {"tp": one.tensor, "pp": one.pipeline, "cp": one.context}
+    parallel = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    devices = words.count(one.devices, "device")
+    return f"{devices} / ({parallel}) = {one.data_parallel} data parallel" if parallel else devices
+
+
+def product(plan: PlannedBatch) -> str:
+    """A plan as its product."""
+    return f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} = {plan.global_batch}"
+
+
+def plan_rows(section: PlanSection) -> Iterator[list[str]]:
+    """A row for each plan, the one in force first."""
+    force = section.in_force
+    if force is not None:
+        yield _row(section, "in force", force.plan, _still(force))
+    marked = section.use is None
+    for plan in section.exact:
+        label = "use" if not marked and plan.fits else ""
+        marked = marked or bool(label)
+        same = force is not None and plan.micro_batch == force.plan.micro_batch
+        yield _row(
+            section, label, plan, "does not fit" if not plan.fits else "the micro-batch in force" if same else ""
+        )
+    if section.fewer is not None:
+        idle = section.after.devices - section.fewer.devices
+        yield _row(section, "exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
+    for index, plan in enumerate(section.nearest):
+        yield _row(section, "" if index else "nearest", plan, "does not fit" if not plan.fits else "")
+
+
+def _row(section: PlanSection, label: str, plan: PlannedBatch, note: str) -> list[str]:
+    off = f"{plan.off:+d} ({plan.off / section.global_batch:+.2%})" if plan.off else "0"
+    needs = "-" if plan.bytes_needed is None else gigabytes(plan.bytes_needed)
+    numbers = (plan.micro_batch, plan.accumulation, plan.data_parallel, plan.global_batch)
+    return [label, *map(str, numbers), off, needs, note]
+
+
+def _still(force: BatchInForce) -> str:
+    return f"{force.source}; its micro-batch {'still fits' if force.fits else 'does not fit any more'}"
+
+
+def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
+    """What fits, and why."""
+    memory = section.memory
+    yield "fits", f"a micro-batch of up to {memory.max_micro_batch}: {memory.limited_by}"
+    if memory.states_after is not None:
+        was = "" if memory.states_before is None else f"{gigabytes(memory.states_before)} -> "
+        yield "states", f"{was}{gigabytes(memory.states_after)} of parameters, gradients and optimizer a device"
+    for note in memory.notes:
+        yield "note", note
+
+
+def left_rows(section: PlanSection) -> Iterator[list[str]]:
+    """A row for each framework."""
+    for one in section.left_as_it_is:
+        yield [one.framework, _trains(one), one.said]
+
+
+def _trains(one: LeftAsItIs) -> str:
+    return f"{'' if one.global_batch is None else one.global_batch}{_OUTCOMES[one.outcome]}"
+
+
+def flushed_title(flushed: FlushedByPlan) -> str:
+    """Which loss scale keeps what fp16 keeps now."""
+    kept = f"init_scale {words.setting(flushed.init_scale)} keeps fp16's gradients as they are"
+    if flushed.bound_by is not None:
+        kept = f"init_scale {words.setting(flushed.init_scale)}: at a higher one {flushed.bound_by} would overflow"
+    return f"{kept}; now it is {words.setting(flushed.scale)} ({flushed.profile})"
+
+
+def flushed_rows(flushed: FlushedByPlan, *, layers: int | None) -> Iterator[list[str]]:
+    """The totals, then the gradients that change most."""
+    for one in (*flushed.totals, *flushed.layers[:layers]):
+        least = "at least " if one.lower_bound else ""
+        yield [
+            one.layer or "all",
+            "activation" if one.kind == "activation_grad" else "weight",
+            f"{least}{words.percent(one.before)}",
+            f"{least}{_between(one)}",
+            f"{least}{words.percent(one.kept)}",
+        ]
+
+
+def _between(one: FlushedOfPlan) -> str:
+    least, most = words.percent(one.after), words.percent(one.after_most)
+    return least if least == most else f"{least} to {most}"
+
+
+def gigabytes(count: float) -> str:
+    """Bytes as gigabytes of 10^9."""
+    return f"{count / 1e9:.3g} GB"
