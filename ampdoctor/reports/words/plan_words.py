@@ -51,9 +51,8 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
         label = "use" if not marked and plan.fits else ""
         marked = marked or bool(label)
         same = force is not None and plan.micro_batch == force.plan.micro_batch
-        yield _row(
-            section, label, plan, "does not fit" if not plan.fits else "the micro-batch in force" if same else ""
-        )
+        fits = "the micro-batch in force" if same else ""
+        yield _row(section, label, plan, fits if plan.fits else "does not fit")
     if section.fewer is not None:
         idle = section.after.devices - section.fewer.devices
         yield _row(section, "exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
