@@ -137,6 +137,13 @@ def _reduces(step: Step) -> Iterator[PlanChange]:
     before, after = step.before.data_parallel, step.after.data_parallel
     if before == after:
         return
+    if step.said.division == "none":
+        yield PlanChange(
+            what="reduce",
+            figure=f"{before} -> {after} ranks",
+            said="Not in fp16: whoever divides by the ranks, and when, no gradient flushes or overflows there.",
+        )
+        return
     for stack in STACKS:
         if step.said.division in (None, stack.division):
             yield PlanChange(

@@ -15,7 +15,8 @@ class PlanRequest:
     """A batch, the cluster that it is to be cut for, and what is known of both.
 
     Attributes:
-        said: What is said of the batch in force.
+        read: What a configuration says of the batch in force.
+        said: The same, with what the command line says in its place.
         before: The cluster in force; None if nothing is said of one.
         after: The cluster to plan for.
         memory: What is known of a device's memory.
@@ -26,6 +27,7 @@ class PlanRequest:
         config: File of the configuration that was read.
     """
 
+    read: BatchSettings = field(default_factory=BatchSettings)
     said: BatchSettings
     before: Cluster | None
     after: Cluster

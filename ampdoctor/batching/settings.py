@@ -29,7 +29,7 @@ class BatchSettings:
         shard_stage: As ZeRO counts them.
         precision: Of the run's computation.
         reduction: What its loss is divided by.
-        division: When an fp16 reduce divides by the ranks; None also where the reduce is not in fp16.
+        division: When an fp16 reduce divides by the ranks; `none`: it is not in fp16.
         rounds_down: It trains with a smaller batch rather than refuse one that cannot be shared (Megatron-LM).
         fixed_total: The data loader's batch is that of all ranks (Accelerate's `split_batches`).
         notes: What else there is to say, a sentence each.
@@ -46,7 +46,7 @@ class BatchSettings:
     shard_stage: int | None = None
     precision: Precision | None = None
     reduction: Reduction | None = None
-    division: Division | None = None
+    division: Division | Literal["none"] | None = None
     rounds_down: bool = False
     fixed_total: bool = False
     notes: tuple[str, ...] = ()

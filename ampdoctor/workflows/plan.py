@@ -7,6 +7,7 @@ from dataclasses import replace
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.changes import Step, changes
 from ampdoctor.batching.cluster import Cluster
+from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.in_force import global_batch_of, in_force
 from ampdoctor.batching.leaving import left_as_it_is
 from ampdoctor.batching.memory import Memory
@@ -14,7 +15,7 @@ from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
 from ampdoctor.batching.request import PlanRequest
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.report import Report, verdict_of
+from ampdoctor.evidence.report import Report, Skipped, verdict_of
 from ampdoctor.evidence.report.plan import (
     BatchInForce,
     DeviceMemory,
@@ -41,8 +42,15 @@ def plan(request: PlanRequest) -> Report:
         run={"notes": list(request.said.notes)} if request.said.notes else {},
         verdict=verdict_of(findings),
         findings=findings,
+        skipped=_not_emitted(request, section),
         plan=section,
     )
+
+
+def _not_emitted(request: PlanRequest, section: PlanSection) -> tuple[Skipped, ...]:
+    if request.emit is None or section.emit is not None:
+        return ()
+    return (Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded"),)
 
 
 def plan_section(request: PlanRequest) -> PlanSection:
@@ -65,6 +73,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
         smaller = cluster.with_data_parallel(most_ranks_that_divide(batch, cluster.data_parallel))
         fitting = exact_plans(batch, smaller.data_parallel, most)
         fewer = planned.on(fitting[0], smaller) if fitting else None
+    first = exact_plans(batch, cluster.data_parallel, most)[:1]
     section = PlanSection(
         global_batch=batch,
         before=None if request.before is None else _shown(request.before),
@@ -75,13 +84,14 @@ def plan_section(request: PlanRequest) -> PlanSection:
         nearest=tuple(planned.on(one, cluster) for one in near),
         fewer=fewer,
         memory=_memory(request, memory, most),
+        emit=emit_plan(first[0], cluster, request.emit) if first and request.emit is not None else None,
     )
-    first = next((one for one in exact_plans(batch, cluster.data_parallel, most)), near[0] if near else None)
-    if first is None or plan_before is None or request.before is None:
+    planned_for = next(iter((*first, *near)), None)
+    if planned_for is None or plan_before is None or request.before is None:
         return section
     step = Step(
         before=plan_before,
-        after=first,
+        after=planned_for,
         devices=(request.before.devices, cluster.devices),
         samples=request.samples,
         said=request.said,
@@ -89,7 +99,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
     return replace(
         section,
         changes=changes(step),
-        left_as_it_is=left_as_it_is(plan_before, cluster.data_parallel, request.said),
+        left_as_it_is=left_as_it_is(plan_before, cluster.data_parallel, request.read),
     )
 
 

@@ -11,9 +11,13 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, refuse_empty
 from ampdoctor.cli.options.plan_options import BatchOptions, ClusterOptions, MemoryOptions, PlanOptions
 from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.process.bounded_file import read_text
 from ampdoctor.cli.process.process import loading
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.opening.request import Progress, SetAside
+
+_MAX_BYTES = 1 << 20
+"""Of a configuration: they have some kilobytes."""
 
 
 @flatten
@@ -43,10 +47,14 @@ def plan(
 
     def work(_: Progress | None, __: SetAside) -> Report:
         with loading():
+            from ampdoctor.batching.reading.opening import read_settings
             from ampdoctor.batching.settings import BatchSettings
             from ampdoctor.workflows import plan as workflow
 
-        return workflow.plan(wanted.request(BatchSettings(), settings, cluster, batch, fit))
+        read = BatchSettings()
+        if settings is not None:
+            read = read_settings(read_text(settings, limit=_MAX_BYTES, what="the configuration"), settings)
+        return workflow.plan(wanted.request(read, settings, cluster, batch, fit))
 
-    read = [file for file in (settings, wanted.profile) if file is not None]
-    return reporting(work, output, gates, read)
+    files = [file for file in (settings, wanted.profile) if file is not None]
+    return reporting(work, output, gates, files)

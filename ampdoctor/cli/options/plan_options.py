@@ -110,8 +110,11 @@ class BatchOptions:
         None
     )
     reduce_fp16: Annotated[
-        Literal["before", "after", "split"] | None,
-        typer.Option("--reduce-fp16", help="Gradients are reduced in fp16, divided before or after the sum, or both."),
+        Literal["before", "after", "split", "none"] | None,
+        typer.Option(
+            "--reduce-fp16",
+            help="When the fp16 reduce divides: before or after its sum, or both; none: it is not fp16.",
+        ),
         ONE_RUN,
     ] = None
 
@@ -268,6 +271,7 @@ class PlanOptions:
         said = batch.said(read)
         before, after = cluster.clusters(said)
         return PlanRequest(
+            read=read,
             said=said,
             before=before,
             after=after,

@@ -26,10 +26,13 @@ def _no_exact_plan(section: PlanSection, _: Thresholds) -> Iterator[Finding]:
     batch, ranks = section.global_batch, section.after.data_parallel
     near = section.nearest[0]
     fewer = section.fewer
-    help_ = f"Train with {near.global_batch} and say so in the run's record; nothing here rounds it for you."
+    help_ = (
+        f"Train with {near.global_batch} and write that down; or, in a loop of your own, let ampdoctor.elastic_batch give "
+        "ranks unequal shares and weigh their losses by them, which is exact."
+    )
     if fewer is not None:
         idle = section.after.devices - fewer.devices
-        help_ = f"Leave {idle} of {section.after.devices} devices idle: {product(fewer)} is exact. Or: {help_}"
+        help_ = f"Leave {idle} of {section.after.devices} devices idle: {product(fewer)} is exact. {help_}"
     yield Finding(
         code=RULE.code,
         name=RULE.name,
