@@ -138,7 +138,7 @@ def _torchrun(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
     notes = (
         (
             f"torchrun knows no batch: in the loop a micro-batch of {plan.micro_batch} and {plan.accumulation} of them "
-            f"before a step; ampdoctor.elastic_batch({plan.global_batch}, {plan.micro_batch}) finds both from live ranks"
+            f"before a step; ampdoctor.elastic_batch({plan.global_batch}, {plan.micro_batch}) finds both"
         ),
     )
     return _emitted("torchrun", "shell", lines, notes)

@@ -8,6 +8,7 @@ from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.changes import Step, changes
 from ampdoctor.batching.cluster import Cluster
 from ampdoctor.batching.emitting import emit_plan
+from ampdoctor.batching.flushed import Shares, flushed_plan
 from ampdoctor.batching.in_force import global_batch_of, in_force
 from ampdoctor.batching.leaving import left_as_it_is
 from ampdoctor.batching.memory import Memory
@@ -15,14 +16,18 @@ from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
 from ampdoctor.batching.request import PlanRequest
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.of_runs.ranges import Place, SiteKind
 from ampdoctor.evidence.report import Report, Skipped, verdict_of
 from ampdoctor.evidence.report.plan import (
     BatchInForce,
     DeviceMemory,
+    FlushedByPlan,
+    FlushedOfPlan,
     PlannedBatch,
     PlannedCluster,
     PlanSection,
 )
+from ampdoctor.workflows.measuring.profile_file import read_profile
 
 RULE = "largest micro-batch first"
 
@@ -34,6 +39,8 @@ def plan(request: PlanRequest) -> Report:
         UsageError: What is asked contradicts itself, or does not say enough.
     """
     section = plan_section(request)
+    if request.profile is not None:
+        section = replace(section, flushed=_flushed(request, section))
     findings = judge(section)
     options = {} if request.config is None else {"path": request.config}
     return Report(
@@ -101,6 +108,53 @@ def plan_section(request: PlanRequest) -> PlanSection:
         changes=changes(step),
         left_as_it_is=left_as_it_is(plan_before, cluster.data_parallel, request.read),
     )
+
+
+def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
+    """Returns what a saved profile says of the plan to use, or where there is none of the nearest one."""
+    if section.in_force is None:
+        raise UsageError("--profile shows what another plan does: --gpus, and what else is in force, say what it was")
+    to = section.use or next(iter(section.nearest), None)
+    if to is None:
+        return None
+    file = request.profile or ""
+    found = flushed_plan(
+        read_profile(file),
+        _cut(section.in_force.plan),
+        _cut(to),
+        request.said.reduction or "mean",
+        scale=request.scale,
+    )
+    totals = {"activation_grad": found.activation_grad, "weight_grad": found.weight_grad}
+    layers = (_of_layer(_named(one.place), one.place.kind, one.shares) for one in found.layers)
+    return FlushedByPlan(
+        profile=file,
+        scale=found.scale,
+        init_scale=found.init_scale,
+        bound_by=found.bound_by,
+        totals=tuple(_of_layer("", kind, shares) for kind, shares in totals.items() if shares is not None),
+        layers=tuple(sorted(layers, key=lambda one: (one.before - one.after_most, one.layer, one.kind))),
+    )
+
+
+def _of_layer(layer: str, kind: SiteKind, shares: Shares) -> FlushedOfPlan:
+    return FlushedOfPlan(
+        layer=layer,
+        kind="weight_grad" if kind == "weight_grad" else "activation_grad",
+        before=shares.before,
+        after=shares.after,
+        after_most=shares.after_most,
+        kept=shares.kept,
+        lower_bound=shares.lower_bound,
+    )
+
+
+def _named(place: Place) -> str:
+    return place.name if place.part == "parameter" else f"{place.name or 'model'}.{place.part}"
+
+
+def _cut(plan: PlannedBatch) -> BatchPlan:
+    return BatchPlan(micro_batch=plan.micro_batch, accumulation=plan.accumulation, data_parallel=plan.data_parallel)
 
 
 class _Planned:

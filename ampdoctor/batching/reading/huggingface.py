@@ -6,11 +6,12 @@ Read in transformers 5.23 (`training_args.py`) and accelerate 1.15 (`commands/co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ampdoctor.batching.reading.counts import count, table_in
 from ampdoctor.batching.settings import BatchSettings, Precision
 from ampdoctor.errors import UsageError
+from ampdoctor.scaling.shifts import Division
 
 _TOKENS = (
     "Trainer divides by the step's tokens only if the model takes num_items_in_batch or compute_loss_func is given; "
@@ -39,7 +40,7 @@ def trainer_arguments(table: Mapping[str, Any], name: str) -> BatchSettings:
         shard_stage=_stage(fsdp),
         precision=precision,
         reduction="tokens",
-        division=None if table.get("deepspeed") or precision != "fp16" else "split" if fsdp else "none",
+        division=_division(precision, sharded=bool(fsdp), elsewhere=bool(table.get("deepspeed"))),
         notes=tuple(notes),
     )
 
@@ -58,7 +59,6 @@ def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
     if mixed not in ("no", "fp16", "bf16", "fp8"):
         raise UsageError(f"{name}: mixed_precision is no, fp16, bf16 or fp8, not {mixed}")
     precision: Precision = {"fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}.get(mixed, "fp32")  # type: ignore[assignment]
-    own = not (deepspeed or fsdp or megatron)
     stage = deepspeed.get("zero_stage")
     sharding = str(fsdp.get("fsdp_sharding_strategy", "full_shard")).lower() if fsdp else None
     return BatchSettings(
@@ -70,9 +70,16 @@ def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
         context=count(parallel, "parallelism_config_cp_size", name),
         shard_stage=stage if isinstance(stage, int) else _SHARDS.get(sharding or ""),
         precision=precision,
-        division=None if precision != "fp16" else "none" if own else "split" if fsdp else None,
+        division=_division(precision, sharded=bool(fsdp), elsewhere=bool(deepspeed or megatron)),
         notes=("An Accelerate configuration does not say the data loader's batch: --micro-batch does.",),
     )
+
+
+def _division(precision: Precision, *, sharded: bool, elsewhere: bool) -> Division | Literal["none"] | None:
+    """Under autocast DDP reduces the fp32 gradients of fp32 parameters; FSDP in its mixed precision's dtype."""
+    if precision != "fp16":
+        return "none"
+    return None if elsewhere else "split" if sharded else "none"
 
 
 def _stage(fsdp: Any) -> int | None:

@@ -11,7 +11,7 @@ from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
 
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
-_FLAG = re.compile(r"(?<!\S)--(?P<name>[a-z0-9-]+)(?:=|[ \t]+(?:\\\n\s*)?)?(?P<value>[^\s\\()=-][^\s\\()]*)?")
+_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z0-9-]+)(?:=|[ \t]+(?:\\\n\s*)?)?(?P<value>[^\s\\()=-][^\s\\()]*)?")
 
 
 def flags_in(text: str) -> dict[str, str | bool]:

@@ -14,7 +14,10 @@ from ampdoctor.batching.reading.torchtitan import torchtitan
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
 
-_KNOWN = "a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments as JSON or YAML, an Accelerate YAML, a torchtitan TOML"
+_KNOWN = (
+    "a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments in JSON or YAML, "
+    "an Accelerate YAML or a torchtitan TOML"
+)
 
 
 def read_settings(text: str, name: str) -> BatchSettings:

@@ -27,8 +27,8 @@ def _no_exact_plan(section: PlanSection, _: Thresholds) -> Iterator[Finding]:
     near = section.nearest[0]
     fewer = section.fewer
     help_ = (
-        f"Train with {near.global_batch} and write that down; or, in a loop of your own, let ampdoctor.elastic_batch give "
-        "ranks unequal shares and weigh their losses by them, which is exact."
+        f"Train with {near.global_batch} and write that down; or, in a loop of your own, let ampdoctor.elastic_batch "
+        "give ranks unequal shares and weigh their losses by them, which is exact."
     )
     if fewer is not None:
         idle = section.after.devices - fewer.devices
