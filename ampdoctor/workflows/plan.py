@@ -125,7 +125,7 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
         request.said.reduction or "mean",
         scale=request.scale,
     )
-    totals = {"activation_grad": found.activation_grad, "weight_grad": found.weight_grad}
+    totals: dict[SiteKind, Shares | None] = {"activation_grad": found.activation_grad, "weight_grad": found.weight_grad}
     layers = (_of_layer(_named(one.place), one.place.kind, one.shares) for one in found.layers)
     return FlushedByPlan(
         profile=file,

@@ -10,6 +10,7 @@ import pytest
 from ampdoctor.batching.reading.opening import read_settings
 from ampdoctor.errors import UsageError
 
+GPT = "micro_batch_size: 2\nglobal_batch_size: 128\nmodel_parallel: {tensor_model_parallel_size: 2, bf16: true}\n"
 MEGATRON = """#!/bin/bash
 # --micro-batch-size 99 is what we had
 MODEL_PARALLEL_ARGS=(
@@ -76,7 +77,7 @@ def known(settings):
         ),
         (
             "gpt.yaml",
-            "micro_batch_size: 2\nglobal_batch_size: 128\nmodel_parallel: {tensor_model_parallel_size: 2, bf16: true}\n",
+            GPT,
             {
                 "framework": "megatron",
                 "global_batch": 128,
