@@ -318,8 +318,9 @@ def _planned(section: PlanSection) -> Step:
     if plan is None:
         return Step("nothing fits or divides: change the cluster, its parallel sizes, or the batch")
     idle = section.after.devices - plan.devices
-    on = f" on {plan.devices} of {section.after.devices} devices" if idle else ""
-    cut = f"micro-batch {plan.micro_batch}, accumulation {plan.accumulation}{on}"
+    cut = f"micro-batch {plan.micro_batch}, accumulation {plan.accumulation}"
+    if idle:
+        return Step(f"train on {plan.devices} of {section.after.devices} devices with {cut}: --to-gpus {plan.devices}")
     if section.emit is not None:
         return Step(f"put the settings shown into your configuration: {cut}")
     return Step(f"train with {cut}; --emit says it in a framework's words")
