@@ -155,7 +155,7 @@ def test_the_exit_codes_are_those_of_the_help(python):
 
 
 def test_options_that_are_named_exist(python):
-    commands = ("run", "health", "scan", "bisect-nan", "profile", "recommend", "merge")
+    commands = ("run", "health", "scan", "bisect-nan", "profile", "recommend", "plan", "merge")
     known = set(
         re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help", python=python)[0] for name in commands))
     )

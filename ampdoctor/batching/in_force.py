@@ -8,9 +8,9 @@ from ampdoctor.errors import UsageError
 
 MAX_GLOBAL_BATCH = 1 << 24
 """Samples of a step: beyond it somebody has counted tokens."""
-GIVEN = "as given"
-DERIVED = "derived from the others"
-ASSUMED = "taken to be the largest that fits (--micro-batch says otherwise)"
+GIVEN = "micro-batch and accumulation as given"
+DERIVED = "one of micro-batch and accumulation as given, and the other derived"
+ASSUMED = "taken to be the largest micro-batch that fits and divides; --micro-batch says otherwise"
 
 
 def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:

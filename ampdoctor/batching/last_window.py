@@ -47,14 +47,18 @@ def last_window(
     left = 1 if samples is None else left_over(after, samples)
     share = f"{'down to ' if samples is None else ''}x {left / after.accumulation:.3g}"
     for names, figure, said in (
-        (_RIGHT, "x 1", "divides by the micro-batches, or the tokens, that are there: rescaled"),
-        (_TOO_SMALL, share, "steps on it with each loss divided by the whole accumulation: too small a gradient"),
-        (_CARRIED, "x 1, later", "carries it over: the step ends with the next epoch's first micro-batches"),
-        (_NONE, "none", "counts samples over epochs; where torchtitan's data do end, it drops the window"),
+        (_RIGHT, "x 1", "Divided by the micro-batches, or the tokens, that are there: right."),
+        (
+            _TOO_SMALL,
+            share,
+            "Each loss is divided by the whole accumulation, and the step is taken: too small a gradient.",
+        ),
+        (_CARRIED, "x 1, later", "Carried over: the step ends with the next epoch's first micro-batches."),
+        (_NONE, "none", "Samples are counted over epochs; where torchtitan's data do end, it drops the window."),
     ):
         of = [name for name in names if framework in (None, name)]
         if of:
-            yield PlanChange(what=f"its gradient, {' and '.join(map(_named, of))}", figure=figure, said=said)
+            yield PlanChange(what=f"its gradient in {', '.join(map(_named, of))}", figure=figure, said=said)
 
 
 def _named(framework: PlanFramework) -> str:

@@ -148,7 +148,7 @@ def _plan(section: PlanSection | None) -> Iterator[str]:
     if section is None:
         return
     yield f"\n### {prose(plan_words.title(section))}\n\nPlans, {prose(section.rule)}:\n\n"
-    yield _table(plan_words.PLAN_HEADINGS, plan_words.plan_rows(section))
+    yield _table(plan_words.plan_headings(section), plan_words.plan_rows(section))
     for label, said in plan_words.memory_rows(section):
         yield f"\n- **{label}**: {prose(said)}"
     if section.changes:

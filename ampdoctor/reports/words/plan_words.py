@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdoctor.evidence.report.plan import (
-    BatchInForce,
     FlushedByPlan,
     FlushedOfPlan,
     LeftAsItIs,
@@ -15,10 +14,9 @@ from ampdoctor.evidence.report.plan import (
 )
 from ampdoctor.reports.words import words
 
-PLAN_HEADINGS = ("", "micro-batch", "accumulation", "data parallel", "global batch", "off", "a device needs", "")
 LEFT_HEADINGS = ("framework", "trains with", "because")
 FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
-_OUTCOMES = {"kept": "", "silent": ", and says nothing", "refused": "nothing: it refuses"}
+_OUTCOMES = {"kept": "", "silent": ", silently", "refused": "refuses"}
 SHOWN_LAYERS = 8
 
 
@@ -41,39 +39,50 @@ def product(plan: PlannedBatch) -> str:
     return f"{plan.micro_batch} x {plan.accumulation} x {plan.data_parallel} = {plan.global_batch}"
 
 
+def plan_headings(section: PlanSection) -> tuple[str, ...]:
+    """The columns: what no plan has a figure for is left out."""
+    off, needs = _columns(section)
+    figures = [title for title, there in (("off", off), ("a device needs", needs)) if there]
+    return ("", "micro-batch x accumulation x ranks", *figures, " ")
+
+
 def plan_rows(section: PlanSection) -> Iterator[list[str]]:
     """A row for each plan, the one in force first."""
+    off, needs = _columns(section)
+
+    def row(label: str, plan: PlannedBatch, note: str) -> list[str]:
+        distance = f"{plan.off:+d} ({plan.off / section.global_batch:+.2%})" if plan.off else "0"
+        size = "-" if plan.bytes_needed is None else gigabytes(plan.bytes_needed)
+        return [label, product(plan), *([distance] if off else []), *([size] if needs else []), note]
+
     force = section.in_force
     if force is not None:
-        yield _row(section, "in force", force.plan, _still(force))
+        yield row("in force", force.plan, "" if force.fits else "fits no more")
     marked = section.use is None
     for plan in section.exact:
         label = "use" if not marked and plan.fits else ""
         marked = marked or bool(label)
         same = force is not None and plan.micro_batch == force.plan.micro_batch
         fits = "the micro-batch in force" if same else ""
-        yield _row(section, label, plan, fits if plan.fits else "does not fit")
+        yield row(label, plan, fits if plan.fits else "does not fit")
     if section.fewer is not None:
         idle = section.after.devices - section.fewer.devices
-        yield _row(section, "exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
+        yield row("exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
     for index, plan in enumerate(section.nearest):
-        yield _row(section, "" if index else "nearest", plan, "does not fit" if not plan.fits else "")
+        yield row("" if index else "nearest", plan, "" if plan.fits else "does not fit")
 
 
-def _row(section: PlanSection, label: str, plan: PlannedBatch, note: str) -> list[str]:
-    off = f"{plan.off:+d} ({plan.off / section.global_batch:+.2%})" if plan.off else "0"
-    needs = "-" if plan.bytes_needed is None else gigabytes(plan.bytes_needed)
-    numbers = (plan.micro_batch, plan.accumulation, plan.data_parallel, plan.global_batch)
-    return [label, *map(str, numbers), off, needs, note]
-
-
-def _still(force: BatchInForce) -> str:
-    return f"{force.source}; its micro-batch {'still fits' if force.fits else 'does not fit any more'}"
+def _columns(section: PlanSection) -> tuple[bool, bool]:
+    """Whether some plan is off, and whether one has a size."""
+    plans = [*section.exact, *section.nearest]
+    return any(plan.off for plan in plans), any(plan.bytes_needed is not None for plan in plans)
 
 
 def memory_rows(section: PlanSection) -> Iterator[tuple[str, str]]:
     """What fits, and why."""
     memory = section.memory
+    if section.in_force is not None:
+        yield "in force", section.in_force.source
     yield "fits", f"a micro-batch of up to {memory.max_micro_batch}: {memory.limited_by}"
     if memory.states_after is not None:
         was = "" if memory.states_before is None else f"{gigabytes(memory.states_before)} -> "

@@ -48,7 +48,8 @@ def _plans(section: PlanSection) -> Table:
         [text(cell, "bold" if row[0] == "use" else "") for cell in row]
         for row in map(list, plan_words.plan_rows(section))
     ]
-    return layout.table_of(plan_words.PLAN_HEADINGS, rows, left=["", plan_words.PLAN_HEADINGS[-1]])
+    headings = plan_words.plan_headings(section)
+    return layout.table_of(headings, rows, left=[headings[1], headings[-1]])
 
 
 def _flushed(section: PlanSection, console: Console, verbose: int) -> None:
