@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("flushed replay")  # its profiles are made 
 CLOSE = {"activation_grad": 0.1, "weight_grad": 0.25}
 """Of what is predicted to what is measured, where between 0.1 and 10 % flush. A weight gradient's small elements are
 sums that nearly cancel: what fp16 has rounded on the way fills some of them again (measured: 12 %)."""
-SAME = 0.02
+SAME = 0.05
 """Of what is predicted from another accumulation to what the histograms of the very steps predict."""
 STEPS = 8
 SCALES = (0.25, 1.0, 4.0)
@@ -92,8 +92,12 @@ def test_what_activation_gradients_lose_with_another_accumulation_is_predicted_t
 
 
 @pytest.mark.slow
-def test_and_with_another_micro_batch():
-    assert sum(holds(found, shadow, "activation_grad") for found, shadow in beside("transformer", 8, cut=2)) >= 2
+@pytest.mark.parametrize("network", ["transformer", "convolutions"])
+def test_and_with_another_micro_batch_which_leaves_doubt_where_batchnorm_mixes_samples(network):
+    pairs = list(beside(network, 8, cut=2))
+    assert sum(holds(found, shadow, "activation_grad") for found, shadow in pairs) >= 2
+    doubt = {found.activation_grad.after < found.activation_grad.after_most for found, _ in pairs}
+    assert doubt == {network == "convolutions"}
 
 
 @pytest.mark.slow
