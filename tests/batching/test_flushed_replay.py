@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("flushed replay")  # its profiles are made 
 CLOSE = {"activation_grad": 0.1, "weight_grad": 0.25}
 """Of what is predicted to what is measured, where between 0.1 and 10 % flush. A weight gradient's small elements are
 sums that nearly cancel: what fp16 has rounded on the way fills some of them again (measured: 12 %)."""
-SAME = 0.05
+SAME = 0.02
 """Of what is predicted from another accumulation to what the histograms of the very steps predict."""
 STEPS = 8
 SCALES = (0.25, 1.0, 4.0)
@@ -63,13 +63,13 @@ def beside(network, accumulation, cut=1):
         yield flushed_plan(profile(network), before, after, scale=shadow["scale"]), shadow
 
 
-def holds(found, shadow, kind):
+def holds(found, shadow, kind, close=None):
     """A kind as a whole, and each of its sites but for what chance does; returns how many were in the band."""
-    close = CLOSE[kind]
+    close = close or CLOSE[kind]
     total, shares = shadow["flushed"][kind], getattr(found, kind)
     if not 1e-3 <= total["measured"] <= 0.1:
         return 0
-    for name, slack in (("measured", close), ("predicted", SAME)):
+    for name, slack in (("measured", close), ("predicted", SAME if close == CLOSE[kind] else close)):
         assert (1.0 - slack) * total[name] <= shares.after_most, name
         assert shares.after <= (1.0 + slack) * total[name], name
     sites = {(site["name"], site["part"]): site for site in shadow["sites"] if site["kind"] == kind}
@@ -92,12 +92,17 @@ def test_what_activation_gradients_lose_with_another_accumulation_is_predicted_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["transformer", "convolutions"])
-def test_and_with_another_micro_batch_which_leaves_doubt_where_batchnorm_mixes_samples(network):
-    pairs = list(beside(network, 8, cut=2))
+def test_and_with_another_micro_batch():
+    pairs = list(beside("transformer", 8, cut=2))
     assert sum(holds(found, shadow, "activation_grad") for found, shadow in pairs) >= 2
-    doubt = {found.activation_grad.after < found.activation_grad.after_most for found, _ in pairs}
-    assert doubt == {network == "convolutions"}
+    assert all(found.activation_grad.after == found.activation_grad.after_most for found, _ in pairs)
+
+
+@pytest.mark.slow
+def test_where_batchnorm_mixes_the_samples_of_another_micro_batch_it_lies_near_two_shares():
+    pairs = list(beside("convolutions", 8, cut=2))
+    assert sum(holds(found, shadow, "activation_grad", close=0.2) for found, shadow in pairs) >= 2
+    assert all(found.activation_grad.after < found.activation_grad.after_most for found, _ in pairs)
 
 
 @pytest.mark.slow
