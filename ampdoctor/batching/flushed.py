@@ -14,6 +14,9 @@ from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
 from ampdoctor.scaling.choice import DEFAULT_TAIL, cancelled
 from ampdoctor.scaling.closed_forms import highest_exponent, upper_log2
 
+_MIXES = frozenset({"batch_norm", "sync_batch_norm"})
+"""Ops whose backward gives to a sample's gradient from the others of the micro-batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
@@ -22,8 +25,8 @@ class Shares:
     Attributes:
         before: With the plan before, at the loss scale of now.
         after: With the plan after, at the same scale: at least this much.
-        after_most: And at most this much. It is larger than `after` only for weight gradients under another
-            micro-batch, of which it is unknown how far the samples' gradients agree.
+        after_most: And at most this much. It is larger than `after` only under another micro-batch, because it is
+            unknown how far the samples' gradients agree: for weight gradients, and for all of a model with BatchNorm.
         kept: The most with the plan after, at `FlushedPlan.init_scale`.
         lower_bound: True for weight gradients if some activation gradient loses so much (1 %) that what they are made
             of is incomplete: they then lose more than their own magnitudes say.
@@ -165,6 +168,7 @@ class _Gradients:
         self._then = then
         self._new = new
         self._now = now
+        self._mixed = any(_MIXES & module.ops.keys() for module in profile.modules)
         noise = cancelled(profile)
         self.indices = [index for index in profile.half_gradients() if index not in noise]
 
@@ -172,9 +176,9 @@ class _Gradients:
         """Returns the shares of these sites, which are of one kind, together."""
         kind = self._profile.sites[indices[0]].kind
         histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())
-        least, most = _ends(self._new, kind)
+        least, most = self._ends(self._new, kind)
         return Shares(
-            before=self._share(histogram, kind, self._now, _ends(self._then, kind)[1]),
+            before=self._share(histogram, kind, self._now, self._ends(self._then, kind)[1]),
             after=self._share(histogram, kind, self._now, least),
             after_most=self._share(histogram, kind, self._now, most),
             kept=self._share(histogram, kind, kept, most),
@@ -191,14 +195,14 @@ class _Gradients:
         for index in self._profile.half_gradients():
             site, series = self._profile.sites[index], self._profile.log2_series(index)
             if series:
-                largest = upper_log2(series, DEFAULT_TAIL) - _ends(self._new, site.kind)[0]
+                largest = upper_log2(series, DEFAULT_TAIL) - self._ends(self._new, site.kind)[0]
                 limits.append((highest_exponent(largest), site.label))
         return min(limits, default=(math.inf, ""))
 
     def _keeps(self, index: int, exponent: int) -> int:
         kind, histogram = self._profile.sites[index].kind, self._profile.histograms[index]
-        most = _ends(self._new, kind)[1]
-        before = self._share(histogram, kind, self._now, _ends(self._then, kind)[1])
+        most = self._ends(self._new, kind)[1]
+        before = self._share(histogram, kind, self._now, self._ends(self._then, kind)[1])
         while self._share(histogram, kind, 2.0**exponent, most) > before:
             exponent += 1  # ends: at a scale that moves with these gradients, nothing differs from before
         return exponent
@@ -206,9 +210,9 @@ class _Gradients:
     def _share(self, histogram: Histogram, kind: SiteKind, scale: float, shift: float) -> float:
         return histogram.flushed("fp16", self._profile.factor(kind, scale) * 2.0**-shift)
 
-
-def _ends(shift: GradientShift, kind: SiteKind) -> tuple[float, float]:
-    """Returns the least and the most by which gradients of a kind become smaller."""
-    if kind == "activation_grad":
-        return shift.activation, shift.activation
-    return shift.weight_least, shift.weight_most
+    def _ends(self, shift: GradientShift, kind: SiteKind) -> tuple[float, float]:
+        """Returns the least and the most by which gradients of a kind become smaller."""
+        if kind == "weight_grad":
+            return shift.weight_least, shift.weight_most
+        ends = (shift.activation, shift.activation_mixed if self._mixed else shift.activation)
+        return min(ends), max(ends)

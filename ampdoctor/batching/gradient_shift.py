@@ -8,10 +8,11 @@ sums. With m samples in a micro-batch and A of them before a step:
 | tokens: a sum over the N tokens of all, times D | D/N     | 1/(m A)             | 1/A          | 1/(sqrt(m) A) |
 | a sum that nothing divides                      | 1       | 1                   | m            | sqrt(m)       |
 
-An activation's gradient belongs to one sample. A weight's gradient is summed over the micro-batch inside a single
-product, whose result is what fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m) times it
-(they are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line. What ranks
-divide by afterwards, in the reduce, is `scaling.shifts.reduction_shift`.
+An activation's gradient belongs to one sample. (BatchNorm mixes samples: its backward takes their mean over the
+micro-batch away from each, which is a sum of m over m.) A weight's gradient is summed over the micro-batch inside a
+single product, whose result is what fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m)
+times it (they are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line.
+What ranks divide by afterwards, in the reduce, is `scaling.shifts.reduction_shift`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class GradientShift:
     activation: float
     weight: float
     weight_noise: float
+
+    @property
+    def activation_mixed(self) -> float:
+        """Of what BatchNorm adds to each activation gradient, as far as it is the mean of independent samples."""
+        return self.activation + (self.activation - self.weight) / 2.0
 
     @property
     def weight_least(self) -> float:

@@ -65,7 +65,10 @@ class ElasticSampler(Sampler[list[int]]):
         self._epoch, self._start = epoch, start
 
     def __len__(self) -> int:
-        return sum(len(parts) for _, _, parts in self._windows())
+        steps = self.steps_per_epoch - self._start
+        if not steps:
+            return 0
+        return (steps - 1) * len(self._parts(self._global_batch)) + len(self._parts(self._samples_in(-1)))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
@@ -90,8 +93,8 @@ class ElasticSampler(Sampler[list[int]]):
                 "the loader has another batch_sampler: make it with DataLoader(..., batch_sampler=sampler)"
             )
         weighing = self._weighing.counting(count)
-        windows, batches = list(self._windows()), iter(loader)
-        for step, samples, parts in windows:
+        batches = iter(loader)
+        for step, samples, parts in self._windows():
             data = list(islice(batches, len(parts)))
             if len(data) < len(parts):
                 raise UsageError(f"the loader ended in step {step}: its batches are not those of this sampler")
@@ -102,9 +105,16 @@ class ElasticSampler(Sampler[list[int]]):
     def _windows(self) -> Iterator[tuple[int, int, list[Part]]]:
         """Yields the number, the samples and this rank's parts of each step that is left of the epoch."""
         for step in range(self._start, self.steps_per_epoch):
-            samples = min(self._global_batch, self._length - step * self._global_batch)
-            cut = parts_of(samples, rank=self._rank, ranks=self._weighing.ranks, accumulation=self._accumulation)
-            yield step, samples, list(cut)
+            samples = self._samples_in(step)
+            yield step, samples, self._parts(samples)
+
+    def _samples_in(self, step: int) -> int:
+        """Returns the samples of a step; all but an epoch's last have the global batch."""
+        return min(self._global_batch, self._length - step % self.steps_per_epoch * self._global_batch)
+
+    def _parts(self, samples: int) -> list[Part]:
+        cut = parts_of(samples, rank=self._rank, ranks=self._weighing.ranks, accumulation=self._accumulation)
+        return list(cut)
 
     def _order(self) -> list[int]:
         if not self._shuffle:
