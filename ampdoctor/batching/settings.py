@@ -32,6 +32,7 @@ class BatchSettings:
         division: When an fp16 reduce divides by the ranks; `none`: it is not in fp16.
         rounds_down: It trains with a smaller batch rather than refuse one that cannot be shared (Megatron-LM).
         fixed_total: The data loader's batch is that of all ranks (Accelerate's `split_batches`).
+        peak_memory: Most bytes that a device of it has held, where it was measured.
         notes: What else there is to say, a sentence each.
     """
 
@@ -49,4 +50,5 @@ class BatchSettings:
     division: Division | Literal["none"] | None = None
     rounds_down: bool = False
     fixed_total: bool = False
+    peak_memory: int | None = None
     notes: tuple[str, ...] = ()

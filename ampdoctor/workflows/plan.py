@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.changes import Step, changes
@@ -27,6 +28,7 @@ from ampdoctor.evidence.report.plan import (
     PlannedCluster,
     PlanSection,
 )
+from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
 from ampdoctor.workflows.measuring.profile_file import read_profile
 
 RULE = "largest micro-batch first"
@@ -119,7 +121,7 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
         return None
     file = request.profile or ""
     found = flushed_plan(
-        read_profile(file),
+        ranges_of_log(file) if Path(file).is_dir() else read_profile(file),
         _cut(section.in_force.plan),
         _cut(to),
         request.said.reduction or "mean",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,7 +28,7 @@ def plan(
         typer.Argument(
             metavar="CONFIG",
             help="What is in force: a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments as JSON or YAML, an "
-            "Accelerate YAML, a torchtitan TOML. Options stand in its place.",
+            "Accelerate YAML, a torchtitan TOML, or the folder of a watched run's log. Options stand in its place.",
         ),
     ] = None,
     *,
@@ -52,7 +53,11 @@ def plan(
             from ampdoctor.workflows import plan as workflow
 
         read = BatchSettings()
-        if settings is not None:
+        if settings is not None and Path(settings).is_dir():
+            from ampdoctor.workflows.measuring.measured_batch import batch_of_log
+
+            read = batch_of_log(settings)
+        elif settings is not None:
             read = read_settings(read_text(settings, limit=_MAX_BYTES, what="the configuration"), settings)
         return workflow.plan(wanted.request(read, settings, cluster, batch, fit))
 

@@ -197,12 +197,12 @@ class MemoryOptions:
         each = None if self.memory_per_sample is None else bytes_of("--memory-per-sample", self.memory_per_sample)
         device = None if self.device_memory is None else bytes_of("--device-memory", self.device_memory)
         per_sample = None if each is None else float(each)
-        if self.peak_memory is not None:
-            if per_sample is not None:
-                raise UsageError("--peak-memory and --memory-per-sample both say what a sample takes: give one")
+        if self.peak_memory is not None and per_sample is not None:
+            raise UsageError("--peak-memory and --memory-per-sample both say what a sample takes: give one")
+        peak = said.peak_memory if self.peak_memory is None else bytes_of("--peak-memory", self.peak_memory)
+        if peak is not None and per_sample is None and (self.peak_memory is not None or device is not None):
             if before is None or micro_batch is None:
-                raise UsageError("--peak-memory is of the job in force: --gpus and --micro-batch say which that is")
-            peak = bytes_of("--peak-memory", self.peak_memory)
+                raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
             per_sample = per_sample_of_peak(peak, micro_batch, states, before)
         if device is not None and per_sample is None and self.max_micro_batch is None:
             raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
@@ -234,7 +234,9 @@ class PlanOptions:
 
     profile: Annotated[
         str | None,
-        typer.Option("--profile", metavar="FILE", help="Of `profile --save`: what fp16 flushes before and after."),
+        typer.Option(
+            "--profile", metavar="FILE", help="Of `profile --save`, or a log: what fp16 flushes before and after."
+        ),
         ONE_RUN,
     ] = None
     scale: Annotated[
@@ -268,6 +270,8 @@ class PlanOptions:
         """
         from ampdoctor.batching.request import PlanRequest
 
+        if self.scale is not None and self.profile is None:
+            raise UsageError("--scale is the loss scale of the job of --profile: give both")
         said = batch.said(read)
         before, after = cluster.clusters(said)
         return PlanRequest(

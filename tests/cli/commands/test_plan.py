@@ -15,6 +15,8 @@ from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.last_window import left_over
 from ampdoctor.batching.reductions import fsdp_factors
 from ampdoctor.cli.main import main
+from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.reports.forms.formats import FORMATS
 from ampdoctor.workflows.measuring.profile_file import write_profile
 from tests.ranges.known import collected, place, values
@@ -145,6 +147,20 @@ def test_where_not_one_sample_fits_it_exits_with_1(plan):
     assert (code, section["memory"]["max_micro_batch"]) == (1, 0)
 
 
+def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_path):
+    run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
+    steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1), memory_bytes=10**9 * (8 + n)) for n in range(3)]
+    stamp = Stamp(run_id="r", world_size=8, time_ms=0)
+    log = tmp_path / "ampdoctor-health"
+    log.mkdir()
+    (log / "log.jsonl").write_text("".join(f"{text_of(Stamped(stamp=stamp, line=line))}\n" for line in (run, *steps)))
+    job = ["--to-gpus", 2, "--device-memory", "10GB", "--params", "1e8", "--shard-stage", 3]
+    code, section = plan(log, *job)
+    assert (code, product(section["in_force"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
+    assert section["memory"]["per_sample"] == pytest.approx((10e9 - 0.2e9) / 4)
+    assert used(section) == (2, 2, 16)
+
+
 def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(DEEPSPEED))
@@ -190,7 +206,7 @@ def test_a_saved_profile_says_what_is_flushed(plan, tmp_path):
         ),
         (["--gpus", "8", "--params", "none", "--max-micro-batch", "1"], "parameters are a number, as in 7e9"),
         (["--gpus", "8", "--params", "1B", "--state-bytes", "2,2", "--max-micro-batch", "1"], "as in 2,2,12"),
-        (["--gpus", "8", "--peak-memory", "9GB", "--max-micro-batch", "1"], "--gpus and --micro-batch say which"),
+        (["--gpus", "8", "--peak-memory", "9GB", "--max-micro-batch", "1"], "a peak memory is of the job in force"),
         (["--to-gpus", "8", "--max-micro-batch", "8", "--emit", "torchrun"], "say both, as in --to-gpus 16x8"),
         (["--to-gpus", "8", "--max-micro-batch", "8", "--profile", "none.st"], "--gpus, and what else is in force"),
         (["gone.json", "--gpus", "8"], "cannot read the configuration gone.json"),
