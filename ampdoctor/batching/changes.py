@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.batching.gradient_shift import Reduction, gradient_shift
+from ampdoctor.batching.gradient_shift import GradientShift, Reduction, gradient_shift
 from ampdoctor.batching.last_window import last_window
 from ampdoctor.batching.reductions import STACKS, fsdp_factors, moved
 from ampdoctor.batching.settings import BatchSettings
@@ -95,9 +95,9 @@ def _half_gradients(step: Step) -> Iterator[PlanChange]:
     yield PlanChange(
         what="fp16 activation gradients",
         figure=smaller(shift.activation),
-        said=f"log2(m'A' / (m A)) for {divided}: the same for every plan of a batch on a cluster."
+        said=f"log2(m'A' / (m A)) for {divided}: the same for every plan of a batch on a cluster." + _mixed(shift)
         if reduction != "sum"
-        else f"Nothing, for {divided}.",
+        else f"Nothing, for {divided}.{_mixed(shift)}",
     )
     ends = sorted({shift.weight, shift.weight_noise})
     yield PlanChange(
@@ -114,6 +114,12 @@ def _half_gradients(step: Step) -> Iterator[PlanChange]:
         figure=f"x 2^{math.ceil(shift.activation)}",
         said=_loss_scale(shift.activation),
     )
+
+
+def _mixed(shift: GradientShift) -> str:
+    if shift.activation_mixed == shift.activation:
+        return ""
+    return f" What BatchNorm mixes of other samples into them: {smaller(shift.activation_mixed)}."
 
 
 def _loss_scale(shift: float) -> str:

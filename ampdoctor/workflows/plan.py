@@ -65,7 +65,8 @@ def _not_emitted(request: PlanRequest, section: PlanSection) -> tuple[Skipped, .
 def plan_section(request: PlanRequest) -> PlanSection:
     """Returns the section of the report; arguments and errors as for `plan`."""
     ranks = None if request.before is None else request.before.data_parallel
-    plan_before, source = in_force(request.said, ranks, request.memory.known_to_fit)
+    fitted = None if request.before is None else request.memory.most(request.before, request.before)
+    plan_before, source = in_force(request.said, ranks, fitted)
     memory = _known_to_fit(request, plan_before)
     batch = global_batch_of(request.said, plan_before)
     most = memory.most(request.before, request.after)

@@ -161,6 +161,14 @@ def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_p
     assert used(section) == (2, 2, 16)
 
 
+def test_what_is_taken_to_be_in_force_fits_as_well(plan):
+    """16 samples a rank are 16 x 1, 8 x 2, 4 x 4...; of the two sizes of memory each says how far that goes."""
+    job = ["--global-batch", 2048, "--gpus", 128, "--to-gpus", 64, "--memory-per-sample", "6GB"]
+    for memory, micro in (("100GB", 16), ("80GB", 8), ("30GB", 4)):
+        code, section = plan(*job, "--device-memory", memory)
+        assert (code, section["in_force"]["plan"]["micro_batch"], used(section)[1]) == (0, micro, micro)
+
+
 def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(DEEPSPEED))
