@@ -37,8 +37,8 @@ class States:
             raise UsageError(f"a model has at least 1 parameter, not {self.parameters:g}")
         if self.stage not in STAGES:
             raise UsageError(f"there is no shard stage {self.stage}: 0 (DDP), 1, 2 or 3 (ZeRO-3, FSDP)")
-        if min(self.bytes_each) < 0:
-            raise UsageError("a parameter's bytes are not negative")
+        if not all(0 <= each < math.inf for each in self.bytes_each):
+            raise UsageError("the bytes of a parameter are finite, and not negative")
 
     def on(self, cluster: Cluster) -> float:
         """Returns the bytes on each device: tensor and pipeline parallel ranks cut the model, shards cut its states.

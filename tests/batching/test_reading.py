@@ -199,6 +199,16 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, sentence):
         read_settings(text, name)
 
 
+def test_aliases_that_would_fill_the_memory_are_not_written_out():
+    levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 40))
+    text = f"a0: &a0 [x]\n{levels}"
+    for key in ("micro_batch_size", "distributed_type: X\nmixed_precision", "train_batch_size", "zero_optimization"):
+        with pytest.raises(UsageError, match=r"a list"):
+            read_settings(f"{text}{key}: *a39\n", "bomb.yaml")
+    with pytest.raises(UsageError, match=r"not 'x{59}$"):
+        read_settings(json.dumps({"train_batch_size": "x" * 10**6}), "long.json")
+
+
 def test_without_pyyaml_a_yaml_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(UsageError, match=r"PyYAML, which reads it, is not installed"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ampdoctor.batching.reading.counts import count, table_in
+from ampdoctor.batching.reading.counts import count, shown, table_in, word
 from ampdoctor.batching.settings import BatchSettings, Precision
 from ampdoctor.errors import UsageError
 from ampdoctor.scaling.shifts import Division
@@ -22,7 +22,7 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
     """
     stage = table_in(table, "zero_optimization", name).get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise UsageError(f"{name}: zero_optimization.stage is 0, 1, 2 or 3, not {stage!r}")
+        raise UsageError(f"{name}: zero_optimization.stage is 0, 1, 2 or 3, not {shown(stage)}")
     halves: tuple[Precision, ...] = tuple(
         half for half in ("fp16", "bf16") if table_in(table, half, name).get("enabled")
     )
@@ -48,7 +48,7 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
 
 
 def _division(table: Mapping[str, Any], stage: int, name: str) -> Division | Literal["none"]:
-    if str(table.get("communication_data_type", "fp16")) not in ("fp16", "None"):
+    if word(table, "communication_data_type", "fp16") != "fp16":
         return "none"
     scattered = table_in(table, "zero_optimization", name).get("reduce_scatter", True)
     if stage == 3 or (stage and scattered) or table.get("prescale_gradients"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ampdoctor.batching.reading.counts import count, table_in
+from ampdoctor.batching.reading.counts import count, table_in, word
 from ampdoctor.batching.settings import BatchSettings, Precision
 from ampdoctor.errors import UsageError
 from ampdoctor.scaling.shifts import Division
@@ -55,12 +55,12 @@ def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
     fsdp = table_in(table, "fsdp_config", name)
     megatron = table_in(table, "megatron_lm_config", name)
     parallel = table_in(table, "parallelism_config", name)
-    mixed = str(table.get("mixed_precision", "no")).lower()
+    mixed = word(table, "mixed_precision", "no")
     if mixed not in ("no", "fp16", "bf16", "fp8"):
         raise UsageError(f"{name}: mixed_precision is no, fp16, bf16 or fp8, not {mixed}")
     precision: Precision = {"fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}.get(mixed, "fp32")  # type: ignore[assignment]
     stage = deepspeed.get("zero_stage")
-    sharding = str(fsdp.get("fsdp_sharding_strategy", "full_shard")).lower() if fsdp else None
+    sharding = word(fsdp, "fsdp_sharding_strategy", "full_shard") if fsdp else ""
     return BatchSettings(
         framework="accelerate",
         devices=count(table, "num_processes", name),
@@ -68,7 +68,7 @@ def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
         tensor=count(megatron, "megatron_lm_tp_degree", name) or count(parallel, "parallelism_config_tp_size", name),
         pipeline=count(megatron, "megatron_lm_pp_degree", name),
         context=count(parallel, "parallelism_config_cp_size", name),
-        shard_stage=stage if isinstance(stage, int) else _SHARDS.get(sharding or ""),
+        shard_stage=stage if isinstance(stage, int) else _SHARDS.get(sharding),
         precision=precision,
         division=_division(precision, sharded=bool(fsdp), elsewhere=bool(deepspeed or megatron)),
         notes=("An Accelerate configuration does not say the data loader's batch: --micro-batch does.",),
@@ -83,5 +83,5 @@ def _division(precision: Precision, *, sharded: bool, elsewhere: bool) -> Divisi
 
 
 def _stage(fsdp: Any) -> int | None:
-    words = fsdp if isinstance(fsdp, list) else str(fsdp or "").split()
-    return next((_SHARDS[str(word)] for word in words if str(word) in _SHARDS), None)
+    words = fsdp if isinstance(fsdp, list) else fsdp.split() if isinstance(fsdp, str) else []
+    return next((_SHARDS[one] for one in words if isinstance(one, str) and one in _SHARDS), None)
