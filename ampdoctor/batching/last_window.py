@@ -15,6 +15,7 @@ _NONE: tuple[PlanFramework, ...] = ("megatron", "torchtitan")
 """transformers 5.23 (`current_gradient_accumulation_steps`), accelerate 1.15 (`sync_with_dataloader`), lightning 2.6.6
 (`ClosureResult.from_training_step_output`), deepspeed 0.19.8 (`micro_steps` is never reset), torchtitan 0.2.2
 (`DataloaderExhaustedError`)."""
+_ENDLESS = "Samples are counted over epochs; where torchtitan's data do end, it drops the window."
 
 
 def left_over(plan: BatchPlan, samples: int) -> int:
@@ -36,6 +37,9 @@ def last_window(
         samples: Of an epoch, if that is known.
         framework: Whose loop it is; None for all.
     """
+    if framework in _NONE:
+        yield PlanChange(what="last partial window", figure="none", said=_ENDLESS)
+        return
     was = "" if before is None else f"{_window(before, samples)} -> "
     yield PlanChange(
         what="last partial window",
@@ -54,7 +58,7 @@ def last_window(
             "Each loss is divided by the whole accumulation, and the step is taken: too small a gradient.",
         ),
         (_CARRIED, "x 1, later", "Carried over: the step ends with the next epoch's first micro-batches."),
-        (_NONE, "none", "Samples are counted over epochs; where torchtitan's data do end, it drops the window."),
+        (_NONE, "none", _ENDLESS),
     ):
         of = [name for name in names if framework in (None, name)]
         if of:

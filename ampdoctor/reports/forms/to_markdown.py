@@ -153,7 +153,8 @@ def _plan(section: PlanSection | None) -> Iterator[str]:
         yield f"\n- **{label}**: {prose(said)}"
     if section.changes:
         rows = (row([prose(one.what), code(one.figure), prose(one.said)]) for one in section.changes)
-        yield f"\n\n### What it changes\n\n{header('what', 'by', 'because')}{''.join(rows)}"
+        title = prose(plan_words.changes_title(section).capitalize())
+        yield f"\n\n### {title}\n\n{header('what', 'by', 'because')}{''.join(rows)}"
     if section.flushed is not None:
         shown = plan_words.flushed_rows(section.flushed, layers=plan_words.SHOWN_LAYERS)
         yield f"\n### {prose(plan_words.flushed_title(section.flushed))}\n\n"

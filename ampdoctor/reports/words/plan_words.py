@@ -18,6 +18,8 @@ LEFT_HEADINGS = ("framework", "trains with", "because")
 FLUSHED_HEADINGS = ("nonzero gradients that fp16 makes zero", "kind", "before", "after", "with the new scale")
 _OUTCOMES = {"kept": "", "silent": ", silently", "refused": "refuses"}
 SHOWN_LAYERS = 8
+_REFUSED = 2
+"""Plans that do not fit and are shown: the smallest of them."""
 
 
 def title(section: PlanSection) -> str:
@@ -59,17 +61,28 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
     if force is not None:
         yield row("in force", force.plan, "" if force.fits else "fits no more")
     marked = section.use is None
+    refused = [plan for plan in section.exact if not plan.fits]
     for plan in section.exact:
+        if plan in refused[:-_REFUSED]:
+            continue  # a table of what nobody can run helps nobody; the JSON has them
         label = "use" if not marked and plan.fits else ""
         marked = marked or bool(label)
         same = force is not None and plan.micro_batch == force.plan.micro_batch
         fits = "the micro-batch in force" if same else ""
-        yield row(label, plan, fits if plan.fits else "does not fit")
+        larger = f"; nor do {words.count(len(refused) - _REFUSED, 'larger one')}"
+        more = larger if plan in refused[-_REFUSED:][:1] and len(refused) > _REFUSED else ""
+        yield row(label, plan, fits if plan.fits else f"does not fit{more}")
     if section.fewer is not None:
         idle = section.after.devices - section.fewer.devices
         yield row("exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
     for index, plan in enumerate(section.nearest):
         yield row("" if index else "nearest", plan, "" if plan.fits else "does not fit")
+
+
+def changes_title(section: PlanSection) -> str:
+    """Of which plan the changes are."""
+    plan = section.use or next(iter((*section.exact, *section.nearest)), None)
+    return "what it changes" if plan is None else f"what it changes: {product(plan)}"
 
 
 def _columns(section: PlanSection) -> tuple[bool, bool]:

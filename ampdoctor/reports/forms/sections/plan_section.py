@@ -22,7 +22,7 @@ def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None
     layout.heading("memory of a device", console)
     layout.labelled([(label, text(said)) for label, said in plan_words.memory_rows(section)], console)
     if section.changes:
-        layout.heading("what it changes", console)
+        layout.heading(plan_words.changes_title(section), console)
         for change in section.changes:
             layout.show(text(f"{change.what}: ") + text(change.figure, "bold"), console, indent=2, hang=2)
             layout.show(text(change.said, "dim"), console, indent=4)
