@@ -66,7 +66,7 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: scalers, loops, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/replay/frameworks tests/replay/bundles tests/replay/positioning tests/loops/frameworks \
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/batching/test_emitting.py tests/batching/test_last_window.py tests/replay/frameworks tests/replay/bundles tests/replay/positioning tests/loops/frameworks \
 		tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
 		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 

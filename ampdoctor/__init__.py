@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ampdoctor.loop.marked import steps
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
+    from ampdoctor.training.elastic_batch import elastic_batch
     from ampdoctor.workflows.bisect_nan import bisect_nan
     from ampdoctor.workflows.opening.request import ReplayRequest
     from ampdoctor.workflows.profile import profile
@@ -33,6 +34,7 @@ __all__ = [
     "apply",
     "bisect_nan",
     "compare",
+    "elastic_batch",
     "profile",
     "recommend",
     "scan",
@@ -47,6 +49,7 @@ _HOME = {
     "apply": "ampdoctor.training.apply",
     "bisect_nan": "ampdoctor.workflows.bisect_nan",
     "compare": "ampdoctor.workflows.scanning.against",
+    "elastic_batch": "ampdoctor.training.elastic_batch",
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",

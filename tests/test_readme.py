@@ -154,14 +154,20 @@ def test_the_exit_codes_are_those_of_the_help(python):
     assert codes == re.findall(r"(?:codes: |, )(\d+) ", " ".join(ampdoctor("--help", python=python)[0].split()))
 
 
+def test_the_plan_of_the_readme_is_one(python):
+    (line,) = re.findall(r"^- `(plan [^`]*)`", README.read_text(encoding="utf-8"), re.MULTILINE)
+    shown, code = ampdoctor(*line.split(), python=python)
+    assert (code, "plan that is exact and fits" in shown) == (0, True)
+
+
 def test_options_that_are_named_exist(python):
-    commands = ("run", "health", "scan", "bisect-nan", "profile", "recommend", "merge")
+    commands = ("run", "health", "scan", "bisect-nan", "profile", "recommend", "plan", "merge")
     known = set(
         re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help", python=python)[0] for name in commands))
     )
     known |= {"--resume", "--cure", "--width", "--lr"}  # of the pages' own scripts
     known |= {"--extra-index-url"}  # pip's
-    known |= {"--nproc-per-node", "--log-interval"}  # torchrun's, Megatron-LM's
+    known |= {"--nproc-per-node", "--standalone", "--log-interval", "--training"}  # torchrun, Megatron-LM, torchtitan
     known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))

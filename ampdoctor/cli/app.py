@@ -10,6 +10,7 @@ from ampdoctor.cli.commands.bisect_nan import bisect_nan
 from ampdoctor.cli.commands.env import env, versions
 from ampdoctor.cli.commands.health import health
 from ampdoctor.cli.commands.merge import merge
+from ampdoctor.cli.commands.plan import plan
 from ampdoctor.cli.commands.profile import profile
 from ampdoctor.cli.commands.recommend import recommend
 from ampdoctor.cli.commands.rule import rule
@@ -61,6 +62,7 @@ for _name, _command, _kind in (
     ("bisect-nan", bisect_nan, ReplayCommand),
     ("profile", profile, ReplayCommand),
     ("recommend", recommend, ReplayCommand),
+    ("plan", plan, ConfiguredCommand),
     ("merge", merge, ConfiguredCommand),
 ):
     app.command(_name, cls=_kind, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))

@@ -100,7 +100,8 @@ def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _
     if not limits:
         return None
     exponent, label = min((highest, profile.sites[index].label) for index, highest in limits.items())
-    limits = _without_noise(profile, limits)
+    noise = cancelled(profile)
+    limits = {index: highest for index, highest in limits.items() if index not in noise}
     choice = ScaleChoice(exponent=exponent, bound_by=label)
     errors = _Errors(profile, limits, thresholds[ERROR_NOTE] / COMPOUNDING, lost=math.ceil(shift.lowest))
     if not all(errors.tolerable(index, exponent) for index in limits):
@@ -220,8 +221,8 @@ def _limits(profile: RangeProfile) -> dict[int, int]:
     return found
 
 
-def _without_noise(profile: RangeProfile, limits: Mapping[int, int]) -> dict[int, int]:
-    """Leave out weight gradients that are only fp32's rounding of a sum that cancels: nothing can be lost there.
+def cancelled(profile: RangeProfile) -> frozenset[int]:
+    """Returns the weight gradients that are only fp32's rounding of a sum that cancels: nothing can be lost there.
 
     A key projection's bias is the common case: softmax does not see it, so its gradient is zero apart from noise.
     """
@@ -230,13 +231,11 @@ def _without_noise(profile: RangeProfile, limits: Mapping[int, int]) -> dict[int
         for site, histogram in zip(profile.sites, profile.histograms, strict=True)
         if site.kind == "activation_grad" and site.place.part == "output"
     }
-
-    def is_noise(index: int) -> bool:
-        site = profile.sites[index]
-        amax = profile.histograms[index].amax or 0.0
-        return site.kind == "weight_grad" and amax <= NOISE * outputs.get(site.module, 0.0)
-
-    return {index: highest for index, highest in limits.items() if not is_noise(index)}
+    return frozenset(
+        index
+        for index, (site, histogram) in enumerate(zip(profile.sites, profile.histograms, strict=True))
+        if site.kind == "weight_grad" and (histogram.amax or 0.0) <= NOISE * outputs.get(site.module, 0.0)
+    )
 
 
 class _Errors:

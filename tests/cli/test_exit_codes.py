@@ -148,7 +148,8 @@ def test_no_command_is_forgotten():
 
     from ampdoctor.cli.app import app
 
-    apart = {"run", "health"}  # the script's own code, and that of a real log: commands/test_run.py, test_health.py
+    # the script's own code, that of a real log, and arithmetic: commands/test_run.py, test_health.py, test_plan.py
+    apart = {"run", "health", "plan"}
     assert set(get_command(app).commands) == {*ARGUMENTS, *apart}
     assert set(IMPOSSIBLE) <= {(command, outcome) for command in ARGUMENTS for outcome in CODES}
     assert set(BEHAVIOURS) == set(CODES)

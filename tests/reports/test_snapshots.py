@@ -36,6 +36,11 @@ COMMANDS = {
     "bisect-nan-quiet": ["bisect-nan", "fixtures/demo/t5_ffn.py:make_run", "-q"],
     "profile": ["profile", "tests/reports/named_layers.py:make_run"],
     "recommend": ["recommend", "tests/reports/named_layers.py:make_run"],
+    "plan": (
+        "plan --global-batch 2048 --gpus 512 --to-gpus 128 --device-memory 80GB --memory-per-sample 6GB --params 7B "
+        "--shard-stage 3 --emit megatron"
+    ).split(),
+    "plan-near": ["plan", "--global-batch", "2048", "--gpus", "512", "--to-gpus", "100", "--max-micro-batch", "8"],
     "rule": ["rule", "AMP201"],
 }
 WIDTHS = (60, 80, 200)

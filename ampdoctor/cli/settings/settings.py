@@ -13,6 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from typer.models import OptionInfo
 
+from ampdoctor.cli.options.one_run import ONE_RUN
+
 Kind = Literal["boolean", "integer", "number", "text", "list"]
 EXPECTED: Mapping[Kind, str] = {
     "boolean": "true or false",
@@ -69,7 +71,7 @@ def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
         first = option.default  # in an annotation the first name stands where defaults do
         names = map(str, (first, *(option.param_decls or ())))
         key = next(name.removeprefix("--") for name in names if name.startswith("--"))
-        if key not in NO_SETTINGS:
+        if key not in NO_SETTINGS and ONE_RUN not in metadata:
             kind, choices = _kind(annotated)
             found.append(Setting(parameter=name, key=key, kind=kind, choices=choices))
     return tuple(found)

@@ -11,7 +11,7 @@ from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 
-Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health"]
+Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health", "plan"]
 Evidence = TypeVar("Evidence")
 Finder: TypeAlias = Callable[[Evidence, Thresholds], Iterable[Finding]]
 
@@ -22,6 +22,7 @@ REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
 MEASURED: tuple[Command, ...] = ("profile", "recommend")
 WATCHED: tuple[Command, ...] = ("run", "health")
 RECOMMENDED: tuple[Command, ...] = ("recommend",)
+PLANNED: tuple[Command, ...] = ("plan",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

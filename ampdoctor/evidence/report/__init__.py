@@ -14,6 +14,7 @@ from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.of_runs.proof import Proof
 from ampdoctor.evidence.report.bisection import PathSection, ProofSection
 from ampdoctor.evidence.report.health import HealthSection
+from ampdoctor.evidence.report.plan import PlanSection
 from ampdoctor.evidence.report.profile import ProfileSection
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection, StructureSection, TrendSection
@@ -23,7 +24,7 @@ from ampdoctor.evidence.where import Place, Where
 
 SCHEMA_VERSION = "1"
 
-Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "watch", "health"]
+Command = Literal["scan", "bisect-nan", "profile", "recommend", "run", "watch", "health", "plan"]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
@@ -279,7 +280,7 @@ class Report:
 
     Attributes:
         command: "scan", "bisect-nan", "profile", "recommend", "run" for a script that was watched while it ran,
-            "watch" for any other loop, or "health" for a run's log.
+            "watch" for any other loop, "health" for a run's log, or "plan" for a batch on another cluster.
         target: What was examined (path and format of a checkpoint, or the factory).
         run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
         verdict: sick, healthy, not_reproduced, inconclusive or not_judged.
@@ -292,6 +293,7 @@ class Report:
         profile: The range section of profile and recommend.
         precision: Which precision the run and its modules should have, where the command speaks of it.
         health: What the logs of runs show over their steps.
+        plan: A global batch on another cluster.
         trend: What a scan of several checkpoints of one training shows over their steps.
         change: What became of a checkpoint since an earlier one, where a scan was given both.
         structure: What lies in a checkpoint, where a scan was asked to list it.
@@ -322,6 +324,7 @@ class Report:
     profile: Annotated[Mapping[str, Any], Shape(ProfileSection)] | None = None
     precision: PrecisionAdvice | None = None
     health: HealthSection | None = None
+    plan: PlanSection | None = None
     trend: TrendSection | None = None
     change: ChangeSection | None = None
     structure: StructureSection | None = None

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from ampdoctor.evidence.codec import Count, Fraction, Positive
 from ampdoctor.evidence.frameworks import Framework
 
+Language = Literal["python", "json", "shell", "toml"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerArguments:
@@ -185,15 +187,15 @@ class EmittedSettings:
 
     Attributes:
         framework: Whose words.
-        language: Of the text: Python to paste where the model has been built, JSON to merge into a
-            configuration, or a bash array of flags.
+        language: Of the text: Python to paste where the model has been built, JSON or TOML to merge
+            into a configuration, or a bash array of flags.
         text: The fragment.
         notes: What the framework does otherwise than the settings say, and what must be watched, a sentence
             each.
     """
 
     framework: str
-    language: Literal["python", "json", "shell"]
+    language: Language
     text: str
     notes: tuple[str, ...]
 

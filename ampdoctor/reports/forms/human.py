@@ -15,9 +15,9 @@ from rich.text import Text
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.reports.forms.canvas import Canvas
 from ampdoctor.reports.forms.renderer import Renderer
-from ampdoctor.reports.forms.sections import health_section, range_sections, scan_sections
+from ampdoctor.reports.forms.sections import health_section, plan_section, range_sections, scan_sections
 from ampdoctor.reports.forms.sections.layout import heading, labelled, listed, show, text
-from ampdoctor.reports.words import words
+from ampdoctor.reports.words import plan_words, words
 from ampdoctor.reports.words.gate_words import gate_words
 from ampdoctor.reports.words.next_step import bundle_command, next_step
 from ampdoctor.reports.words.paste import Setting, code_of, setting_of
@@ -66,6 +66,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     range_sections.precision(report.precision, console, verbose=verbose)
     range_sections.ranges(report.profile, console, verbose=verbose)
     health_section.health(report.health, console)
+    plan_section.plan(report.plan, console, verbose=verbose)
     scan_sections.trend(report, console)
     scan_sections.change(report, console)
     scan_sections.structure(report, console)
@@ -108,6 +109,8 @@ def _head(report: Report, console: Console) -> None:
     show(_verdict(report), console)
     if report.trend is not None:
         show(text(report.trend.summary), console)
+    if report.plan is not None:
+        show(text(plan_words.title(report.plan)), console)
     if report.run:
         settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
         show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)

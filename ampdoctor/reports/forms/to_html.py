@@ -28,7 +28,7 @@ from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.forms.sections.health_on_page import bundles, health_data, summaries
 from ampdoctor.reports.forms.to_json import report_as_dict
-from ampdoctor.reports.words import words
+from ampdoctor.reports.words import plan_words, words
 from ampdoctor.reports.words.finding_parts import finding_parts
 from ampdoctor.reports.words.gate_words import fixed, fixed_line
 from ampdoctor.reports.words.next_step import next_step
@@ -82,6 +82,8 @@ def render_html(report: Report) -> str:
             bundles=bundles(report),
             drawn=drawn,
             in_full=_IN_FULL,
+            planned=report.plan,
+            plan_words=plan_words,
             trajectory=_trajectory(shown),
             not_measured="" if measured_gradients(report.profile or {}) else NOT_MEASURED,
             json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to

@@ -6,16 +6,17 @@ that says so. Below that no name is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.report.health import HealthSection
-from ampdoctor.evidence.report.scaler import ScalerSection
+from ampdoctor.evidence.report.plan import PlanSection
+from ampdoctor.evidence.report.scaler import EmittedSettings, ScalerSection
 from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.words import health_words, words
+from ampdoctor.reports.words import health_words, plan_words, words
 from ampdoctor.reports.words.gate_words import fixed, place_of
 from ampdoctor.reports.words.location import location_of
 from ampdoctor.reports.words.markdown_text import code, fence, header, prose, row
@@ -63,6 +64,7 @@ def _pieces(report: Report) -> Iterator[str]:
     for finding in report.findings:
         yield _finding(finding, setting)
     yield from _health(report.health)
+    yield from _plan(report.plan)
     yield from _scaler(report.scaler)
     yield from _precision(report.precision)
     yield from _ranges(report.profile)
@@ -142,6 +144,37 @@ def _health(section: HealthSection | None) -> Iterator[str]:
             yield f"\n{fence([command], 'console')}\n"
 
 
+def _plan(section: PlanSection | None) -> Iterator[str]:
+    if section is None:
+        return
+    yield f"\n### {prose(plan_words.title(section))}\n\nPlans, {prose(section.rule)}:\n\n"
+    yield _table(plan_words.plan_headings(section), plan_words.plan_rows(section))
+    for label, said in plan_words.memory_rows(section):
+        yield f"\n- **{label}**: {prose(said)}"
+    if section.changes:
+        rows = (row([prose(one.what), code(one.figure), prose(one.said)]) for one in section.changes)
+        title = prose(plan_words.changes_title(section).capitalize())
+        yield f"\n\n### {title}\n\n{header('what', 'by', 'because')}{''.join(rows)}"
+    if section.flushed is not None:
+        shown = plan_words.flushed_rows(section.flushed, layers=plan_words.SHOWN_LAYERS)
+        yield f"\n### {prose(plan_words.flushed_title(section.flushed))}\n\n"
+        yield _table(plan_words.FLUSHED_HEADINGS, shown)
+    if section.left_as_it_is:
+        yield f"\n### Settings left as they are\n\n{_table(plan_words.LEFT_HEADINGS, plan_words.left_rows(section))}"
+    if section.emit is not None:
+        yield from _emitted(section.emit)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return header(*headings) + "".join(row(map(prose, cells)) for cells in rows)
+
+
+def _emitted(emitted: EmittedSettings) -> Iterator[str]:
+    yield f"\nFor {code(emitted.framework)}:\n\n{fence(emitted.text.splitlines(), emitted.language)}\n"
+    for note in emitted.notes:
+        yield f"\nNote: {prose(note)}\n"
+
+
 def _scaler(scaler: ScalerSection | None) -> Iterator[str]:
     if scaler is None:
         return
@@ -166,11 +199,8 @@ def _scaler(scaler: ScalerSection | None) -> Iterator[str]:
             shares = [outcome.skip_rate, outcome.flushed.activation_grad, outcome.flushed.weight_grad]
             yield head + row([name, *map(_percent, shares), _shown(outcome.relative_error)])
             head = ""
-    emitted = scaler.emit
-    if emitted is not None:
-        yield f"\nFor {code(emitted.framework)}:\n\n{fence(emitted.text.splitlines(), emitted.language)}\n"
-        for note in emitted.notes:
-            yield f"\nNote: {prose(note)}\n"
+    if scaler.emit is not None:
+        yield from _emitted(scaler.emit)
 
 
 def _precision(advice: PrecisionAdvice | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.reading.schema_reader import read_checked
 from ampdoctor.reports.words.key_order import RUN, SCALER, TARGET, in_order
 
-_CAME_LATER = {"health": None}
+_CAME_LATER = {"health": None, "plan": None}
 """Sections that the first reports of this schema version do not know, and what they say without them."""
 _MAX_DEPTH = 100
 """Levels of values in values; a report of ours has some ten, and what reads or writes one calls itself for each."""

@@ -37,6 +37,7 @@ _SECTIONS = (
     "scaler",
     "profile",
     "precision",
+    "plan",
     "trend",
     "change",
     "structure",

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
+from ampdoctor.evidence.report.plan import PlanSection
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection
 from ampdoctor.reports.words import words
@@ -105,6 +106,8 @@ def _set_aside(report: Report) -> Step | None:
 
 
 def _judged(report: Report) -> Step:
+    if report.plan is not None:
+        return _planned(report.plan)
     if report.command == "scan":
         return _scanned(report)
     if report.command == "health":
@@ -307,6 +310,20 @@ def _healthy(report: Report) -> Step:
 
 def _from_its_checkpoint(report: Report) -> str:
     return _replay(report.command, report.target, {"--checkpoint": ["PATH"], "--expect-failure": []})
+
+
+def _planned(section: PlanSection) -> Step:
+    """Use the first plan, or the nearest there is to one."""
+    plan = section.use or section.fewer
+    if plan is None:
+        return Step("nothing fits or divides: change the cluster, its parallel sizes, or the batch")
+    idle = section.after.devices - plan.devices
+    cut = f"micro-batch {plan.micro_batch}, accumulation {plan.accumulation}"
+    if idle:
+        return Step(f"train on {plan.devices} of {section.after.devices} devices with {cut}: --to-gpus {plan.devices}")
+    if section.emit is not None:
+        return Step(f"put the settings shown into your configuration: {cut}")
+    return Step(f"train with {cut}; --emit says it in a framework's words")
 
 
 def _profiled(report: Report) -> Step:

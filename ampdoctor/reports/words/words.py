@@ -35,6 +35,8 @@ _LEFT_OUT = "not judged: everything that was named is left out"
 """In place of the verdict's own words, where nothing was listed either."""
 _NOTHING_SEEN = "nothing sick was seen"
 """In place of the verdict's own words, where a training was watched."""
+_PLANNED = ("no plan", "a plan that is exact and fits")
+"""In place of the verdict's own words, where a batch was planned: where there is none, and where there is one."""
 _FOUND_NOT_MADE = ("checkpoint", "data")
 """Phases in which a value is met that something else, earlier, has made."""
 _SMALL = 2.0**-10
@@ -53,6 +55,8 @@ def of_verdict(report: Report) -> str:
     """Return the verdict without any number."""
     if report.verdict == "not_judged" and report.command == "run":
         return _NOTHING_SEEN
+    if report.plan is not None:
+        return _PLANNED[report.verdict == "healthy"]
     left_out = report.verdict == "not_judged" and report.structure is None
     return _LEFT_OUT if left_out else VERDICTS[report.verdict]
 

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.catalogue.moving import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
 
-COMMANDS = ["run", "scan", "health", "bisect-nan", "profile", "recommend", "merge", "rule", "env"]
+COMMANDS = ["run", "scan", "health", "bisect-nan", "profile", "recommend", "plan", "merge", "rule", "env"]
 COMPLETED = [
     ("ampdoctor ", COMMANDS),
     ("ampdoctor sc", ["scan"]),

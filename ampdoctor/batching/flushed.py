@@ -1,0 +1,218 @@
+"""What fp16 flushes to zero of each gradient, before and after a step's batch is cut anew, from a measured profile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ampdoctor.batching.batch_plan import BatchPlan
+from ampdoctor.batching.gradient_shift import GradientShift, Reduction, gradient_shift
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place, SiteKind
+from ampdoctor.numerics import Histogram
+from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
+from ampdoctor.scaling.choice import DEFAULT_TAIL, cancelled
+from ampdoctor.scaling.closed_forms import highest_exponent, upper_log2
+
+_MIXES = frozenset({"batch_norm", "sync_batch_norm"})
+"""Ops whose backward gives to a sample's gradient from the others of the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Shares of a gradient's nonzero elements that fp16 makes zero.
+
+    Attributes:
+        before: With the plan before, at the loss scale of now.
+        after: With the plan after, at the same scale: at least this much.
+        after_most: And at most this much. It is larger than `after` only under another micro-batch, because it is
+            unknown how far the samples' gradients agree: for weight gradients, and for all of a model with BatchNorm.
+        kept: The most with the plan after, at `FlushedPlan.init_scale`.
+        lower_bound: True for weight gradients if some activation gradient loses so much (1 %) that what they are made
+            of is incomplete: they then lose more than their own magnitudes say.
+    """
+
+    before: float
+    after: float
+    after_most: float
+    kept: float
+    lower_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushedLayer:
+    """One gradient that is half in the half-precision run.
+
+    Attributes:
+        place: Where it is; `place.module` is the layer.
+        nonzero: Its measured elements that are not zero, over all steps.
+        shares: What becomes zero.
+    """
+
+    place: Place
+    nonzero: int
+    shares: Shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushedPlan:
+    """What a new plan does to the gradients of a measured run.
+
+    Attributes:
+        scale: The loss scale of now.
+        init_scale: The smallest power of two, from the one on that moves with the activation gradients, at which no
+            gradient loses more than it did before; if one would overflow there, the largest at which none does.
+        bound_by: The gradient that would overflow, as `Site.label`; None if the scale keeps everything.
+        shift: From the plan before to the plan after.
+        layers: Every half gradient, in the profile's order, but for weight gradients that cancel (`scaling.cancelled`):
+            what is small there is fp32's own rounding.
+        activation_grad: All activation gradients together; None if none is half.
+        weight_grad: All weight gradients together.
+    """
+
+    scale: float
+    init_scale: float
+    bound_by: str | None
+    shift: GradientShift
+    layers: tuple[FlushedLayer, ...]
+    activation_grad: Shares | None
+    weight_grad: Shares | None
+
+
+def flushed_plan(
+    profile: RangeProfile,
+    before: BatchPlan,
+    after: BatchPlan,
+    reduction: Reduction = "mean",
+    *,
+    scale: float | None = None,
+) -> FlushedPlan:
+    """Returns the flushed shares of every gradient under both plans, and the `init_scale` that keeps them.
+
+    The profile says with how many micro-batches a step it was measured, and is taken to be of the micro-batch of
+    `before`; it may have been measured on one device with another accumulation than the job's.
+
+    Args:
+        profile: The measured ranges.
+        before: The plan in force.
+        after: The plan to come.
+        reduction: What the loss of a backward is divided by.
+        scale: The loss scale of now; the profile's own by default.
+
+    Raises:
+        UsageError: The scale is not a positive finite number, or is not given and the run has none because it is not in
+            fp16.
+    """
+    now = _scale_of(profile, scale)
+    measured = BatchPlan(micro_batch=before.micro_batch, accumulation=profile.run.accumulation, data_parallel=1)
+    gradients = _Gradients(
+        profile,
+        then=gradient_shift(measured, before, reduction),
+        new=gradient_shift(measured, after, reduction),
+        now=now,
+    )
+    shift = gradient_shift(before, after, reduction)
+    wanted = gradients.smallest_that_keeps(math.ceil(math.log2(now) + shift.activation))
+    limit, label = gradients.limit()
+    kept = 2.0 ** min(wanted, limit)
+    lossy = any(gradients.shares([i], kept).after_most > SURE_BELOW for i in profile.of_kind("activation_grad"))
+
+    def shares(indices: list[int]) -> Shares:
+        return gradients.shares(indices, kept, lossy=lossy)
+
+    of_kinds = {kind: [i for i in gradients.indices if profile.sites[i].kind == kind] for kind in GRADIENTS}
+    totals = {kind: shares(found) for kind, found in of_kinds.items() if found}
+    return FlushedPlan(
+        scale=now,
+        init_scale=kept,
+        bound_by=label if wanted > limit else None,
+        shift=shift,
+        layers=tuple(
+            FlushedLayer(
+                place=profile.sites[index].place,
+                nonzero=int(profile.histograms[index].counts.sum()),
+                shares=shares([index]),
+            )
+            for index in gradients.indices
+        ),
+        activation_grad=totals.get("activation_grad"),
+        weight_grad=totals.get("weight_grad"),
+    )
+
+
+def _scale_of(profile: RangeProfile, scale: float | None) -> float:
+    if scale is None:
+        if profile.run.precision != "fp16":
+            raise UsageError(f"a run in {profile.run.precision} has no loss scale: the one of the fp16 job is needed")
+        return profile.run.loss_scale
+    if not 0.0 < scale < math.inf:
+        raise UsageError(f"a loss scale is a positive finite number, not {scale}")
+    return scale
+
+
+class _Gradients:
+    """The half gradients of a profile under two plans.
+
+    Args:
+        profile: The measured ranges.
+        then: The shift from the measured plan to the one before.
+        new: The shift from the measured plan to the one after.
+        now: The loss scale of now.
+
+    Attributes:
+        indices: Their sites, but for those that cancel.
+    """
+
+    def __init__(self, profile: RangeProfile, *, then: GradientShift, new: GradientShift, now: float) -> None:
+        self._profile = profile
+        self._then = then
+        self._new = new
+        self._now = now
+        self._mixed = any(_MIXES & module.ops.keys() for module in profile.modules)
+        noise = cancelled(profile)
+        self.indices = [index for index in profile.half_gradients() if index not in noise]
+
+    def shares(self, indices: list[int], kept: float, *, lossy: bool = False) -> Shares:
+        """Returns the shares of these sites, which are of one kind, together."""
+        kind = self._profile.sites[indices[0]].kind
+        histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())
+        least, most = self._ends(self._new, kind)
+        return Shares(
+            before=self._share(histogram, kind, self._now, self._ends(self._then, kind)[1]),
+            after=self._share(histogram, kind, self._now, least),
+            after_most=self._share(histogram, kind, self._now, most),
+            kept=self._share(histogram, kind, kept, most),
+            lower_bound=lossy and kind == "weight_grad",
+        )
+
+    def smallest_that_keeps(self, exponent: int) -> int:
+        """Returns the smallest exponent from this one on at which no gradient loses more than before."""
+        return max((self._keeps(index, exponent) for index in self.indices), default=exponent)
+
+    def limit(self) -> tuple[float, str]:
+        """Returns the largest exponent at which no gradient is expected to overflow, and the first that would."""
+        limits: list[tuple[float, str]] = []
+        for index in self._profile.half_gradients():
+            site, series = self._profile.sites[index], self._profile.log2_series(index)
+            if series:
+                largest = upper_log2(series, DEFAULT_TAIL) - self._ends(self._new, site.kind)[0]
+                limits.append((highest_exponent(largest), site.label))
+        return min(limits, default=(math.inf, ""))
+
+    def _keeps(self, index: int, exponent: int) -> int:
+        kind, histogram = self._profile.sites[index].kind, self._profile.histograms[index]
+        most = self._ends(self._new, kind)[1]
+        before = self._share(histogram, kind, self._now, self._ends(self._then, kind)[1])
+        while self._share(histogram, kind, 2.0**exponent, most) > before:
+            exponent += 1  # ends: at a scale that moves with these gradients, nothing differs from before
+        return exponent
+
+    def _share(self, histogram: Histogram, kind: SiteKind, scale: float, shift: float) -> float:
+        return histogram.flushed("fp16", self._profile.factor(kind, scale) * 2.0**-shift)
+
+    def _ends(self, shift: GradientShift, kind: SiteKind) -> tuple[float, float]:
+        """Returns the least and the most by which gradients of a kind become smaller."""
+        if kind == "weight_grad":
+            return shift.weight_least, shift.weight_most
+        ends = (shift.activation, shift.activation_mixed if self._mixed else shift.activation)
+        return min(ends), max(ends)

@@ -1,0 +1,288 @@
+"""The options of `plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ampdoctor.cli.options.devices import bytes_each_of, devices_of, parameters_of
+from ampdoctor.cli.options.one_run import ONE_RUN
+from ampdoctor.cli.options.options import refuse_empty
+from ampdoctor.cli.options.size import bytes_of
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.frameworks import PlanFramework
+from ampdoctor.workflows.opening.request import Precision
+
+if TYPE_CHECKING:
+    from ampdoctor.batching.cluster import Cluster
+    from ampdoctor.batching.memory import Memory, States
+    from ampdoctor.batching.request import PlanRequest
+    from ampdoctor.batching.settings import BatchSettings
+
+_SIZES = ("tensor", "pipeline", "context")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The devices before and after."""
+
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="N", help="Devices of the job in force: 512, or nodes x each, 64x8."),
+        ONE_RUN,
+    ] = None
+    to_gpus: Annotated[
+        str | None,
+        typer.Option("--to-gpus", metavar="N", help="Devices to plan for [default: as --gpus]."),
+        ONE_RUN,
+    ] = None
+    tensor: Annotated[int | None, typer.Option("--tp", metavar="N", help="Tensor parallel size."), ONE_RUN] = None
+    pipeline: Annotated[int | None, typer.Option("--pp", metavar="N", help="Pipeline parallel size."), ONE_RUN] = None
+    context: Annotated[int | None, typer.Option("--cp", metavar="N", help="Context parallel size."), ONE_RUN] = None
+    to_tensor: Annotated[int | None, typer.Option("--to-tp", metavar="N", help="Then [default: as --tp]."), ONE_RUN] = (
+        None
+    )
+    to_pipeline: Annotated[
+        int | None, typer.Option("--to-pp", metavar="N", help="Then [default: as --pp]."), ONE_RUN
+    ] = None
+    to_context: Annotated[
+        int | None, typer.Option("--to-cp", metavar="N", help="Then [default: as --cp]."), ONE_RUN
+    ] = None
+
+    def clusters(self, said: BatchSettings) -> tuple[Cluster | None, Cluster]:
+        """Return the cluster in force, where there is one, and the one to plan for.
+
+        Raises:
+            UsageError: No devices are named, or the parallel sizes do not divide them.
+        """
+        from ampdoctor.batching.cluster import Cluster
+
+        sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
+        for name in _SIZES:  # `or` above would make 1 of a 0
+            for given in (getattr(self, name), getattr(self, f"to_{name}")):
+                if given is not None and given < 1:
+                    raise UsageError(f"the {name} parallel size starts at 1, not {given}")
+        then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
+        now = self._devices("--gpus", self.gpus) or ((said.devices, None) if said.devices else None)
+        after = self._devices("--to-gpus", self.to_gpus) or now
+        if after is None:
+            raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
+        before = None if now is None else Cluster(devices=now[0], per_node=now[1], **sizes)
+        return before, Cluster(devices=after[0], per_node=after[1], **then)
+
+    def _devices(self, option: str, text: str | None) -> tuple[int, int | None] | None:
+        refuse_empty(option, text)
+        return None if text is None else devices_of(option, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """The batch in force, and what is known of the job."""
+
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", metavar="N", help="Samples of an optimizer step, which stay."),
+        ONE_RUN,
+    ] = None
+    micro_batch: Annotated[
+        int | None,
+        typer.Option("--micro-batch", metavar="N", help="Samples a rank runs at once, in force."),
+        ONE_RUN,
+    ] = None
+    accumulation: Annotated[
+        int | None,
+        typer.Option("--accumulation", metavar="N", help="Micro-batches before a step, in force."),
+        ONE_RUN,
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", metavar="N", min=1, help="Of an epoch: sizes its last window."),
+        ONE_RUN,
+    ] = None
+    reduction: Annotated[
+        Literal["mean", "sum", "tokens"] | None,
+        typer.Option("--reduction", help="The loss: a mean over the micro-batch, a sum, or a mean over all tokens."),
+        ONE_RUN,
+    ] = None
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Of the job [default: fp16]."), ONE_RUN] = (
+        None
+    )
+    reduce_fp16: Annotated[
+        Literal["before", "after", "split", "none"] | None,
+        typer.Option(
+            "--reduce-fp16",
+            help="When the fp16 reduce divides: before or after its sum, or both; none: it is not fp16.",
+        ),
+        ONE_RUN,
+    ] = None
+
+    def said(self, read: BatchSettings) -> BatchSettings:
+        """Return what the configuration says with what the command line says in its place."""
+        from dataclasses import replace
+
+        given: dict[str, Any] = {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "reduction": self.reduction,
+            "precision": self.precision,
+            "division": self.reduce_fp16,
+        }
+        typed = {name: value for name, value in given.items() if value is not None}
+        moved = [
+            f"{name.replace('_', '-')} {value} of the command line stands in place of the file's {getattr(read, name)}"
+            for name, value in typed.items()
+            if getattr(read, name) not in (None, value)
+        ]
+        return replace(read, **typed, notes=(*read.notes, *moved))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """What fits a device."""
+
+    max_micro_batch: Annotated[
+        int | None,
+        typer.Option("--max-micro-batch", metavar="N", help="The largest micro-batch that fits a device now."),
+        ONE_RUN,
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        typer.Option("--device-memory", metavar="SIZE", help="Memory of a device, as in 80GB."),
+        ONE_RUN,
+    ] = None
+    memory_per_sample: Annotated[
+        str | None,
+        typer.Option("--memory-per-sample", metavar="SIZE", help="What one more sample of a micro-batch takes."),
+        ONE_RUN,
+    ] = None
+    peak_memory: Annotated[
+        str | None,
+        typer.Option("--peak-memory", metavar="SIZE", help="Measured in the job in force: gives what a sample takes."),
+        ONE_RUN,
+    ] = None
+    params: Annotated[
+        str | None,
+        typer.Option("--params", metavar="N", help="Parameters of the model, as in 7B: sizes its states."),
+        ONE_RUN,
+    ] = None
+    shard_stage: Annotated[
+        int | None,
+        typer.Option("--shard-stage", metavar="N", help="0 DDP, 1 to 3 ZeRO; 3 also FSDP [default: 0]."),
+        ONE_RUN,
+    ] = None
+    state_bytes: Annotated[
+        str,
+        typer.Option(
+            "--state-bytes",
+            metavar="W,G,O",
+            help="Bytes of a parameter's weight, gradient and optimizer states; autocast with Adam: 4,4,8.",
+        ),
+        ONE_RUN,
+    ] = "2,2,12"
+
+    def memory(self, said: BatchSettings, before: Cluster | None, micro_batch: int | None) -> Memory:
+        """Return what is known.
+
+        Raises:
+            UsageError: A size that is none, or figures that contradict each other.
+        """
+        from ampdoctor.batching.memory import Memory, per_sample_of_peak
+
+        if self.max_micro_batch is not None and self.max_micro_batch < 1:
+            raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
+        states = self._states(said)
+        each = None if self.memory_per_sample is None else bytes_of("--memory-per-sample", self.memory_per_sample)
+        device = None if self.device_memory is None else bytes_of("--device-memory", self.device_memory)
+        per_sample = None if each is None else float(each)
+        if self.peak_memory is not None and per_sample is not None:
+            raise UsageError("--peak-memory and --memory-per-sample both say what a sample takes: give one")
+        peak = said.peak_memory if self.peak_memory is None else bytes_of("--peak-memory", self.peak_memory)
+        if peak is not None and per_sample is None and (self.peak_memory is not None or device is not None):
+            if before is None or micro_batch is None:
+                raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
+            per_sample = per_sample_of_peak(peak, micro_batch, states, before)
+        if device is not None and per_sample is None and self.max_micro_batch is None:
+            raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
+        return Memory(
+            per_sample=per_sample,
+            device=None if device is None else float(device),
+            states=states,
+            known_to_fit=self.max_micro_batch,
+        )
+
+    def _states(self, said: BatchSettings) -> States | None:
+        from ampdoctor.batching.memory import States
+
+        stage = said.shard_stage if self.shard_stage is None else self.shard_stage
+        if self.params is None:
+            if self.shard_stage is not None:
+                raise UsageError("--shard-stage says how states are cut, and --params how large they are: give both")
+            return None
+        return States(
+            parameters=parameters_of("--params", self.params),
+            stage=stage or 0,
+            bytes_each=bytes_each_of("--state-bytes", self.state_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What else is wanted."""
+
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile", metavar="FILE", help="Of `profile --save`, or a log: what fp16 flushes before and after."
+        ),
+        ONE_RUN,
+    ] = None
+    scale: Annotated[
+        float | None,
+        typer.Option("--scale", metavar="S", help="The loss scale of now [default: the profile's]."),
+        ONE_RUN,
+    ] = None
+    emit: Annotated[
+        PlanFramework | None,
+        typer.Option("--emit", help="Print the plan in this framework's own words."),
+        ONE_RUN,
+    ] = None
+
+    def __post_init__(self) -> None:
+        refuse_empty("--profile", self.profile)
+
+    def request(
+        self, read: BatchSettings, config: str | None, cluster: ClusterOptions, batch: BatchOptions, fit: MemoryOptions
+    ) -> PlanRequest:
+        """Return what the workflow takes.
+
+        Args:
+            read: What the configuration says.
+            config: Its file.
+            cluster: The devices.
+            batch: The batch.
+            fit: What fits.
+
+        Raises:
+            UsageError: Something that is said makes no sense.
+        """
+        from ampdoctor.batching.request import PlanRequest
+
+        if self.scale is not None and self.profile is None:
+            raise UsageError("--scale is the loss scale of the job of --profile: give both")
+        said = batch.said(read)
+        before, after = cluster.clusters(said)
+        return PlanRequest(
+            read=read,
+            said=said,
+            before=before,
+            after=after,
+            memory=fit.memory(said, before, said.micro_batch),
+            samples=batch.samples,
+            emit=self.emit,
+            profile=self.profile,
+            scale=self.scale,
+            config=config,
+        )

@@ -1,0 +1,1 @@
+"""Rules on the batch of a step on another cluster."""

@@ -1,0 +1,262 @@
+"""`ampdoctor plan`: the same global batch on another cluster, and what that changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
+from ampdoctor.batching.changes import Step, changes
+from ampdoctor.batching.cluster import Cluster
+from ampdoctor.batching.emitting import emit_plan
+from ampdoctor.batching.flushed import Shares, flushed_plan
+from ampdoctor.batching.in_force import global_batch_of, in_force
+from ampdoctor.batching.leaving import left_as_it_is
+from ampdoctor.batching.memory import Memory
+from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
+from ampdoctor.batching.request import PlanRequest
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.of_runs.ranges import Place, SiteKind
+from ampdoctor.evidence.report import Report, Skipped, verdict_of
+from ampdoctor.evidence.report.plan import (
+    BatchInForce,
+    DeviceMemory,
+    FlushedByPlan,
+    FlushedOfPlan,
+    PlannedBatch,
+    PlannedCluster,
+    PlanSection,
+)
+from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
+from ampdoctor.workflows.measuring.profile_file import read_profile
+
+RULE = "largest micro-batch first"
+
+
+def plan(request: PlanRequest) -> Report:
+    """Returns every way to keep the global batch on the cluster that is asked about, and what the first one changes.
+
+    Raises:
+        UsageError: What is asked contradicts itself, or does not say enough.
+    """
+    section = plan_section(request)
+    if request.profile is not None:
+        section = replace(section, flushed=_flushed(request, section))
+    findings = judge(section)
+    options = {} if request.config is None else {"path": request.config}
+    return Report(
+        command="plan",
+        target=options,
+        run={"notes": list(request.said.notes)} if request.said.notes else {},
+        verdict=verdict_of(findings),
+        findings=findings,
+        skipped=_not_emitted(request, section),
+        plan=section,
+    )
+
+
+def _not_emitted(request: PlanRequest, section: PlanSection) -> tuple[Skipped, ...]:
+    if request.emit is None or section.emit is not None:
+        return ()
+    return (Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded"),)
+
+
+def plan_section(request: PlanRequest) -> PlanSection:
+    """Returns the section of the report; arguments and errors as for `plan`."""
+    ranks = None if request.before is None else request.before.data_parallel
+    fitted = None if request.before is None else request.memory.most(request.before, request.before)
+    plan_before, source = in_force(request.said, ranks, fitted)
+    memory = _known_to_fit(request, plan_before)
+    batch = global_batch_of(request.said, plan_before)
+    most = memory.most(request.before, request.after)
+    if most is None:
+        raise UsageError(
+            "what fits a device is not known: --max-micro-batch says it, or --memory-per-sample and --device-memory"
+        )
+    cluster = request.after
+    planned = _Planned(batch=batch, most=most, memory=memory)
+    exact = tuple(planned.on(one, cluster) for one in exact_plans(batch, cluster.data_parallel, batch))
+    near = () if exact else nearest_plans(batch, cluster.data_parallel, most)
+    fewer = None
+    if not exact:
+        smaller = cluster.with_data_parallel(most_ranks_that_divide(batch, cluster.data_parallel))
+        fitting = exact_plans(batch, smaller.data_parallel, most)
+        fewer = planned.on(fitting[0], smaller) if fitting else None
+    first = exact_plans(batch, cluster.data_parallel, most)[:1]
+    section = PlanSection(
+        global_batch=batch,
+        before=None if request.before is None else _shown(request.before),
+        after=_shown(cluster),
+        in_force=_in_force(plan_before, source, request, planned),
+        rule=RULE,
+        exact=exact,
+        nearest=tuple(planned.on(one, cluster) for one in near),
+        fewer=fewer,
+        memory=_memory(request, memory, most),
+        emit=emit_plan(first[0], cluster, request.emit) if first and request.emit is not None else None,
+    )
+    planned_for = next(iter((*first, *near)), None)
+    if planned_for is None or plan_before is None or request.before is None:
+        return section
+    step = Step(
+        before=plan_before,
+        after=planned_for,
+        devices=(request.before.devices, cluster.devices),
+        samples=request.samples,
+        said=request.said,
+    )
+    return replace(
+        section,
+        changes=changes(step),
+        left_as_it_is=left_as_it_is(plan_before, cluster.data_parallel, request.read),
+    )
+
+
+def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
+    """Returns what a saved profile says of the plan to use, or where there is none of the nearest one."""
+    if section.in_force is None:
+        raise UsageError("--profile shows what another plan does: --gpus, and what else is in force, say what it was")
+    to = section.use or next(iter(section.nearest), None)
+    if to is None:
+        return None
+    file = request.profile or ""
+    found = flushed_plan(
+        ranges_of_log(file) if Path(file).is_dir() else read_profile(file),
+        _cut(section.in_force.plan),
+        _cut(to),
+        request.said.reduction or "mean",
+        scale=request.scale,
+    )
+    totals: dict[SiteKind, Shares | None] = {"activation_grad": found.activation_grad, "weight_grad": found.weight_grad}
+    layers = (_of_layer(_named(one.place), one.place.kind, one.shares) for one in found.layers)
+    return FlushedByPlan(
+        profile=file,
+        scale=found.scale,
+        init_scale=found.init_scale,
+        bound_by=found.bound_by,
+        totals=tuple(_of_layer("", kind, shares) for kind, shares in totals.items() if shares is not None),
+        layers=tuple(sorted(layers, key=lambda one: (one.before - one.after_most, one.layer, one.kind))),
+    )
+
+
+def _of_layer(layer: str, kind: SiteKind, shares: Shares) -> FlushedOfPlan:
+    return FlushedOfPlan(
+        layer=layer,
+        kind="weight_grad" if kind == "weight_grad" else "activation_grad",
+        before=shares.before,
+        after=shares.after,
+        after_most=shares.after_most,
+        kept=shares.kept,
+        lower_bound=shares.lower_bound,
+    )
+
+
+def _named(place: Place) -> str:
+    return place.name if place.part == "parameter" else f"{place.name or 'model'}.{place.part}"
+
+
+def _cut(plan: PlannedBatch) -> BatchPlan:
+    return BatchPlan(micro_batch=plan.micro_batch, accumulation=plan.accumulation, data_parallel=plan.data_parallel)
+
+
+class _Planned:
+    """Plans as the report shows them.
+
+    Args:
+        batch: The global batch that is asked for.
+        most: The largest micro-batch that fits.
+        memory: What is known of a device's.
+    """
+
+    def __init__(self, *, batch: int, most: int, memory: Memory) -> None:
+        self._batch = batch
+        self._most = most
+        self._memory = memory
+
+    def on(self, one: BatchPlan, cluster: Cluster) -> PlannedBatch:
+        """Returns a plan on a cluster."""
+        return PlannedBatch(
+            micro_batch=one.micro_batch,
+            accumulation=one.accumulation,
+            data_parallel=one.data_parallel,
+            global_batch=one.global_batch,
+            off=one.global_batch - self._batch,
+            devices=cluster.devices,
+            bytes_needed=self._memory.needs(one.micro_batch, cluster),
+            fits=one.micro_batch <= self._most,
+        )
+
+
+def _known_to_fit(request: PlanRequest, before: BatchPlan | None) -> Memory:
+    """Returns the memory's figures; where nobody has said what fits, the micro-batch in force does."""
+    memory = request.memory
+    if memory.known_to_fit is None and memory.device is None and before is not None:
+        return replace(memory, known_to_fit=before.micro_batch)
+    return memory
+
+
+def _in_force(one: BatchPlan | None, source: str, request: PlanRequest, planned: _Planned) -> BatchInForce | None:
+    if one is None or request.before is None:
+        return None
+    shown = planned.on(one, request.before)
+    return BatchInForce(plan=replace(shown, fits=True), source=source, fits=shown.fits)
+
+
+def _shown(cluster: Cluster) -> PlannedCluster:
+    return PlannedCluster(
+        devices=cluster.devices,
+        tensor=cluster.tensor,
+        pipeline=cluster.pipeline,
+        context=cluster.context,
+        data_parallel=cluster.data_parallel,
+    )
+
+
+def _memory(request: PlanRequest, memory: Memory, most: int) -> DeviceMemory:
+    states = memory.states
+    before, after = request.before, request.after
+    notes: list[str] = []
+    grown = memory.growth(before, after)
+    if grown and memory.per_sample is None:
+        notes.append(
+            f"The states of a device {'grow' if grown > 0 else 'shrink'} by {gigabytes(abs(grown))}: how many samples "
+            "that is, --memory-per-sample says; until then the largest micro-batch is taken to fit as before."
+        )
+    same = before is None or (before.tensor, before.pipeline, before.context) == (
+        after.tensor,
+        after.pipeline,
+        after.context,
+    )
+    if not same:
+        notes.append(
+            "Other parallel sizes change what a sample takes on a device: what was measured before holds no longer."
+        )
+    return DeviceMemory(
+        device=memory.device,
+        per_sample=memory.per_sample,
+        states_before=None if states is None or before is None else states.on(before),
+        states_after=None if states is None else states.on(after),
+        max_micro_batch=most,
+        limited_by=_limit(request, memory, most),
+        notes=tuple(notes),
+    )
+
+
+def _limit(request: PlanRequest, memory: Memory, most: int) -> str:
+    states = None if memory.states is None else memory.states.on(request.after)
+    kept = memory.known_to_fit
+    if kept is not None and kept - memory.lost_samples(request.before, request.after) <= most:
+        lost = memory.lost_samples(request.before, request.after)
+        source = "the micro-batch in force" if request.memory.known_to_fit is None else "--max-micro-batch"
+        if not lost:
+            return f"{source} {kept}"
+        grown = gigabytes(memory.growth(request.before, request.after))
+        return f"{source} {kept}, less {lost} for the {grown} by which the states of a device grow"
+    beside = "" if states is None else f" - {gigabytes(states)} of states"
+    return f"({gigabytes(memory.device or 0.0)}{beside}) / {gigabytes(memory.per_sample or 0.0)} a sample = {most}"
+
+
+def gigabytes(count: float) -> str:
+    """Returns bytes as gigabytes of 10^9."""
+    return f"{count / 1e9:.3g} GB"

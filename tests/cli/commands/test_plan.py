@@ -1,0 +1,277 @@
+"""`ampdoctor plan` as people type it."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
+from torch.utils.data import DistributedSampler
+
+from ampdoctor.batching.batch_plan import BatchPlan
+from ampdoctor.batching.last_window import left_over
+from ampdoctor.batching.reductions import fsdp_factors
+from ampdoctor.cli.main import main
+from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.reports.forms.formats import FORMATS
+from ampdoctor.workflows.measuring.profile_file import write_profile
+from tests.ranges.known import collected, place, values
+
+THE_CASE = ["--global-batch", "2048", "--gpus", "64x8", "--to-gpus", "16x8"]
+DEEPSPEED = {
+    "train_batch_size": 2048,
+    "train_micro_batch_size_per_gpu": 4,
+    "fp16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+}
+
+
+@pytest.fixture
+def plan(capsys, check_report):
+    """Return a function that runs the command, and returns its code and the section."""
+
+    def run(*arguments):
+        code = main(["plan", *map(str, arguments), "--isolated", "--format", "json"])
+        return code, check_report(capsys.readouterr().out)["plan"]
+
+    return run
+
+
+def product(one):
+    return one["data_parallel"], one["micro_batch"], one["accumulation"]
+
+
+def used(section):
+    return next(product(one) for one in section["exact"] if one["fits"])
+
+
+def figures(section):
+    return {one["what"]: one["figure"] for one in section["changes"]}
+
+
+def test_the_case_that_this_began_with(plan):
+    code, section = plan(*THE_CASE, "--max-micro-batch", 8)
+    assert code == 0
+    assert product(section["in_force"]["plan"]) == (512, 4, 1)
+    assert used(section) == (128, 8, 2)
+    assert {product(one): one["fits"] for one in section["exact"]} == {
+        (128, 16, 1): False,
+        (128, 8, 2): True,
+        (128, 4, 4): True,
+        (128, 2, 8): True,
+        (128, 1, 16): True,
+    }
+    said = figures(section)
+    assert said["learning rate"] == said["gradient noise"] == said["optimizer steps per epoch"] == "x 1"
+    assert said["fp16 activation gradients"] == "2 binades smaller"
+    assert said["fp16 local weight gradients"] == "1 binade smaller to 1.5 binades smaller"
+    assert said["loss scale"] == "x 2^2"
+    assert said["BatchNorm statistics"] == "4 -> 8 samples"
+    silent = {one["framework"]: one["global_batch"] for one in section["left_as_it_is"] if one["outcome"] == "silent"}
+    assert silent == dict.fromkeys(["transformers", "accelerate", "lightning", "torchrun"], 512)
+
+
+def test_a_cluster_alone_needs_no_job_before(plan):
+    code, section = plan("--global-batch", 2048, "--to-gpus", 512, "--max-micro-batch", 8)
+    assert (code, used(section), section["in_force"], section["changes"]) == (0, (512, 4, 1), None, [])
+
+
+def test_tensor_pipeline_and_context_parallel_ranks_see_the_same_samples(plan):
+    sizes = ["--tp", 4, "--pp", 2, "--cp", 2, "--to-cp", 1]
+    code, section = plan("--global-batch", 256, "--gpus", 512, "--to-gpus", 128, *sizes, "--max-micro-batch", 8)
+    assert code == 0
+    assert (section["before"]["data_parallel"], section["after"]["data_parallel"]) == (32, 16)
+    assert used(section) == (16, 8, 2)
+    assert any("Other parallel sizes" in note for note in section["memory"]["notes"])
+
+
+def test_where_none_is_exact_it_says_how_far_off_and_exits_with_1(plan):
+    code, section = plan("--global-batch", 2048, "--gpus", 512, "--to-gpus", 100, "--max-micro-batch", 8)
+    assert (code, section["exact"], section["emit"]) == (1, [], None)
+    assert [one["off"] for one in section["nearest"]] == [-48] * 4 + [52] * 3
+    assert product(section["nearest"][0]) == (100, 5, 4)
+    assert product(section["fewer"]) == (64, 8, 4)
+    assert "x 0.9766" in figures(section)["learning rate"]
+    outcomes = {one["framework"]: one["outcome"] for one in section["left_as_it_is"]}
+    assert outcomes["deepspeed"] == outcomes["megatron"] == outcomes["torchtitan"] == "refused"
+
+
+def test_memory_decides_what_fits(plan):
+    """7e9 parameters under ZeRO-3: 16 bytes each over 512 ranks are 0.219 GB a device, over 8 ranks 14 GB."""
+    job = ["--global-batch", 512, "--gpus", 512, "--to-gpus", 8, "--micro-batch", 1]
+    sizes = ["--device-memory", "20GB", "--memory-per-sample", "4GB", "--params", "7B", "--shard-stage", 3]
+    code, section = plan(*job, *sizes)
+    memory = section["memory"]
+    assert (code, memory["max_micro_batch"]) == (0, 1)
+    assert memory["states_before"] == pytest.approx(7e9 * 16 / 512, rel=1e-5)
+    assert memory["states_after"] == 7e9 * 16 / 8
+    assert [one["micro_batch"] for one in section["exact"] if one["fits"]] == [1]
+    for one in section["exact"]:
+        assert one["bytes_needed"] == pytest.approx(4e9 * one["micro_batch"] + 14e9, rel=1e-5)
+        assert one["fits"] is (one["bytes_needed"] <= 20e9)
+
+
+@pytest.mark.parametrize(("stage", "after"), [(0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
+def test_what_each_stage_cuts(plan, stage, after):
+    job = ["--global-batch", 64, "--gpus", 64, "--to-gpus", 8, "--max-micro-batch", 8]
+    _, section = plan(*job, "--params", "1e9", "--shard-stage", stage)
+    assert section["memory"]["states_after"] == after * 1e9
+    assert bool(section["memory"]["notes"]) is (stage > 0)  # they grow, and nobody has said what a sample takes
+
+
+def test_growing_shards_take_samples_from_what_fitted_before(plan):
+    """16 bytes x 8e9 over 64 ranks are 2 GB, over 16 ranks 8 GB: at 2.5 GB a sample the 6 GB more cost 3 samples."""
+    job = ["--global-batch", 1024, "--gpus", 64, "--to-gpus", 16, "--micro-batch", 8]
+    sizes = ["--memory-per-sample", "2.5GB", "--params", "8e9", "--shard-stage", 3]
+    code, section = plan(*job, *sizes)
+    assert (code, section["memory"]["max_micro_batch"], section["in_force"]["fits"]) == (0, 5, False)
+    assert used(section) == (16, 4, 16)
+    assert "less 3 for the 6 GB" in section["memory"]["limited_by"]
+
+
+def test_a_measured_peak_says_what_a_sample_takes(plan):
+    job = ["--global-batch", 1024, "--gpus", 64, "--to-gpus", 16, "--micro-batch", 8]
+    sizes = ["--peak-memory", "22GB", "--device-memory", "24GB", "--params", "8e9", "--shard-stage", 3]
+    code, section = plan(*job, *sizes)
+    assert (code, section["memory"]["per_sample"]) == (0, (22e9 - 2e9) / 8)
+    assert section["memory"]["max_micro_batch"] == math.floor((24 - 8) / 2.5)
+
+
+def test_where_not_one_sample_fits_it_exits_with_1(plan):
+    sizes = ["--device-memory", "8GB", "--memory-per-sample", "1GB", "--params", "1B"]
+    code, section = plan("--global-batch", 8, "--to-gpus", 8, *sizes)
+    assert (code, section["memory"]["max_micro_batch"]) == (1, 0)
+
+
+def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_path):
+    run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
+    steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1), memory_bytes=10**9 * (8 + n)) for n in range(3)]
+    stamp = Stamp(run_id="r", world_size=8, time_ms=0)
+    log = tmp_path / "ampdoctor-health"
+    log.mkdir()
+    (log / "log.jsonl").write_text("".join(f"{text_of(Stamped(stamp=stamp, line=line))}\n" for line in (run, *steps)))
+    job = ["--to-gpus", 2, "--device-memory", "10GB", "--params", "1e8", "--shard-stage", 3]
+    code, section = plan(log, *job)
+    assert (code, product(section["in_force"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
+    assert section["memory"]["per_sample"] == pytest.approx((10e9 - 0.2e9) / 4)
+    assert used(section) == (2, 2, 16)
+
+
+def test_what_is_taken_to_be_in_force_fits_as_well(plan):
+    """16 samples a rank are 16 x 1, 8 x 2, 4 x 4...; of the two sizes of memory each says how far that goes."""
+    job = ["--global-batch", 2048, "--gpus", 128, "--to-gpus", 64, "--memory-per-sample", "6GB"]
+    for memory, micro in (("100GB", 16), ("80GB", 8), ("30GB", 4)):
+        code, section = plan(*job, "--device-memory", memory)
+        assert (code, section["in_force"]["plan"]["micro_batch"], used(section)[1]) == (0, micro, micro)
+
+
+def test_what_is_in_force_comes_from_a_configuration(plan, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    code, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8, "--emit", "deepspeed")
+    assert code == 0
+    assert product(section["in_force"]["plan"]) == (512, 4, 1)
+    assert [one["framework"] for one in section["left_as_it_is"]] == ["deepspeed"]
+    assert [one["figure"] for one in section["changes"] if one["what"] == "reduce in fp16"] == ["/512 sum -> /128 sum"]
+    assert json.loads(section["emit"]["text"])["gradient_accumulation_steps"] == 2
+
+
+def test_a_saved_profile_says_what_is_flushed(plan, tmp_path):
+    file = str(tmp_path / "run.ampprofile")
+    tensors = {place("fc"): values(-31, count=20_000, spread=3.0), place("fc.weight", "weight_grad"): values(-20)}
+    write_profile(file, collected([tensors], loss_scale=2.0**10))
+    code, section = plan(*THE_CASE, "--max-micro-batch", 4, "--profile", file)
+    flushed = section["flushed"]
+    assert (code, flushed["scale"], flushed["init_scale"]) == (0, 2.0**10, 2.0**12)
+    (of_fc,) = (one for one in flushed["layers"] if one["layer"] == "fc.output")
+    lost = [int(((tensors[place("fc")] * scale).half() == 0).sum()) / 20_000 for scale in (2.0**10, 2.0**8)]
+    assert (of_fc["before"], of_fc["after"]) == (pytest.approx(lost[0], rel=1e-5), pytest.approx(lost[1], rel=1e-5))
+    assert of_fc["kept"] == of_fc["before"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpus", "0", "--max-micro-batch", "1"], "--gpus 0: a job needs at least 1 device"),
+        (["--gpus", "8", "--tp", "3", "--max-micro-batch", "1"], "8 devices are not divided by tensor 3"),
+        (["--gpus", "8", "--tp", "0", "--max-micro-batch", "1"], "tensor parallel size starts at 1, not 0"),
+        (["--gpus", "many"], "devices are a number, or nodes x devices"),
+        (["--max-micro-batch", "1"], "no devices are named"),
+        (["--to-gpus", "8"], "what fits a device is not known"),
+        (["--gpus", "8", "--max-micro-batch", "0"], "a micro-batch starts at 1"),
+        (["--gpus", "8", "--micro-batch", "3"], "no whole number of micro-batches of 3"),
+        (["--gpus", "8", "--micro-batch", "4", "--accumulation", "4"], "= 128, and not the global batch of 64"),
+        (["--gpus", "7", "--max-micro-batch", "8"], "are not even: say what is in force"),
+        (["--gpus", "8", "--device-memory", "80GB"], "--device-memory says what fits beside"),
+        (["--gpus", "8", "--shard-stage", "3", "--max-micro-batch", "1"], "give both"),
+        (
+            ["--gpus", "8", "--params", "7B", "--shard-stage", "5", "--max-micro-batch", "1"],
+            "there is no shard stage 5",
+        ),
+        (["--gpus", "8", "--params", "none", "--max-micro-batch", "1"], "parameters are a number, as in 7e9"),
+        (["--gpus", "8", "--params", "1B", "--state-bytes", "2,2", "--max-micro-batch", "1"], "as in 2,2,12"),
+        (["--gpus", "8", "--peak-memory", "9GB", "--max-micro-batch", "1"], "a peak memory is of the job in force"),
+        (["--to-gpus", "8", "--max-micro-batch", "8", "--emit", "torchrun"], "say both, as in --to-gpus 16x8"),
+        (["--to-gpus", "8", "--max-micro-batch", "8", "--profile", "none.st"], "--gpus, and what else is in force"),
+        (["gone.json", "--gpus", "8"], "cannot read the configuration gone.json"),
+    ],
+)
+def test_nonsense_exits_with_2_and_a_sentence(arguments, sentence, capsys):
+    assert main(["plan", "--global-batch", "64", *arguments, "--isolated"]) == 2
+    said = capsys.readouterr()
+    assert sentence in " ".join(said.err.split())
+    assert not said.out
+
+
+def test_without_a_batch_it_asks_for_one(capsys):
+    assert main(["plan", "--gpus", "8", "--micro-batch", "2", "--max-micro-batch", "8", "--isolated"]) == 2
+    assert "the global batch is not known" in capsys.readouterr().err
+    assert main(["plan", "--global-batch", "4194304000", "--to-gpus", "8", "--max-micro-batch", "8"]) == 2
+    assert "counts samples, not tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("ranks", [128, 100])
+def test_every_form_shows_it(form, ranks, capsys, tmp_path):
+    file = tmp_path / "run.ampprofile"
+    write_profile(str(file), collected([{place("fc"): values(-31)}], loss_scale=2.0**10))
+    job = ["--global-batch", "2048", "--gpus", "512", "--to-gpus", str(ranks), "--max-micro-batch", "8"]
+    asked = ["plan", *job, "--profile", str(file), "--emit", "torchtitan", "--format", form]
+    assert main(asked) == (0 if ranks == 128 else 1)
+    shown = capsys.readouterr().out
+    if form in ("human", "markdown", "html"):
+        assert "binades smaller" in shown
+        assert ("global_batch_size = 2048" in shown) is (ranks == 128)
+    if form != "human" and ranks == 100:
+        assert "AMP801" in shown or form == "html"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 64, 100, 512, 1000])
+def test_fsdp_divides_as_torch_does(ranks):
+    before, after = fsdp_factors(ranks)
+    assert before == DefaultState._get_gradient_predivide_factor(ranks)
+    assert before * after == ranks
+
+
+def test_a_step_has_the_same_samples_on_any_number_of_ranks():
+    """What is said of the order of data: every n-th sample a rank, and the union of a step is the same."""
+
+    def steps(ranks, each):
+        parts = [list(DistributedSampler(range(960), ranks, rank, seed=7)) for rank in range(ranks)]
+        starts = [*range(0, 960 // ranks + 1, each)]
+        return [{index for part in parts for index in part[a:b]} for a, b in pairwise(starts)]
+
+    assert steps(16, 3) == steps(8, 6) == steps(4, 12)
+    assert {len(step) for step in steps(16, 3)} == {48}
+
+
+def test_the_last_window_is_what_a_loop_has_left():
+    plan = BatchPlan(micro_batch=4, accumulation=3, data_parallel=2)
+    for samples in range(1, 200):
+        sampler = DistributedSampler(range(samples), 2, 0)
+        loader = torch.utils.data.DataLoader(range(samples), batch_size=4, sampler=sampler)
+        assert left_over(plan, samples) == len(list(loader)) % 3
