@@ -289,15 +289,13 @@ def test_the_check_for_torch_can_fail(run_cli):
     assert (done.returncode, "--help" in done.stderr) == (1, True)
 
 
-def test_help_is_fast(run_cli):
-    def seconds():
-        # Time on the processor: what a user waits for on an idle machine, and the same on a busy one.
-        before = os.times()
-        assert run_cli(command=(*OWN, "--help")).returncode == 0
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
-
-    assert min(seconds() for _ in range(3)) < 0.35
+def test_help_needs_nothing_heavy(run_cli):
+    """Its time is that of its imports, which hold on every machine; a number of seconds would not."""
+    result = run_cli(command=(sys.executable, "-X", "importtime", "-m", "ampdoctor", "--help"))
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert result.returncode == 0
+    assert "typer" in imported
+    assert not {"torch", "numpy", "jinja2", "safetensors", "rich", "asyncio", "multiprocessing", "ssl"} & imported
 
 
 def test_env_says_what_a_bug_report_needs(run_cli):

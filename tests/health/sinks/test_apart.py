@@ -170,7 +170,7 @@ def test_at_the_end_it_is_waited_for_as_long_as_was_said(begin, tmp_path, said):
     pid = process_of(log).pid
     began = time.monotonic()
     assert log.close()
-    assert 0.9 < time.monotonic() - began < 4
+    assert 0.9 < time.monotonic() - began < 20
     assert said == [
         f"the export csv={tmp_path}/hung ends here: it has not finished within 1 s; the training goes on without it"
     ]
