@@ -182,8 +182,6 @@ def test_it_needs_a_step_behind_and_a_step_ahead():
         searched([1.0], ScalerSettings(), remaining_steps=0)
 
 
-
-
 # The shape of numerics 7.7: policies over drifting gradients, 20,000 steps
 STEPS = np.arange(20_000)
 POLICIES = {

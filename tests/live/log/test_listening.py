@@ -134,7 +134,7 @@ def test_one_that_raises_is_dropped_with_one_sentence_and_the_others_hear_on(beg
 
 def test_one_that_never_returns_costs_nothing(begin, said, tmp_path):
     go, heard = threading.Event(), []
-    log = begin(hung_seconds=0.3, lines=20, heard_details=2, farewell_seconds=0.5)
+    log = begin(hung_seconds=0.3, lines=150, heard_details=2, farewell_seconds=0.5)
     hung = log.listen(lambda _: go.wait(60), name="a sink")
     log.listen(heard.append)
     longest = 0.0
