@@ -306,6 +306,13 @@ def test_importing_it_does_not_import_torch(run_cli):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_log_and_a_plan_are_read_without_torch(run_cli):
+    """Its import takes seconds and hundreds of megabytes, the most of a second look at a log."""
+    modules = ["ampdoctor.workflows.health", "ampdoctor.health.condensing.proposed_scaling", "ampdoctor.workflows.plan"]
+    done = imported(run_cli, modules, {"torch"})
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_check_of_imports_can_fail(run_cli):
     done = imported(run_cli, ["ampdoctor", "rich.console"], {"rich"})
     assert (done.returncode, done.stderr) == (1, "rich.console imports it\n")

@@ -1,16 +1,23 @@
 """Number formats, the histogram of magnitudes, the cheap non-finite check, and distances of tensors."""
 
-from ampdoctor.numerics.distance import Distance
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ampdoctor.numerics.formats import FORMATS, FloatFormat, as_format, round_to
-from ampdoctor.numerics.histogram import Histogram
-from ampdoctor.numerics.nonfinite import (
-    TensorStats,
-    describe,
-    extremes,
-    extremes_of_each,
-    nonfinite_counts,
-    nonfinite_flag,
-)
+
+if TYPE_CHECKING:
+    from ampdoctor.numerics.distance import Distance
+    from ampdoctor.numerics.histogram import Histogram
+    from ampdoctor.numerics.nonfinite import (
+        TensorStats,
+        describe,
+        extremes,
+        extremes_of_each,
+        nonfinite_counts,
+        nonfinite_flag,
+    )
 
 __all__ = [
     "FORMATS",
@@ -26,3 +33,23 @@ __all__ = [
     "nonfinite_flag",
     "round_to",
 ]
+
+_HOME = {
+    "Distance": "ampdoctor.numerics.distance",
+    "Histogram": "ampdoctor.numerics.histogram",
+    "TensorStats": "ampdoctor.numerics.nonfinite",
+    "describe": "ampdoctor.numerics.nonfinite",
+    "extremes": "ampdoctor.numerics.nonfinite",
+    "extremes_of_each": "ampdoctor.numerics.nonfinite",
+    "nonfinite_counts": "ampdoctor.numerics.nonfinite",
+    "nonfinite_flag": "ampdoctor.numerics.nonfinite",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name on first use: a scaler's rules and a table of formats need no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'ampdoctor.numerics' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -6,15 +6,13 @@ The numbers were enumerated or bisected on real casts; they do not come from `to
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch._C import DisableTorchFunction
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.errors import UsageError
 
@@ -41,8 +39,8 @@ class FloatFormat:
             zero). E8M0 has no zero: there it is 1.5 * 2^-128. At and below it an unbounded exponent would leave the
             format, and the smallest code is used.
         overflow_at: Magnitudes from this one on round beyond `max`. Below it a saturating format still rounds to `max`.
-        overflow_result: Result of torch's cast of such a magnitude; `saturate` keeps `max`. That of float8_e4m3fn is
-            measured: up to torch 2.12 it was NaN.
+        overflow: Result of torch's cast of such a magnitude; `saturate` keeps `max`. `measured` is that of
+            float8_e4m3fn, NaN up to torch 2.12: `overflow_result` asks the torch that is there.
         has_zero: False only for E8M0.
         dtype: Name of the torch dtype, or None if torch has none to cast to (TF32 is a compute mode).
     """
@@ -55,7 +53,7 @@ class FloatFormat:
     min_subnormal: float
     flush_at: float
     overflow_at: float
-    overflow_result: OverflowResult
+    overflow: OverflowResult | Literal["measured"]
     has_zero: bool = True
     dtype: str | None = None
 
@@ -69,9 +67,20 @@ class FloatFormat:
         """Distance from 1.0 to the next larger value."""
         return 2.0**-self.mantissa_bits
 
+    @property
+    def overflow_result(self) -> OverflowResult:
+        """Result of the installed torch's cast of a magnitude of `overflow_at` or more; `saturate` keeps `max`."""
+        return _beyond_e4m3fn() if self.overflow == "measured" else self.overflow
 
+
+@functools.cache
 def _beyond_e4m3fn() -> OverflowResult:
-    with DisableTorchFunction(), _disable_current_modes():  # whatever the one who imports this is in the middle of
+    # Here, so that whoever reads a log needs no torch.
+    import torch
+    from torch._C import DisableTorchFunction
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with DisableTorchFunction(), _disable_current_modes():  # whatever the one who asks is in the middle of
         beyond = torch.tensor(1e6, device="cpu").to(torch.float8_e4m3fn).to(torch.float32)
         return "nan" if bool(beyond.isnan()) else "saturate"
 
@@ -87,7 +96,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-24,
             flush_at=2.0**-25,
             overflow_at=65520.0,
-            overflow_result="inf",
+            overflow="inf",
             dtype="float16",
         ),
         FloatFormat(
@@ -99,7 +108,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-133,
             flush_at=2.0**-134,
             overflow_at=(2.0 - 2.0**-8) * 2.0**127,
-            overflow_result="inf",
+            overflow="inf",
             dtype="bfloat16",
         ),
         FloatFormat(
@@ -111,7 +120,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-136,
             flush_at=2.0**-137,
             overflow_at=(2.0 - 2.0**-11) * 2.0**127,
-            overflow_result="inf",
+            overflow="inf",
         ),
         FloatFormat(
             name="fp32",
@@ -122,7 +131,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-149,
             flush_at=2.0**-150,
             overflow_at=(2.0 - 2.0**-24) * 2.0**127,
-            overflow_result="inf",
+            overflow="inf",
             dtype="float32",
         ),
         FloatFormat(
@@ -135,7 +144,7 @@ def _table() -> dict[str, FloatFormat]:
             flush_at=2.0**-10,
             # The tie at 464 goes down to 448, whose code is even, so overflow starts just above the tie.
             overflow_at=math.nextafter(464.0, math.inf),
-            overflow_result=_beyond_e4m3fn(),
+            overflow="measured",
             dtype="float8_e4m3fn",
         ),
         FloatFormat(
@@ -147,7 +156,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-16,
             flush_at=2.0**-17,
             overflow_at=61440.0,
-            overflow_result="inf",
+            overflow="inf",
             dtype="float8_e5m2",
         ),
         FloatFormat(
@@ -159,7 +168,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-10,
             flush_at=2.0**-11,
             overflow_at=248.0,
-            overflow_result="nan",
+            overflow="nan",
             dtype="float8_e4m3fnuz",
         ),
         FloatFormat(
@@ -171,7 +180,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-17,
             flush_at=2.0**-18,
             overflow_at=61440.0,
-            overflow_result="nan",
+            overflow="nan",
             dtype="float8_e5m2fnuz",
         ),
         FloatFormat(
@@ -183,7 +192,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=2.0**-127,
             flush_at=1.5 * 2.0**-128,
             overflow_at=1.5 * 2.0**127,
-            overflow_result="nan",
+            overflow="nan",
             has_zero=False,
             dtype="float8_e8m0fnu",
         ),
@@ -196,7 +205,7 @@ def _table() -> dict[str, FloatFormat]:
             min_subnormal=0.5,
             flush_at=0.25,
             overflow_at=7.0,
-            overflow_result="saturate",
+            overflow="saturate",
         ),
     )
     return {row.name: row for row in rows}

@@ -9,17 +9,16 @@ import numpy as np
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics import estimates
-from ampdoctor.numerics.elements import SPARSE_LAYOUTS, dense_elements
 from ampdoctor.numerics.formats import FloatFormat, as_format
-from ampdoctor.numerics.kernels import DeviceTally, check_countable, device_tally, host_tally
 from ampdoctor.numerics.tally import BINS, COLUMNS, ROWS, Tally
-from ampdoctor.numerics.unseen import Unseen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from ampdoctor.numerics.kernels import DeviceTally
 
 
 class Histogram:
@@ -43,8 +42,12 @@ class Histogram:
     __slots__ = ("_device", "_host")
 
     def __init__(self, tally: Tally | DeviceTally) -> None:
-        self._host = tally if isinstance(tally, Tally) else None
-        self._device = tally if isinstance(tally, DeviceTally) else None
+        self._host: Tally | None = None
+        self._device: DeviceTally | None = None
+        if isinstance(tally, Tally):
+            self._host = tally
+        else:
+            self._device = tally
 
     @classmethod
     def empty(cls) -> Histogram:
@@ -62,6 +65,11 @@ class Histogram:
         Raises:
             UsageError: The dtype is not floating-point, or a meta tensor has no values to count.
         """
+        # Here, so that a saved profile, a plan and a log are read without torch.
+        from ampdoctor.numerics.elements import SPARSE_LAYOUTS, dense_elements
+        from ampdoctor.numerics.kernels import check_countable, device_tally, host_tally
+        from ampdoctor.numerics.unseen import Unseen
+
         if tensor.is_meta:
             raise UsageError("a meta tensor has no values to count")
         with Unseen(tensor):

@@ -28,8 +28,6 @@ from ampdoctor.evidence.report.plan import (
     PlannedCluster,
     PlanSection,
 )
-from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
-from ampdoctor.workflows.measuring.profile_file import read_profile
 
 RULE = "largest micro-batch first"
 
@@ -120,6 +118,10 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     to = section.use or next(iter(section.nearest), None)
     if to is None:
         return None
+    # Here: they bring torch, which nothing else of a plan needs.
+    from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
+    from ampdoctor.workflows.measuring.profile_file import read_profile
+
     file = request.profile or ""
     found = flushed_plan(
         ranges_of_log(file) if Path(file).is_dir() else read_profile(file),
