@@ -18,7 +18,7 @@ from ampdoctor.scaling import (
     student_t_quantile,
     upper_log2,
 )
-from ampdoctor.scaling.closed_forms import MAX_SPREADS
+from ampdoctor.scaling.closed_forms import MANY_STEPS, MAX_SPREADS, _upper_tail
 
 # whole ones are exact powers of two, where ties sit; torch casts fp64 to fp16 by way of fp32, so no finer than that
 magnitudes = st.one_of(st.integers(-60, 30).map(float), st.integers(-60_000, 30_000).map(lambda n: n / 1024))
@@ -93,6 +93,13 @@ def test_with_many_degrees_of_freedom_student_is_normal():
     tail = math.log(2) / 2000
     assert student_t_quantile(tail, 100_000) == pytest.approx(statistics.NormalDist().inv_cdf(1 - tail), rel=1e-4)
     assert student_t_quantile(tail, 19) > MAX_SPREADS > student_t_quantile(tail, 21)
+
+
+@pytest.mark.parametrize("freedom", [MANY_STEPS, MANY_STEPS + 1, 10 * MANY_STEPS])
+@pytest.mark.parametrize("tail", [0.3, 0.01, math.log(2) / 2000])
+def test_the_expansion_for_many_degrees_of_freedom_is_the_quantile_of_the_sum(tail, freedom):
+    angle = math.atan(student_t_quantile(tail, freedom) / math.sqrt(freedom))
+    assert _upper_tail(angle, freedom) == pytest.approx(tail, rel=1e-9)
 
 
 @pytest.mark.parametrize(("tail", "freedom"), [(0.0, 3), (0.5, 3), (0.1, 0), (math.nan, 3)])
