@@ -186,10 +186,18 @@ def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.diff(np.log(values[:, -(1 + new + MOST_BEFORE) :]), axis=1)
         before, last = rates[:, :-new], rates[:, -new:].mean(axis=1)
-        middle = np.median(before, axis=1)
-        deviation = np.maximum(_ROBUST * np.median(np.abs(before - middle[:, None]), axis=1), floor)
+        middle = medians(before)
+        deviation = np.maximum(_ROBUST * medians(np.abs(before - middle[:, None])), floor)
         by = (last - middle) / deviation * np.sqrt(new)
     return Break(np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0), np.nan_to_num(last))
+
+
+def medians(values: Matrix) -> Matrix:
+    """Returns the median of each row, NaN where it has a NaN: `np.median`, which takes thrice as long for short rows."""
+    ordered, count = np.sort(values, axis=1), values.shape[1]
+    middle: Matrix = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+    middle[np.isnan(ordered[:, -1])] = np.nan
+    return middle
 
 
 def slope(steps: Sequence[int] | NDArray[np.int64], values: Matrix) -> Matrix:

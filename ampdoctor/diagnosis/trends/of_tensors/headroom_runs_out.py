@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, ahead, over_time_finding
-from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment, slope
+from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment, medians, slope
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -58,7 +58,7 @@ def _headroom_runs_out(moment: TensorMoment, thresholds: Thresholds) -> Iterator
         return
     drift = slope(moment.steps[-LOOKS:], rooms)
     steady = (np.diff(rooms, axis=1) < 0).sum(axis=1) >= _STEADY
-    lost = np.median(rooms[:, :3], axis=1) - np.median(rooms[:, -3:], axis=1)
+    lost = medians(rooms[:, :3]) - medians(rooms[:, -3:])
     with np.errstate(divide="ignore", invalid="ignore"):
         left = np.where(drift < 0, rooms[:, -1] / -drift, np.inf)
     hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HORIZON]))

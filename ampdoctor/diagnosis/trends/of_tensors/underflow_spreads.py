@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, ahead, over_time_finding
-from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment, slope
+from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment, medians, slope
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -70,7 +70,7 @@ def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterat
         return
     rows = _in_half(moment)
     shares = moment.values("flushed_share", rows)[:, -looks:]
-    now, then = shares[:, -1], np.maximum(np.median(shares[:, :3], axis=1), _LEAST)
+    now, then = shares[:, -1], np.maximum(medians(shares[:, :3]), _LEAST)
     more = np.flatnonzero((now >= thresholds[RISE] * then) & ~np.isnan(shares).any(axis=1))
     if not len(more):
         return
