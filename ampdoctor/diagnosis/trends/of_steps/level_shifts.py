@@ -40,7 +40,8 @@ NORM = Threshold(
     lowest=0.5,
     highest=MOST,
     why="Of the norm alone, in deviations of one value, because a norm wanders: its mean over 16 steps is no nearer to "
-    "the usual than one over 4. Not while the loss falls. Healthy ones stay below 3.6; one value counts 5 at most.",
+    "the usual than one over 8, and over fewer it is not asked. Not while the loss falls. Healthy ones stay below 3.6; "
+    "one value counts 5 at most.",
 )
 RULE = register(
     "AMP724",
@@ -51,6 +52,12 @@ RULE = register(
     thresholds=(SUM, LOSS, NORM),
 )
 _ROOTS = [math.sqrt(span) for span in SPANS]
+_BOTH = 3.0
+"""Deviations of its mean by which the loss itself must be above the usual for the two to have climbed together: a norm
+that climbs under a loss that does not is told by its own threshold."""
+_LONG = _ROOTS[1]
+"""Of the norm alone, only means over 8 steps and more: four large norms in a row are a burst, as PPO has in health
+where its returns grow, and what jumps is AMP720's to tell."""
 _FALLS = -1.0
 """Deviations below the usual from which a loss falls: a norm that rises with it belongs to a phase of fast learning."""
 
@@ -63,17 +70,17 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     if (
         loss + norm < _ROOTS[0] * thresholds[SUM]
         and loss < _ROOTS[0] * thresholds[LOSS]
-        and norm < SPANS[0] * thresholds[NORM]
+        and norm < SPANS[1] * thresholds[NORM]
     ):
         return ()  # as at most steps: all that lies above the usual is not enough for the shortest span
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
-    matters = moment.matters(moment.loss.latest)
+    matters, of_spans = moment.matters(moment.loss.latest), list(zip(_ROOTS, losses, norms, strict=True))
     of_both, of_loss, of_norm = (
-        max(lifts) / thresholds[least]
+        max(lifts, default=0.0) / thresholds[least]
         for lifts, least in (
-            ([matters * root * (loss + norm) for root, loss, norm in zip(_ROOTS, losses, norms, strict=True)], SUM),
-            ([matters * root * loss for root, loss in zip(_ROOTS, losses, strict=True)], LOSS),
-            ([norm for loss, norm in zip(losses, norms, strict=True) if loss > _FALLS] or [0.0], NORM),
+            ([matters * root * (loss + norm) for root, loss, norm in of_spans if root * loss >= _BOTH], SUM),
+            ([matters * root * loss for root, loss, _ in of_spans], LOSS),
+            ([norm for root, loss, norm in of_spans if loss > _FALLS and root >= _LONG], NORM),
         )
     )
     worst = max(of_both, of_loss, of_norm)
