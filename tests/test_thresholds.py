@@ -308,6 +308,7 @@ CASES = {
     "AMP713.would_move": (0.9, against(IDLE, MOVED)),
     "AMP720.deviations": (50.0, watched(steps(gradient_norm=test_step_rules.jump))),
     "AMP720.beyond": (50.0, watched(steps(gradient_norm=test_step_rules.jump))),
+    "AMP720.times": (50.0, watched(steps(gradient_norm=test_step_rules.jump))),
     "AMP721.steps": (4, watched(steps(gradient_norm=test_step_rules.jump, loss=brief))),
     "AMP723.falls": (6, watched(steps(**test_step_rules.scale([100, 200, 300, 400])))),
     "AMP723.in_a_row": (2, watched(steps(**test_step_rules.scale([100, 101])))),

@@ -91,6 +91,9 @@ class Judge:
         moment.alone = len(self._steps) == 1
         moment.groups = self._groups[line.optimizer] if line.optimizer < len(self._groups) else ()
         moment.hear(line)
+        if moment.departed.get("schedule") == line.step:  # an optimizer that leaps moves what the others see
+            for other in self._steps.values():
+                other.departs("schedule")
         if moment.batch.size.changed:  # weights grow at another pace with batches of another size
             self._tensors.pop(line.optimizer, None)
         found: list[Finding] = []

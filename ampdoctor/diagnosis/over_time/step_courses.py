@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
 from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, LongCourse
+from ampdoctor.diagnosis.over_time.descent import Descent
 from ampdoctor.evidence.run_log.lines import StepLine
 
 QUIET = 25
@@ -16,9 +17,8 @@ _AT_ONCE = 1.5
 """Factor from one step to the next that no schedule makes that goes step by step."""
 FAR = 6.0
 """Robust deviations from which a number has left what is usual: OLMo's and levanter's."""
-MATTERS = 0.01
-"""Of the way from the highest usual loss to the lowest, by which a loss must rise to matter: benchmarks/alerts holds
-for harm what is above by 2 % of the loss before training, and half of that is on its way there."""
+_FAR_BEYOND = 10.0
+"""Factor beyond every learning rate before from which a jump is no restart, whose losses come back by themselves."""
 _LOOK_BACK = 32
 """Steps within which one departure is held to belong to another."""
 
@@ -155,6 +155,12 @@ class Setting:
             self.highest = tuple(map(max, self.highest, self.now))
         self.before, self.now = self.now, values
 
+    def rises(self, factor: float) -> bool:
+        """Whether that of a group is higher than in the step before by a factor, or was zero."""
+        return self.now != self.before and any(
+            now > factor * before for before, now in zip(self.before, self.now, strict=False)
+        )
+
 
 @dataclass(slots=True)
 class StepMoment:
@@ -178,6 +184,7 @@ class StepMoment:
         rates: Learning rate of each parameter group.
         decays: Weight decay of each.
         plateau: How long the loss has not fallen.
+        descent: How far it has come down.
         spike: The last departure of the loss that has not come back; None without.
         departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule".
         bad: Steps in a row, up to this one, that were taken with a loss or a norm that is not finite.
@@ -200,12 +207,12 @@ class StepMoment:
     rates: Setting = field(default_factory=Setting)
     decays: Setting = field(default_factory=Setting)
     plateau: Plateau = field(default_factory=Plateau)
+    descent: Descent = field(default_factory=Descent)
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
     bad: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
-    _highest_usual: float = -math.inf
-    _lowest_usual: float = math.inf
+    _began: int | None = None
     _quiet: int = 0
     _since: int = 0
     _micro_steps: int | None = None
@@ -216,6 +223,8 @@ class StepMoment:
         """A step more, in the order of the steps."""
         self._end_of_last()
         self.line = line
+        if self._began is None:
+            self._began = line.step
         self.scale.hear(line)
         self._hear_settings(line)
         self._hear_batch(line)
@@ -227,17 +236,21 @@ class StepMoment:
         self.bad = self.bad + 1 if ill and not line.skipped else 0
         if self.judged:
             if self.loss_above > FAR and self.matters(line.loss):
-                self._departs("loss")
+                self.departs("loss")
             if self.norm_above > FAR:
-                self._departs("gradient")
-        if self.scale.in_a_row or self.scale.falls:
-            self._departs("scale")
+                self.departs("gradient")
+        if self.scale.in_a_row and self.scale.in_a_row + self.scale.falls > 1:  # one fall is a scaler's routine
+            self.departs("scale")
         if self._loss is not None and not line.skipped:
             self._follow_spike(line.step, self._loss)
 
     def matters(self, loss: float | None) -> bool:
-        """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
-        return loss is not None and loss - self.loss.usual >= MATTERS * (self._highest_usual - self._lowest_usual)
+        """Whether a loss is above the usual by a part of the way that training has come."""
+        return loss is not None and self.descent.is_left_by(loss, self.loss.usual)
+
+    def undoes(self, loss: float) -> bool:
+        """Whether it matters, and a loss that stays there would take back what was learned."""
+        return self.matters(loss) and self.descent.is_undone_by(loss, self.accepted, self._began or 0)
 
     def resumes(self) -> None:
         """Steps are counted anew from here on; what was usual still is."""
@@ -245,7 +258,13 @@ class StepMoment:
         self.line = StepLine(step=-1)
         self.departed, self.spike, self.bad = {}, None, 0
 
-    def first(self, otherwise: str = "gradient") -> str:
+    def departs(self, what: str) -> None:
+        """Notes the beginning of a departure; one that goes on keeps its beginning."""
+        step, since = self.line.step, self.departed.get(what)
+        if since is None or step - since > _LOOK_BACK:
+            self.departed[what] = step
+
+    def first(self, otherwise: str = "gradient", since: int | None = None) -> str:
         """Returns what left the usual first, of what has done so up to this step and shortly before it.
 
         A loss is computed before the step's update: where it departs together with its gradient, the batch is what was
@@ -253,9 +272,10 @@ class StepMoment:
 
         Args:
             otherwise: Said where nothing has left the usual.
+            since: The step at which what is told began, where that was earlier.
         """
-        step = self.line.step
-        seen = {what: at for what, at in self.departed.items() if step - at <= _LOOK_BACK}
+        began = self.line.step if since is None else since
+        seen = {what: at for what, at in self.departed.items() if began - at <= _LOOK_BACK}
         if not seen:
             return otherwise
         earliest = min(seen.values())
@@ -274,7 +294,7 @@ class StepMoment:
         if self._loss is not None:
             self.loss.add(self._loss, self.loss_above)
             if self.loss.count % HOP == 0:
-                self._follow_descent()
+                self.descent.follow(self.loss)
             if self._norm is not None:
                 self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
@@ -283,12 +303,6 @@ class StepMoment:
             self.seconds.add(line.seconds)
         if line.memory_bytes is not None:
             self.memory.add(line.memory_bytes)
-
-    def _follow_descent(self) -> None:
-        usual = self.loss.usual
-        if not math.isnan(usual):
-            self._highest_usual = max(self._highest_usual, usual)
-            self._lowest_usual = min(self._lowest_usual, usual)
 
     def _hear_batch(self, line: StepLine) -> None:
         self.batch.hear(line)
@@ -303,24 +317,21 @@ class StepMoment:
     def _hear_settings(self, line: StepLine) -> None:
         self.decays.hear(line.weight_decays)
         self.rates.hear(line.learning_rates)
+        if self.decays.rises(_AT_ONCE):
+            self.departs("schedule")
         if not line.learning_rates:
             return
         rate, before = self.rates.now[0], next(iter(self.rates.before), math.nan)
         if before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
-            self._quiet = QUIET
             if rate > before:
-                self._departs("schedule")
+                self.departs("schedule")
+            if rate < _FAR_BEYOND * self.rates.highest[0]:
+                self._quiet = QUIET
         self._rates.append(rate)
         self.rising = rate > self._rates[0] * 1.001
 
-    def _departs(self, what: str) -> None:
-        """Notes the beginning of a departure; one that goes on keeps its beginning."""
-        step, since = self.line.step, self.departed.get(what)
-        if since is None or step - since > _LOOK_BACK:
-            self.departed[what] = step
-
     def _follow_spike(self, step: int, loss: float) -> None:
-        if self.spike is None and self.judged and self.alone and self.loss_above > FAR and self.matters(loss):
+        if self.spike is None and self.judged and self.alone and self.loss_above > FAR and self.undoes(loss):
             self.spike = Spike(step=step, usual=self.loss.usual, limit=self._limit(), value=loss)
         if self.spike is not None:
             self.spike.above = self.spike.above + 1 if loss > self.spike.limit else 0

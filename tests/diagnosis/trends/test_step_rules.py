@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,64 @@ def test_a_loss_that_stays_up_is_an_error_and_one_that_returns_is_none():
     assert error.evidence["since"] == BAD
     returns = judged(steps(gradient_norm=jump, loss=lambda at, value: value * (3 if BAD <= at < BAD + 8 else 1)))
     assert "AMP721" not in [f.code for f in returns]
+
+
+def test_a_gradient_that_rises_a_little_does_not_hide_a_loss_that_jumps():
+    """The norm is far above the usual in deviations, but not beyond what its window has seen: the loss is."""
+    seen = dict.fromkeys(range(0, BAD, 10), 1.6)
+    findings = judged(steps(gradient_norm=lambda at, n: n * (5.0 if at == BAD else seen.get(at, 1)), loss=jump))
+    assert [(f.code, f.where.step, f.evidence["what"]) for f in findings] == [("AMP720", BAD, "loss")]
+
+
+def test_a_norm_that_hardly_ever_moves_may_rise_by_a_third():
+    """Many deviations of a discriminator's norm in its first steps, and no harm."""
+    assert judged(steps(gradient_norm=lambda at, n: 0.3 * (1.38 if at == BAD else 1 + n / 1e3))) == []
+
+
+def stays_up(at, value):
+    return value * 3 if at >= BAD else value
+
+
+def test_a_loss_that_leaps_with_its_learning_rate_is_the_optimizers():
+    """A rate ten times above every one before is no restart, after which a loss is given time to come back."""
+    findings = judged(steps(loss=stays_up, learning_rates=lambda at, _: (1e-1 if at >= BAD else 1e-3,)))
+    assert {(f.code, f.evidence["first"]) for f in findings} >= {("AMP729", "optimizer"), ("AMP721", "optimizer")}
+
+
+def test_a_loss_that_leaps_with_its_weight_decay_is_the_optimizers():
+    findings = judged(steps(loss=stays_up, weight_decays=lambda at, _: (10.0 if at >= BAD else 0.01,)))
+    assert {(f.code, f.evidence["first"]) for f in findings} >= {("AMP729", "optimizer"), ("AMP721", "optimizer")}
+
+
+def test_one_fall_of_the_scale_long_ago_moved_nothing_first():
+    findings = judged(steps(loss=stays_up, gradient_norm=jump, **scale([100])))
+    assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"data"}
+
+
+def test_a_fall_of_the_scale_just_before_is_a_scalers_routine():
+    findings = judged(steps(loss=stays_up, gradient_norm=jump, **scale([BAD - 10])))
+    assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"data"}
+
+
+def of_returns(at, _):
+    """The loss of a value function that learns of returns which grow, as cart-pole's do: up, and never down."""
+    rng = np.random.default_rng(at)
+    return float((30 + 25 * min(at, 150) / 150) * math.exp(rng.normal(0, 0.04)) * (1.25 if 40 <= at < 80 else 1))
+
+
+@pytest.mark.parametrize("count", [320, 1200])
+def test_a_loss_that_has_never_fallen_may_rise(count):
+    assert codes(judged(steps(count, loss=of_returns)), ("error", "warning")) == []
+
+
+def test_and_where_it_rises_as_never_before_it_is_told():
+    findings = judged(steps(1200, loss=lambda at, v: of_returns(at, v) * (3 if at >= 900 else 1)))
+    assert "AMP721" in [f.code for f in findings]
+
+
+def test_a_training_that_goes_on_has_fallen_before_its_log_begins():
+    lines = [replace(line, step=line.step + 31_000) for line in steps(loss=lambda at, v: stays_up(at, v / v))]
+    assert "AMP721" in [f.code for f in judged(lines)]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

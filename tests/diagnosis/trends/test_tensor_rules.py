@@ -107,6 +107,17 @@ def test_a_gradient_that_departs(factor, word):
     assert word in finding.message
 
 
+def test_a_gradient_that_becomes_zero():
+    (finding,) = found(changed("norm", 0, "gradient", lambda look, norm: 0.0 if look >= 20 else norm))
+    assert (finding.code, finding.where.tensor, finding.where.step) == ("AMP728", NAMES[0], 22 * 20)
+    assert finding.evidence["norm"] == 0.0
+
+
+def test_a_gradient_that_is_zero_now_and_then_is_an_experts():
+    quiet = changed("norm", 0, "gradient", lambda look, norm: 0.0 if look % 7 == 3 or look in {21, 22} else norm)
+    assert found(quiet) == []
+
+
 def test_underflow_that_spreads_is_told_before_and_after_it_harms():
     findings = found(changed("flushed_share", 3, "gradient", lambda look, v: 0.001 * 1.35 ** max(0, look - 10)))
     assert [(f.code, f.severity) for f in findings] == [("AMP725", "note"), ("AMP725", "warning")]

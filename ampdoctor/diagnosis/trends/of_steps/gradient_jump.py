@@ -31,13 +31,23 @@ BEYOND = Threshold(
     why="How far beyond the highest of the window, as a share of that one's way from the median: a norm with a heavy "
     "tail has been far before.",
 )
+TIMES = Threshold(
+    code="AMP720",
+    name="times",
+    default=1.5,
+    unit="factor",
+    lowest=1.0,
+    highest=1e6,
+    why="Of the usual norm: what is many deviations of a norm that hardly moves, as a discriminator's in its first "
+    "steps, and less than half as large again, does no harm.",
+)
 RULE = register(
     "AMP720",
     "gradient-jump",
     "The gradient norm or the loss jumps",
     worst="warning",
     commands=WATCHED,
-    thresholds=(DEVIATIONS, BEYOND),
+    thresholds=(DEVIATIONS, BEYOND, TIMES),
 )
 
 
@@ -47,22 +57,29 @@ def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
         return ()
     line, norm, loss = moment.line, norm_of(moment.line), moment.line.loss
-    of_norm = norm is not None and moment.norm_above >= least
-    course, value = (moment.norm, norm) if of_norm else (moment.loss, loss)
+    of_norm = (
+        norm is not None
+        and moment.norm_above >= least
+        and norm >= thresholds[TIMES] * moment.norm.usual
+        and moment.norm.beyond(norm) >= thresholds[BEYOND]
+    )
+    of_loss = moment.loss_above >= least and moment.matters(loss)
+    course, value = (moment.norm, norm) if of_norm else (moment.loss, loss if of_loss else None)
     beyond = 0.0 if value is None else course.beyond(value)
-    if value is None or beyond < thresholds[BEYOND] or not (of_norm or moment.matters(loss)):
+    if value is None or beyond < thresholds[BEYOND]:
         return ()
     what, above = ("gradient norm", moment.norm_above) if of_norm else ("loss", moment.loss_above)
     usual = course.usual
     both = of_norm and loss is not None and moment.loss_above >= least
+    first = moment.first()
+    too = f"; the loss left the usual with it{': look at the batch' if first == 'data' else ''}" if both else ""
     times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
     finding = over_time_finding(
         RULE,
         "warning",
-        f"The {what} of step {line.step} is {value:.3g}{times} ({above:.1f} robust deviations)"
-        f"{'; the loss left the usual with it: look at the batch' if both else ''}.",
+        f"The {what} of step {line.step} is {value:.3g}{times} ({above:.1f} robust deviations){too}.",
         step=line.step,
-        first=moment.first(),
+        first=first,
         phase="backward" if of_norm else "loss",
         evidence={
             "what": what.replace(" ", "_"),

@@ -46,7 +46,7 @@ def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
         f"The loss rose to {spike.value:.4g} at step {spike.step}, from about {spike.usual:.4g}, and {steps} steps "
         f"later it is still {line.loss:.4g}: above {spike.limit:.4g} in each of them.",
         step=line.step,
-        first=moment.first(),
+        first=moment.first(since=spike.step),
         phase="loss",
         evidence={
             "since": spike.step,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_finding
-from ampdoctor.diagnosis.over_time.tensor_courses import NEW, TensorMoment, breaks
+from ampdoctor.diagnosis.over_time.tensor_courses import LEAST_BEFORE, NEW, TensorMoment, breaks
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -49,6 +49,7 @@ def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[
     if not len(rows):
         return
     norms = moment.values("norm", rows)
+    yield from _vanished(moment, rows, norms)
     found = breaks(norms, FLOOR)
     for grows, limit in ((False, thresholds[FALLS]), (True, thresholds[GROWS])):
         by = found.by if grows else -found.by
@@ -71,3 +72,28 @@ def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[
             also=[moment.tensors[rows[i]] for i in hit[1:]],
             evidence={"norm": now, "norm_before": before, "deviations": float(by[worst]), "tensors": len(hit)},
         )
+
+
+def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iterator[Finding]:
+    """Gradients that are exactly zero in the last looks, for the first time: their logarithm has no rate."""
+    before, last = norms[:, :-NEW], norms[:, -NEW:]
+    if before.shape[1] < LEAST_BEFORE:
+        return
+    alive = (before[:, -LEAST_BEFORE:] > 0).all(axis=1) & ~(before == 0).any(axis=1)
+    hit = np.flatnonzero(alive & (last == 0).all(axis=1))
+    if not len(hit):
+        return
+    was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""
+    yield over_time_finding(
+        RULE,
+        "warning",
+        f"The gradient of {TENSOR} has become zero: every element of it in the last {NEW} looks, after a norm of "
+        f"{was:.3g}{more}. Nothing reaches it any more, and "
+        "it stops learning.",
+        step=moment.line.step,
+        first="gradient",
+        phase="backward",
+        tensor=moment.tensors[rows[hit[0]]],
+        also=[moment.tensors[rows[i]] for i in hit[1:]],
+        evidence={"norm": 0.0, "norm_before": was, "tensors": len(hit)},
+    )

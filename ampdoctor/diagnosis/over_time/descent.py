@@ -1,0 +1,68 @@
+"""How far a loss has come down, and how far it went up again on its way: what a rise of it is held against."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ampdoctor.diagnosis.over_time.course import HOP, LENGTH, LongCourse
+
+MATTERS = 0.01
+"""Of the way from the highest usual loss to the lowest, by which a loss must rise to matter: benchmarks/alerts holds
+for harm what is above by 2 % of the loss before training, and half of that is on its way there."""
+FALLEN = 3.0
+"""Robust deviations by which the lowest usual loss must be below the first for the loss to have fallen."""
+UNTRIED = 500
+"""Accepted steps from the beginning of a training after which a loss that has not fallen is no beginner's any more, but
+one at rest, as a fine-tuning's may be. A policy's value loss rises in this time with the returns that it learns of."""
+_LATER = 1000
+"""A log that begins behind this step goes on with a training that fell before."""
+
+
+@dataclass(slots=True)
+class Descent:
+    """The usual losses of a run, hop by hop.
+
+    Attributes:
+        highest: The highest usual loss; -inf before one is known.
+        lowest: The lowest; inf before.
+        wandered: The most by which a usual loss was above the lowest before it, as of `LENGTH` steps ago.
+        falls: The lowest is below the first by `FALLEN` deviations.
+    """
+
+    highest: float = -math.inf
+    lowest: float = math.inf
+    wandered: float = 0.0
+    falls: bool = False
+    _first: float = math.nan
+    _rises: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH // HOP))
+
+    def follow(self, loss: LongCourse) -> None:
+        """A hop more."""
+        usual = loss.usual
+        if math.isnan(usual):
+            return
+        if math.isnan(self._first):
+            self._first = usual
+        self.highest = max(self.highest, usual)
+        if usual < self.lowest:
+            self.lowest = usual
+            self.falls = self.falls or self._first > loss.value_at(FALLEN)
+        if len(self._rises) == self._rises.maxlen:
+            self.wandered = max(self.wandered, self._rises[0])
+        self._rises.append(usual - self.lowest)
+
+    def is_left_by(self, loss: float, usual: float) -> bool:
+        """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
+        return loss - usual >= MATTERS * (self.highest - self.lowest)
+
+    def is_undone_by(self, loss: float, accepted: int, began: int) -> bool:
+        """Whether a loss that stays there would take back what was learned: it fell, and never rose as high since.
+
+        Args:
+            loss: Where it stays.
+            accepted: Accepted steps so far.
+            began: The first step that is known.
+        """
+        return (self.falls or accepted >= UNTRIED or began >= _LATER) and loss - self.lowest > self.wandered
