@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.course import HOP, LENGTH, LongCourse
 
-MATTERS = 0.01
+MATTERS = 0.02
 """Of the way from the highest usual loss to the lowest, by which a loss must rise to matter: benchmarks/alerts holds
-for harm what is above by 2 % of the loss before training, and half of that is on its way there."""
+for harm what is above by 2 % of the loss before training."""
 FALLEN = 3.0
 """Robust deviations by which the lowest usual loss must be below the first for the loss to have fallen."""
 UNTRIED = 500

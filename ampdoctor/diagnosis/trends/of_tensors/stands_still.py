@@ -19,6 +19,9 @@ OTHERS = Threshold(
     unit="share",
     why="Of the parameters that still move: at the end of a schedule nothing moves, and nothing is wrong.",
 )
+_LEAST = 1e-6
+"""Of its norm, by which a step must have moved a parameter: what moved by less, as a bias before a BatchNorm or a model
+that has learned all, stood still before, and moves by roundings."""
 RULE = register(
     "AMP727",
     "stands-still",
@@ -39,7 +42,7 @@ def _stands_still(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
     rows, ratios = rows[known], ratios[known]
     if not len(rows):
         return
-    moved = (ratios[:, :-NEW] > 0).sum(axis=1) >= NEW
+    moved = (ratios[:, :-NEW] > _LEAST).sum(axis=1) >= NEW
     still = (ratios[:, -NEW:] == 0).all(axis=1)
     if not still.any() or (ratios[:, -NEW:] > 0).all(axis=1).mean() < thresholds[OTHERS]:
         return
