@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ampdoctor.diagnosis.over_time.course import LEAST
+from ampdoctor.diagnosis.over_time.tensor_courses import LEAST_BEFORE
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import (
@@ -13,12 +15,14 @@ from ampdoctor.evidence.report import (
     ErrorNote,
     Finding,
     Report,
+    Verdict,
     finding_order,
     verdict_of,
     with_files,
 )
 from ampdoctor.evidence.report.health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.kept import look_again
 from ampdoctor.health.looking import Looked, Told, grown_lately
 from ampdoctor.health.reading.log_kind import Noticed
@@ -123,7 +127,7 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
     return Report(
         command="health",
         target=_target(read, shown),
-        verdict=verdict_of(findings, settled=not errors),
+        verdict=_verdict(findings, runs, settled=not errors),
         complete=not errors,
         findings=tuple(findings),
         checks=tuple(
@@ -144,12 +148,20 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
     )
 
 
+def _verdict(findings: Sequence[Finding], runs: Sequence[HealthRun], *, settled: bool) -> Verdict:
+    if settled and not findings and runs and all(_accepted(run) < LEAST for run in runs):
+        return "not_judged"
+    return verdict_of(findings, settled=settled)
+
+
+def _accepted(run: HealthRun) -> int:
+    return run.steps - run.skipped
+
+
 def _with_proposal(run: HealthRun, thresholds: Thresholds) -> HealthRun:
     """The run with the settings that would have been better for its scaler, where the log says enough of it."""
     if not run.scalers or not any(curve.name == "headroom_binades" for curve in run.curves):
         return run
-    from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling  # simulating takes torch
-
     return with_proposed_scaling(run, thresholds)
 
 
@@ -178,14 +190,18 @@ def _checks(looked: Looked) -> Iterator[Check]:
     runs = looked.runs
     steps, skipped = sum(run.steps for run in runs), sum(run.skipped for run in runs)
     yield Check(name="steps", result="ok", headroom={"steps": steps, "skipped": skipped, "ranks": looked.ranks})
+    known = max(map(_accepted, runs))
+    seen = "ok" if known >= LEAST else f"not judged: accepted steps are {known}, and {LEAST} say what is usual"
     first = [finding.evidence.get("first") for finding in looked.findings]
     for name, curve, about in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
-        result = "found" if about in first else "ok" if there else _NOT_LOGGED
+        result = "found" if about in first else seen if there else _NOT_LOGGED
         yield Check(name=name, result=result)
+    looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
+    seen = "ok" if looks > LEAST_BEFORE else f"not judged: looks are {looks}, and {LEAST_BEFORE + 1} say what is usual"
     tensors = max((one.of for run in runs for one in run.maps), default=0)
     of_tensors = any(finding.where.tensor is not None for finding in looked.findings)
-    result = "found" if of_tensors else "ok" if tensors else _NOT_LOGGED
+    result = "found" if of_tensors else seen if tensors else _NOT_LOGGED
     yield Check(name="single tensors", result=result, headroom={"tensors": tensors} if tensors else {})
     if looked.undone:
         yield Check(name="steps that were undone", result=_undone(looked.undone))

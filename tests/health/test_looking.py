@@ -13,6 +13,8 @@ from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, StepL
 from ampdoctor.evidence.where import Where
 from ampdoctor.health import kept
 from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.health import health
 from ampdoctor.workflows.scan import scan
 from tests.health.logs import HEADER, detail, stamped, steps, write
@@ -44,6 +46,22 @@ def test_a_healthy_run(tmp_path, check_report, monkeypatch):
     written = check_report(render_json(report))
     assert written["target"]["global_step"] == 49
     assert written["health"]["runs"][0]["ending"] == "ended"
+
+
+def test_a_log_that_is_too_short_to_say_what_is_usual_is_not_called_healthy(tmp_path):
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 25), detail(0, 1.0)])
+    report = health([tmp_path])
+    said = {check.name: check.result for check in report.checks}
+    assert report.verdict == "not_judged"
+    assert said["loss"] == "not judged: accepted steps are 25, and 32 say what is usual"
+    assert said["single tensors"] == "not judged: looks are 1, and 7 say what is usual"
+    assert words.of_verdict(report) == "not judged: too few steps to say what is usual"
+    assert "log_every_n_steps=1" in next_step(report).said
+
+
+def test_a_short_log_that_is_sick_is_sick(tmp_path):
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 4), nan_at(4)])
+    assert health([tmp_path]).verdict == "sick"
 
 
 def test_a_loss_that_is_not_finite_is_an_error_with_its_step_and_file(tmp_path, monkeypatch):
@@ -157,7 +175,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kept, "LEAST_BYTES", 0)
-    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 3)])
+    write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40)])
     assert health([tmp_path]).verdict == "healthy"
 
 

@@ -55,12 +55,8 @@ def next_step(report: Report) -> Step:
         return Step(
             "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
         )
-    if report.verdict == "not_judged" and report.command == "run":
-        return _watched(report)
-    if report.verdict == "not_judged" and report.structure is None:
-        return _left_out(report)
     if report.verdict == "not_judged":
-        return Step("to have it examined", _command("scan", _path(report)))
+        return _not_judged(report)
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
     if report.verdict == "inconclusive" and any(one.kind == "not_in_half" for one in report.skipped):
@@ -76,6 +72,18 @@ def bundle_command(report: Report) -> str:
     if not kept.get("bundle"):
         return ""
     return _command("bisect-nan", kept["bundle"], *(["--model", kept["model"]] if kept.get("model") else []))
+
+
+def _not_judged(report: Report) -> Step:
+    if report.command == "run":
+        return _watched(report)
+    if report.command == "health":
+        return Step(
+            "let it log every step (logging_steps=1, log_every_n_steps=1), or watch it", "ampdoctor run train.py"
+        )
+    if report.structure is None:
+        return _left_out(report)
+    return Step("to have it examined", _command("scan", _path(report)))
 
 
 def _watched(report: Report) -> Step:

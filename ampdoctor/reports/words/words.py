@@ -35,6 +35,8 @@ _LEFT_OUT = "not judged: everything that was named is left out"
 """In place of the verdict's own words, where nothing was listed either."""
 _NOTHING_SEEN = "nothing sick was seen"
 """In place of the verdict's own words, where a training was watched."""
+_TOO_FEW = "not judged: too few steps to say what is usual"
+"""In place of the verdict's own words, where a log is short."""
 _PLANNED = ("no plan", "a plan that is exact and fits")
 """In place of the verdict's own words, where a batch was planned: where there is none, and where there is one."""
 _FOUND_NOT_MADE = ("checkpoint", "data")
@@ -55,6 +57,8 @@ def of_verdict(report: Report) -> str:
     """Return the verdict without any number."""
     if report.verdict == "not_judged" and report.command == "run":
         return _NOTHING_SEEN
+    if report.verdict == "not_judged" and report.command == "health":
+        return _TOO_FEW
     if report.plan is not None:
         return _PLANNED[report.verdict == "healthy"]
     left_out = report.verdict == "not_judged" and report.structure is None
