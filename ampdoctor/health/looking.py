@@ -104,6 +104,7 @@ class _Reader:
         self.condenser = Condenser()
         self.ranks: dict[int, Judge] = {}
         self._restarts: dict[int, int] = {}
+        self._runs: dict[int, str] = {}
         self._shown: int | None = None
         self._found: list[tuple[int, Finding]] = []
         self._judged = codes_in("trends")
@@ -111,7 +112,9 @@ class _Reader:
     def hear(self, whole: Stamped) -> None:
         stamp, line = whole.stamp, whole.line
         judge = self.ranks.get(stamp.rank)
-        if judge is None:
+        if judge is None or self._runs[stamp.rank] != stamp.run_id:  # another run in the same log has another past
+            self._runs[stamp.rank] = stamp.run_id
+            self._restarts.pop(stamp.rank, None)
             judge = self.ranks[stamp.rank] = Judge(self._thresholds)
             self._shown = stamp.rank if self._shown is None else self._shown
         if stamp.restarts > self._restarts.setdefault(stamp.rank, stamp.restarts):

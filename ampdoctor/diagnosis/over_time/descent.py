@@ -28,13 +28,17 @@ class Descent:
         highest: The highest usual loss; -inf before one is known.
         lowest: The lowest; inf before.
         wandered: The most by which a usual loss was above the lowest before it, as of `LENGTH` steps ago.
+        fallen_from: The highest before the lowest; -inf before one is known.
         falls: The lowest is below the first by `FALLEN` deviations.
+        fell: So it was before these losses, with batches of another size.
     """
 
     highest: float = -math.inf
     lowest: float = math.inf
     wandered: float = 0.0
+    fallen_from: float = -math.inf
     falls: bool = False
+    fell: bool = False
     _first: float = math.nan
     _rises: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH // HOP))
 
@@ -47,7 +51,7 @@ class Descent:
             self._first = usual
         self.highest = max(self.highest, usual)
         if usual < self.lowest:
-            self.lowest = usual
+            self.lowest, self.fallen_from = usual, self.highest
             self.falls = self.falls or self._first > loss.value_at(FALLEN)
         if len(self._rises) == self._rises.maxlen:
             self.wandered = max(self.wandered, self._rises[0])
@@ -65,4 +69,6 @@ class Descent:
             accepted: Accepted steps so far.
             began: The first step that is known.
         """
-        return (self.falls or accepted >= UNTRIED or began >= _LATER) and loss - self.lowest > self.wandered
+        return (
+            self.falls or self.fell or accepted >= UNTRIED or began >= _LATER
+        ) and loss - self.lowest > self.wandered

@@ -106,6 +106,8 @@ class Judge:
         if line.reason != "sampled":  # the looks that a firing adds are not evenly spaced
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
+        if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
+            courses = self._tensors[line.optimizer] = TensorCourses()
         courses.hear(line)
         courses.moment.names = self._names
         found: list[Finding] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
 from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, LongCourse
-from ampdoctor.diagnosis.over_time.descent import Descent
+from ampdoctor.diagnosis.over_time.descent import MATTERS, Descent
 from ampdoctor.evidence.run_log.lines import StepLine
 
 QUIET = 25
@@ -213,6 +213,7 @@ class StepMoment:
     bad: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _began: int | None = None
+    _highest_norm: float = 0.0
     _quiet: int = 0
     _since: int = 0
     _micro_steps: int | None = None
@@ -247,6 +248,10 @@ class StepMoment:
     def matters(self, loss: float | None) -> bool:
         """Whether a loss is above the usual by a part of the way that training has come."""
         return loss is not None and self.descent.is_left_by(loss, self.loss.usual)
+
+    def moves(self, norm: float) -> bool:
+        """Whether a gradient norm is a part of the highest usual one: one that has all but gone rises by any factor."""
+        return norm >= MATTERS * self._highest_norm
 
     def undoes(self, loss: float) -> bool:
         """Whether it matters, and a loss that stays there would take back what was learned."""
@@ -299,6 +304,8 @@ class StepMoment:
                 self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
             self.norm.add(self._norm, self.norm_above)
+            if self.norm.count % HOP == 0 and self.norm.usual > self._highest_norm:
+                self._highest_norm = self.norm.usual
         if line.seconds is not None and math.isfinite(line.seconds):
             self.seconds.add(line.seconds)
         if line.memory_bytes is not None:
@@ -313,6 +320,7 @@ class StepMoment:
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
+            self.descent = Descent(fell=self.descent.fell or self.descent.falls)
 
     def _hear_settings(self, line: StepLine) -> None:
         self.decays.hear(line.weight_decays)

@@ -100,6 +100,27 @@ def test_a_fall_of_the_scale_just_before_is_a_scalers_routine():
     assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"data"}
 
 
+def rots(at, value):
+    """A loss that goes back up by a thousandth of itself a step: no step is out of the usual."""
+    return value * 1.004 ** max(0, at - BAD)
+
+
+def test_a_loss_that_creeps_back_to_where_it_began_is_told_once():
+    findings = [f for f in judged(steps(900, loss=rots)) if f.code == "AMP739"]
+    assert [(f.severity, f.evidence["first"]) for f in findings] == [("warning", "data")]
+    assert findings[0].evidence["share"] >= 0.5
+
+
+def test_a_loss_that_gives_back_a_fifth_has_lost_nothing():
+    assert judged(steps(900, loss=lambda at, v: v + 0.4 * min(max(at - BAD, 0) / 400, 1))) == []
+
+
+def test_a_norm_that_has_all_but_gone_may_rise_by_any_factor():
+    """A policy that is solved has no gradient, but for an episode that fails."""
+    gone = lambda at, n: n if at < 200 else 1e-7 * n * (2000 if 450 <= at < 470 else 1)  # noqa: E731
+    assert codes(judged(steps(gradient_norm=gone)), ("error", "warning")) == []
+
+
 def of_returns(at, _):
     """The loss of a value function that learns of returns which grow, as cart-pole's do: up, and never down."""
     rng = np.random.default_rng(at)

@@ -128,6 +128,21 @@ def test_underflow_that_spreads_is_told_before_and_after_it_harms():
     assert reached == pytest.approx(warning.where.step, abs=40)
 
 
+def test_zeros_that_spread_where_gradients_come_out_of_fp16():
+    """What fp16 made zero inside the backward arrives as a zero: none of it is flushed any more."""
+    shares = lambda start: lambda look, _: min(start * 1.6 ** max(0, look - 8), 1.0)  # noqa: E731
+    (warning,) = [f for f in found(changed("zero_share", 0, "gradient", shares(0.002))) if f.severity == "warning"]
+    assert (warning.code, warning.where.tensor) == ("AMP725", NAMES[0])
+    assert warning.evidence["zero_share"] >= 0.05
+    assert found(changed("zero_share", 0, "gradient", shares(0.5))) == []  # a ReLU's
+
+
+def test_another_run_in_the_same_log_has_another_past():
+    """Its first details come before its first step."""
+    first, second = details(20), details(20, change=lambda look, one: replace(one, norm=one.norm and one.norm / 3))
+    assert judged([*first, *second]) == []
+
+
 def test_underflow_that_has_always_been_there_is_no_trend():
     assert found(changed("flushed_share", 3, "gradient", lambda look, v: 0.2)) == []
 

@@ -61,6 +61,7 @@ def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
         norm is not None
         and moment.norm_above >= least
         and norm >= thresholds[TIMES] * moment.norm.usual
+        and moment.moves(norm)
         and moment.norm.beyond(norm) >= thresholds[BEYOND]
     )
     of_loss = moment.loss_above >= least and moment.matters(loss)
@@ -72,7 +73,8 @@ def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     usual = course.usual
     both = of_norm and loss is not None and moment.loss_above >= least
     first = moment.first()
-    too = f"; the loss left the usual with it{': look at the batch' if first == 'data' else ''}" if both else ""
+    blamed = ": look at the batch, and at the update before it" if first == "data" else ""
+    too = f"; the loss left the usual with it{blamed}" if both else ""
     times = f", {value / usual:.3g} times the usual {usual:.3g}" if usual > 0 else f"; the usual is {usual:.3g}"
     finding = over_time_finding(
         RULE,

@@ -74,6 +74,8 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     ):
         return ()  # as at most steps: all that lies above the usual is not enough for the shortest span
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
+    if not moment.moves(moment.norm.latest):
+        norms = tuple(0.0 for _ in norms)
     matters, of_spans = moment.undoes(moment.loss.latest), list(zip(_ROOTS, losses, norms, strict=True))
     of_both, of_loss, of_norm = (
         max(lifts, default=0.0) / thresholds[least]

@@ -54,22 +54,30 @@ _FIT = 0.8
 """Share of the variance that the line must explain: a drift, and no noise."""
 _WIDE = ("fp64", "fp32", "tf32", "bf16")
 """Formats in which no gradient of a training becomes zero."""
+_SAID = {"flushed_share": "becomes zero in the half format", "zero_share": "is zero"}
+"""What is looked at, in this order, and how it is said."""
 _LEAST = 1e-4
 """A share below it is not resolved by a sample."""
 
 
 @RULE.judges(TensorMoment)
 def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    found = (finding for looks in LOOKS for finding in _spreads(moment, looks, thresholds))
+    found = (
+        finding for measure in _SAID for looks in LOOKS for finding in _spreads(moment, measure, looks, thresholds)
+    )
     yield from itertools.islice(found, 1)
 
 
-def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterator[Finding]:
-    """A warning of those over the harmful share, or a note of those on their way to it, or nothing."""
+def _spreads(moment: TensorMoment, measure: str, looks: int, thresholds: Thresholds) -> Iterator[Finding]:
+    """A warning of those over the harmful share, or a note of those on their way to it, or nothing.
+
+    What fp16 has made zero inside a backward cannot be told from other zeros when it arrives: it is of the zeros, whose
+    share was small at first, and rises.
+    """
     if moment.seen < looks:
         return
     rows = _in_half(moment)
-    shares = moment.values("flushed_share", rows)[:, -looks:]
+    shares = moment.values(measure, rows)[:, -looks:]
     now, then = shares[:, -1], np.maximum(medians(shares[:, :3]), _LEAST)
     more = np.flatnonzero((now >= thresholds[RISE] * then) & ~np.isnan(shares).any(axis=1))
     if not len(more):
@@ -94,7 +102,7 @@ def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterat
         yield over_time_finding(
             RULE,
             "warning" if severity == "warning" else "note",
-            f"{now[worst]:.2%} of the gradient of {TENSOR} becomes zero in the half format, after {then[worst]:.2%} "
+            f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}, after {then[worst]:.2%} "
             f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
             f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
             step=moment.line.step,
@@ -103,8 +111,8 @@ def _spreads(moment: TensorMoment, looks: int, thresholds: Thresholds) -> Iterat
             tensor=moment.tensors[rows[worst]],
             also=[moment.tensors[rows[i]] for i in hit if i != worst],
             evidence={
-                "flushed_share": float(now[worst]),
-                "flushed_share_before": float(then[worst]),
+                measure: float(now[worst]),
+                f"{measure}_before": float(then[worst]),
                 "steps_left": None if severity == "warning" else float(left[worst]),
                 "loss_scale": moment.line.loss_scale,
                 "tensors": len(hit),
