@@ -342,7 +342,7 @@ CASES = {
     "AMP737.change": (5.0, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(0.9))))),
     "AMP737.share": (0.9, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(0.9))))),
     "AMP738.lost": (0.99, watched(details(change=test_tensor_rules.rounded_away))),
-    "AMP739.share": (1.0, watched(steps(900, loss=test_step_rules.rots))),
+    "AMP739.share": (0.95, watched(steps(700, loss=test_step_rules.rots))),
     "AMP902.norms": (
         10,
         lambda thresholds: known_failure(

@@ -19,7 +19,7 @@ from ampdoctor.evidence.run_log.lines import Stamped
 from ampdoctor.evidence.run_log.quick import quick_line_of
 from ampdoctor.evidence.run_log.text import kind_of
 from ampdoctor.health.reading.log_kind import Noticed
-from ampdoctor.health.reading.opening import FoundLog, find_log
+from ampdoctor.health.reading.opening import FileState, FoundLog, find_log
 from ampdoctor.health.reading.our_log import AMPDOCTOR
 
 _ENOUGH = 2 * 1024 * 1024
@@ -154,7 +154,8 @@ class _Ours:
             names = logs_in(os.listdir(self._folder)).get(self._rank, [])  # noqa: PTH208 - names are all that is wanted
         except OSError:  # it is being made anew, or its disk is away for a moment
             return []
-        return [name for name in names if name not in self._finished]
+        # a FIFO under such a name would wait to be opened, and a link to nothing come again and again
+        return [name for name in names if name not in self._finished and (self._folder / name).is_file()]
 
     def _begin_late(self, files: list[tuple[str, BinaryIO]]) -> None:
         """Passes by what is before the last bytes."""
@@ -199,20 +200,20 @@ class _Rewritten:
 
     def __init__(self, found: FoundLog) -> None:
         self._found = found
-        self._sizes: list[tuple[str, int, int]] = []
+        self._state: list[FileState] = []
         self._heard = 0
 
     def new(self) -> Iterator[Stamped]:
         try:
-            sizes = self._found.sizes()
-            if sizes == self._sizes:
+            state = self._found.state()
+            if state == self._state:
                 return
             lines = list(self._found.lines(Noticed()))
         except CheckpointError:
-            if not self._sizes:
+            if not self._state:
                 raise
             return  # it is being written
-        self._sizes = sizes
+        self._state = state
         if len(lines) < self._heard:  # another run has begun in its place
             self._heard = 0
         heard, self._heard = self._heard, len(lines)

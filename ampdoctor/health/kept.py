@@ -1,7 +1,7 @@
 """What a log has shown is kept in the user's cache folder, so that a second look need not read it again.
 
-It is found again by the paths, sizes and times of the log's files, by the thresholds and by the version of ampdoctor. A
-cache that cannot be read or written is none: the log is read.
+It is found again by the paths, sizes, times and inodes of the log's files, by the thresholds and by the version of
+ampdoctor. A cache that cannot be read or written is none: the log is read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checked import checked
 from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.looking import Looked, Told, look
 from ampdoctor.health.reading.opening import FoundLog
@@ -34,35 +37,41 @@ def look_again(found: FoundLog, thresholds: Thresholds, told: Told | None = None
     Raises:
         CheckpointError: The log cannot be read, or has no step.
     """
-    sizes = found.sizes()
-    if sum(size for _, size, _ in sizes) < LEAST_BYTES:
+    state, folder = found.state(), _folder()
+    if folder is None or sum(file.size for file in state) < LEAST_BYTES:
         return look(found, thresholds, told)
-    asked = [version(), sys.version, found.kind.format, found.typed, os.getcwd(), sizes]  # noqa: PTH109 - a text
+    asked = [version(), sys.version, found.kind.format, found.typed, shown_path(found.folder), state]
     moved = [(threshold.key, value) for threshold, value in thresholds.moved]
     key = hashlib.sha256(json.dumps([asked, moved, [one.what for one in found.skipped]]).encode()).hexdigest()
-    file = _folder() / f"{key[:32]}.json"
+    file = folder / f"{key[:32]}.json"
     kept = _read(file)
     if kept is None:
         kept = look(found, thresholds, told)
-        if found.sizes() == sizes:
+        if found.state() == state:
             _write(file, kept)
     return kept
 
 
-def _folder() -> Path:
-    named = os.environ.get("XDG_CACHE_HOME")
-    return Path(named or "~/.cache").expanduser() / "ampdoctor" / "health"
+def _folder() -> Path | None:
+    """The folder; None for a user without a home. A path that is not absolute counts as none, as XDG has it."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        cache = named if named.is_absolute() else Path("~/.cache").expanduser()
+    except RuntimeError:
+        return None
+    return cache / "ampdoctor" / "health" if cache.is_absolute() else None
 
 
 def _read(file: Path) -> Looked | None:
     try:
-        if file.stat().st_size > MOST_BYTES:
-            return None
-        kept = checked(Looked, json.loads(file.read_text(encoding="utf-8")))
+        with RegularFile(file, file.name) as there:
+            if there.size > MOST_BYTES:
+                return None
+            kept = checked(Looked, json.loads(there.read(0, there.size)))
         os.utime(file)
-    except (OSError, ValueError, RecursionError):
+    except (CheckpointError, OSError, ValueError, RecursionError):
         return None
-    return kept
+    return kept if kept.runs else None
 
 
 def _write(file: Path, kept: Looked) -> None:

@@ -42,6 +42,7 @@ class Looked:
         ranks: How many ranks the log has lines of.
         detail_every: Steps from one look at single tensors to the next, where the log says it.
         skipped: What was left out.
+        unfinished: Files whose last line was left out, because nothing ends it.
     """
 
     runs: tuple[HealthRun, ...]
@@ -50,6 +51,7 @@ class Looked:
     ranks: Positive = 1
     detail_every: Positive | None = None
     skipped: tuple[Skipped, ...] = ()
+    unfinished: tuple[str, ...] = ()
 
 
 def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
@@ -74,11 +76,14 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
     runs = reader.condenser.runs(
         name=found.name, source=source, kind=kind, lately=False if kind in _TELLS_ITS_END else None
     )
+    lost = noticed.lines_lost()
     if not runs:
-        raise CheckpointError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
-    for name, count in sorted(noticed.damaged.items()):
-        lines = "a line that is" if count == 1 else f"{count} lines that are"
-        noticed.skipped.append(Skipped(what=name, reason=f"it has {lines} damaged"))
+        known = "; ".join(f"of {one.what}, {one.reason}" for one in lost)
+        raise CheckpointError(
+            f"{found.name} has no step that can be read: {known}."
+            if lost
+            else f"{found.name} has no step: nothing was trained yet, or nothing was logged."
+        )
     findings, undone = reader.findings()
     return Looked(
         runs=runs,
@@ -86,13 +91,14 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         undone=undone,
         ranks=max(len(reader.ranks), 1),
         detail_every=reader.condenser.header.detail_every,
-        skipped=(*found.skipped, *noticed.skipped),
+        skipped=(*found.skipped, *noticed.skipped, *lost, *reader.mixed(found.name)),
+        unfinished=noticed.unfinished(),
     )
 
 
 def grown_lately(found: FoundLog) -> bool:
     """Was a log written to within `LATELY_S`?"""
-    newest = max((written for _, _, written in found.sizes()), default=0)
+    newest = max((file.written_ns for file in found.state()), default=0)
     return time.time() - newest / 1e9 < LATELY_S
 
 
@@ -105,21 +111,27 @@ class _Reader:
         self.ranks: dict[int, Judge] = {}
         self._restarts: dict[int, int] = {}
         self._runs: dict[int, str] = {}
+        self._turn: tuple[int, str, int] | None = None
+        self._turns: set[tuple[int, str, int]] = set()
+        self._taken_turns = False
         self._shown: int | None = None
         self._found: list[tuple[int, Finding]] = []
         self._judged = codes_in("trends")
 
     def hear(self, whole: Stamped) -> None:
         stamp, line = whole.stamp, whole.line
-        judge = self.ranks.get(stamp.rank)
-        if judge is None or self._runs[stamp.rank] != stamp.run_id:  # another run in the same log has another past
+        if self._runs.setdefault(stamp.rank, stamp.run_id) != stamp.run_id:
             self._runs[stamp.rank] = stamp.run_id
-            self._restarts.pop(stamp.rank, None)
-            judge = self.ranks[stamp.rank] = Judge(self._thresholds)
-            self._shown = stamp.rank if self._shown is None else self._shown
+            if stamp.restarts <= self._restarts.get(stamp.rank, 0):  # no restart of it: another run has another past
+                self.ranks.pop(stamp.rank, None)
+        judge = self._judge_of(stamp.rank)
         if stamp.restarts > self._restarts.setdefault(stamp.rank, stamp.restarts):
             judge.resumes()
         self._restarts[stamp.rank] = stamp.restarts
+        if self._turn != (turn := (stamp.rank, stamp.run_id, stamp.restarts)):
+            self._taken_turns |= turn in self._turns
+            self._turns.add(turn)
+            self._turn = turn
         if stamp.rank == self._shown:
             self.condenser.hear(whole)
         kind = type(line)
@@ -132,6 +144,18 @@ class _Reader:
         elif (found := judge.hear(line)) and isinstance(line, StepLine | DetailLine):
             for finding in found:
                 self._add(whole, finding)
+
+    def _judge_of(self, rank: int) -> Judge:
+        judge = self.ranks.get(rank)
+        if judge is None:
+            judge = self.ranks[rank] = Judge(self._thresholds)
+            self._shown = rank if self._shown is None else self._shown
+        return judge
+
+    def mixed(self, name: str) -> list[Skipped]:
+        """Returns what is said of lines of several runs that take turns: from its first step on, the last counts."""
+        reason = "lines of several runs take turns in it, as if two trainings wrote at once: the last to begin counts"
+        return [Skipped(what=name, reason=reason)] if self._taken_turns else []
 
     def _add(self, whole: Stamped, finding: Finding) -> None:
         rank = whole.stamp.rank

@@ -15,6 +15,7 @@ from ampdoctor.evidence.report import (
     ErrorNote,
     Finding,
     Report,
+    Skipped,
     Verdict,
     finding_order,
     verdict_of,
@@ -40,6 +41,7 @@ _SIGNALS: tuple[tuple[str, CurveName, str], ...] = (
 )
 """What is looked at, its curve, and what moved first in a finding about it."""
 _NOT_LOGGED = "not in the log"
+_NO_END = "no line end follows it, so that its last number may be cut off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ def health(
 
     Returns:
         A report with `health`, a run for each log (of a log with several optimizers one each), and what was found in
-        them: `where.file` says in which. Its verdict is `sick` if a finding is an error. Of several logs, one that
-        cannot be read is one of `errors`.
+        them: `where.file` says in which. Its verdict is `sick` if a finding is an error. A file of a log that cannot be
+        read is one of `errors`, and so is one of several logs.
 
     Raises:
         CheckpointError: The only log cannot be read, or there is none.
@@ -89,7 +91,8 @@ def health(
         try:
             found = find_log(typed)
             looked = look_again(found, thresholds, _told(progress, shown if len(given) > 1 else ""))
-            read.append(_Read(shown, found, _with_ending(looked, found)))
+            read.append(_Read(shown, found, _as_of_now(looked, found)))
+            errors += [replace(one, what=f"{shown}: {one.what}") if len(given) > 1 else one for one in found.errors]
         except CheckpointError as error:
             if len(given) == 1:
                 raise
@@ -110,10 +113,14 @@ def _told(progress: Progress | None, shown: str) -> Told | None:
     return told
 
 
-def _with_ending(looked: Looked, found: FoundLog) -> Looked:
-    """Says of a run that has not ended in order whether it still runs, which what was kept cannot know."""
-    if not any(run.ending == "cut_off" for run in looked.runs) or not grown_lately(found):
-        return looked
+def _as_of_now(looked: Looked, found: FoundLog) -> Looked:
+    """Says what hangs on whether the log still grows, which what was kept cannot know.
+
+    A run that has not ended in order still runs then, and a last line that nothing ends is being written.
+    """
+    if not grown_lately(found):
+        cut_off = (Skipped(what=f"{name}: its last line", reason=_NO_END) for name in looked.unfinished)
+        return replace(looked, skipped=(*looked.skipped, *cut_off))
     runs = (replace(run, ending="running") if run.ending == "cut_off" else run for run in looked.runs)
     return replace(looked, runs=tuple(runs))
 
@@ -178,8 +185,7 @@ def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:
         "location": only.shown,
         "format": only.found.kind.format,
         "files": [
-            {"path": name, "bytes": size}
-            for name, (_, size, _) in zip(only.found.names, only.found.sizes(), strict=True)
+            {"path": name, "bytes": file.size} for name, file in zip(only.found.names, only.found.state(), strict=True)
         ],
         "global_step": max(run.last_step for run in only.looked.runs),
     }

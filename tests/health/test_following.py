@@ -178,6 +178,14 @@ def test_what_is_no_log_is_said(tmp_path):
         list(Follower(path).new())
 
 
+def test_a_fifo_or_a_link_to_nothing_among_its_files_holds_nothing_up(tmp_path):
+    log, follower = Writer(tmp_path), Follower(tmp_path)
+    os.mkfifo(tmp_path / "log.1.jsonl")
+    (tmp_path / "log.2.jsonl").symlink_to("nothing")
+    log.steps(2)
+    assert steps(follower) == [0, 1]
+
+
 def test_a_damaged_line_costs_no_other(tmp_path):
     log, follower = Writer(tmp_path), Follower(tmp_path)
     log.steps(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ampdoctor.checkpoints.formats.bounded_json import parse_json
-from ampdoctor.checkpoints.formats.log_files import as_number, thinned
+from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, as_number, thinned
 from ampdoctor.checkpoints.storage.files import RegularFile, plain_name
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
@@ -27,7 +27,7 @@ def read_json(file: RegularFile) -> dict[str, Any]:
     if file.size > MAX_JSON_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of JSON", MAX_JSON_BYTES, file.size)
     try:
-        content = parse_json(file.read(0, file.size), file.name, strict=False)
+        content = parse_json(file.read(0, file.size).removeprefix(BYTE_ORDER_MARK), file.name, strict=False)
     except ValueError:
         raise CheckpointError(f"{file.name} is not valid JSON.") from None
     if not isinstance(content, dict):

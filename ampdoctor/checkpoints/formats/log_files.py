@@ -12,6 +12,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -31,6 +32,11 @@ MAX_PARSED = 100_000
 MAX_COLUMNS = 10_000
 MAX_CELLS = 1_000_000
 """Maximum number of values that are parsed: the lines above with ten values each, or fewer lines with more values."""
+
+MAX_LINES_OF_A_ROW = 100
+"""Lines that one row of a table may take, a text in quotes; a stray quote would take all that follow."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""With which some editors and spreadsheets begin a text; no part of what it says."""
 
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024
@@ -57,6 +63,33 @@ _RATE_OF_ONE = "lr_"
 _Fields = dict[str, float]
 
 
+@dataclass(slots=True)
+class Left:
+    """What of a file's lines was left out.
+
+    Attributes:
+        damaged: How many cannot be read.
+        too_long: How many are longer than a line of a log.
+        other_version: How many of ampdoctor's own log have a form that another version writes.
+        unfinished: The last line where nothing ends it: it may be cut off, in the midst of a number.
+    """
+
+    damaged: int = 0
+    too_long: int = 0
+    other_version: int = 0
+    unfinished: bytes = b""
+
+    def said(self) -> str:
+        """What was lost in a clause; "" for nothing. A last line that is not finished is not lost yet."""
+        counts = (
+            (self.damaged, "that is damaged", "that are damaged"),
+            (self.too_long, "that is too long", "that are too long"),
+            (self.other_version, "that another version of ampdoctor reads", "that another version of ampdoctor reads"),
+        )
+        parts = [f"a line {one}" if count == 1 else f"{count:,} lines {many}" for count, one, many in counts if count]
+        return f"it has {' and '.join(parts)}" if parts else ""
+
+
 def is_log(name: str) -> bool:
     """Is a file's name that of a log that is read here?"""
     return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
@@ -65,7 +98,8 @@ def is_log(name: str) -> bool:
 def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     """Returns a log's entries in the order of their steps; () if the file is not a training log.
 
-    A longer log is thinned evenly to `MAX_PARSED` lines. A value that a line lacks is None. Lines of one step become
+    A longer log is thinned evenly to `MAX_PARSED` lines. A table's last row counts once its line has an end: until then
+    its last number may be half of one. A value that a line lacks is None. Lines of one step become
     one entry. If the step falls back, as after a restart from an earlier checkpoint, what was logged from there on is
     dropped: it is not this run's past.
 
@@ -76,9 +110,9 @@ def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     if file.size > MAX_LOG_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
     if file.name.endswith(".csv"):
-        lines = lines_in(file)
+        lines = lines_in(file, left=Left())
         header = list(islice(lines, 1))
-        rows = csv_rows([*header, *_thinned_by_cells(lines)])
+        rows = csv_rows([*header, *_thinned_by_cells(lines)], file.name)
     else:
         rows = json_rows(_thinned_by_cells(line for line in lines_in(file) if line.lstrip().startswith(b"{")))
     return in_order(_entries(rows))
@@ -110,20 +144,36 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     return (line.decode("utf-8", "replace") for line in lines)
 
 
-def lines_in(file: RegularFile, longest: int = MAX_LINE) -> Iterator[bytes]:
-    """Yields the non-empty lines of a file that are no longer than `longest`."""
+def lines_in(file: RegularFile, longest: int = MAX_LINE, left: Left | None = None) -> Iterator[bytes]:
+    """Yields the non-empty lines of a file that are no longer than `longest`.
+
+    Args:
+        file: The file.
+        longest: Bytes.
+        left: Gets what is left out, and the last line where nothing ends it; without it that line is one of the others.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        LimitExceededError: There are more than `MAX_LINES` lines.
+    """
     rest, count = b"", 0
+    left, last_too = left or Left(), left is None
     for start in range(0, file.size, _BLOCK):
         block = file.read(start, min(_BLOCK, file.size - start)).replace(b"\r", b"\n")
-        *whole, rest = (rest + block).split(b"\n")
+        *whole, rest = (rest + (block if start else block.removeprefix(BYTE_ORDER_MARK))).split(b"\n")
         lines = [line for line in whole if line and len(line) <= longest]
+        left.too_long += sum(map(longest.__lt__, map(len, whole)))
         count += len(lines)
         if count > MAX_LINES:
             raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
         yield from lines
         rest = rest[: longest + 1]  # enough to see that the line is too long
-    if rest and len(rest) <= longest:
+    if len(rest) > longest:
+        left.too_long += 1
+    elif rest and last_too:
         yield rest
+    else:
+        left.unfinished = rest
 
 
 def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
@@ -192,24 +242,74 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
             yield entry
 
 
-def csv_rows(lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
-    """Yields the rows of a table by the names in its first line, as far as they can be read."""
-    reader = csv.reader(_texts(lines))
-    try:
-        header = next(reader, [])
-        if len(header) > MAX_COLUMNS:
+def csv_rows(
+    lines: Iterable[bytes], name: str, *, delimiter: str = ",", left: Left | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Yields the rows of a table by the names in its first line.
+
+    Args:
+        lines: Of the table.
+        name: Of the table, for the error's sentence.
+        delimiter: Between cells.
+        left: Gets how many lines are of no row: a quote that nothing closes, or a cell beyond the csv module's limit.
+
+    Raises:
+        LimitExceededError: It has more than `MAX_COLUMNS` columns.
+    """
+    left = left or Left()
+    taken = _LinesOfARow(lines)
+    reader = csv.reader(taken, delimiter=delimiter)
+    header: list[str] | None = None
+    while True:
+        taken.begin()
+        try:
+            row = next(reader)
+        except StopIteration:
             return
-        yield from (dict(zip(header, row, strict=False)) for row in reader)
-    except csv.Error:  # a field beyond the csv module's own limit: what was read before it counts
-        return
+        except csv.Error:
+            left.damaged += taken.count
+            continue
+        if taken.lacking or (taken.count > 1 and header is not None and len(row) != len(header)):
+            left.damaged += taken.count
+        elif header is None:
+            header = row
+            if len(header) > MAX_COLUMNS:
+                raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(header))
+        else:
+            yield dict(zip(header, row, strict=False))
 
 
-def json_rows(lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
-    """Yields the objects among lines; what is none is passed over."""
+class _LinesOfARow:
+    """Gives a csv reader the lines of one row after the other, and of none too many."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._texts = _texts(lines)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line is the first of a row."""
+        self.count, self.lacking = 0, False
+
+    def __iter__(self) -> _LinesOfARow:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._texts, None) if self.count < MAX_LINES_OF_A_ROW else None
+        if line is None:
+            self.lacking = True  # the reader stops here, and goes on with the next row when it is asked again
+            raise StopIteration
+        self.count += 1
+        return line
+
+
+def json_rows(lines: Iterable[bytes], left: Left | None = None) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects among lines; what is none is passed over, and counted where it begins like one."""
+    left = left or Left()
     for line in _texts(lines):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
+            left.damaged += line.lstrip().startswith('{"')
             continue
         if isinstance(row, dict):
             yield row

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ampdoctor.checkpoints.formats.log_files import MAX_LINES, MAX_PARSED, lines_in, thinned
+from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, MAX_LINES, MAX_PARSED, lines_in, thinned
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
@@ -18,8 +18,9 @@ MAX_DETAILS = 20_000
 """Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""
 MAX_BYTES = 8 * 1024 * 1024
 """Of a line: a table of 100,000 names."""
+HEAD = 64
+"""Bytes by which its first line is known."""
 _TAIL = 256 * 1024
-_HEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,12 @@ class Entries:
 
 def is_run_log(file: RegularFile) -> bool:
     """Does a file begin like a log that ampdoctor writes?"""
-    return kind_of(file.head(_HEAD)) == "run"
+    return begins_run_log(file.head(HEAD))
+
+
+def begins_run_log(head: bytes) -> bool:
+    """Is this, of `HEAD` bytes, how a log begins that ampdoctor writes?"""
+    return kind_of(head.removeprefix(BYTE_ORDER_MARK)) == "run"
 
 
 def read_steps(files: Sequence[RegularFile]) -> Entries:

@@ -21,9 +21,12 @@ from ampdoctor.evidence.run_log.lines import StepLine
 
 
 def run_logs(folder: Path, names: Iterable[str]) -> list[list[str]]:
-    """Returns the logs of a run among a folder's files: the files of each rank, the oldest first."""
-    found = [[name for name in files if _is_ours(folder / name)] for files in logs_in(names).values()]
-    return [files for files in found if files]
+    """Returns the logs of a run among a folder's files: the files of each rank, the oldest first.
+
+    A file that cannot be opened is one of a log's by its name, so that whoever reads that log says why.
+    """
+    known = [{name: _is_ours(folder / name) for name in files} for files in logs_in(names).values()]
+    return [[name for name, ours in files.items() if ours is not False] for files in known if any(files.values())]
 
 
 def has_run_log(folder: Path) -> bool:
@@ -43,12 +46,18 @@ def steps_of(folder: Path, names: Sequence[str], prefix: str, skipped: list[Skip
         prefix: The prefix of these names in reports.
         skipped: Gets what cannot be read.
     """
-    try:
-        with opened(folder, names, prefix) as files:
+    with ExitStack() as stack:
+        files = []
+        for name in names:
+            try:
+                files.append(stack.enter_context(RegularFile(folder / name, prefix + name)))
+            except CheckpointError as error:
+                skipped.append(Skipped(what=prefix + name, reason=f"not read as a log: {error}"))
+        try:
             read = read_steps(files)
-    except CheckpointError as error:
-        skipped.append(Skipped(what=prefix + names[-1], reason=f"not read as a log: {error}"))
-        return ()
+        except CheckpointError as error:
+            skipped.append(Skipped(what=prefix + names[-1], reason=f"not read as a log: {error}"))
+            return ()
     for name, count in sorted(read.damaged.items()):
         lines = "a line that is" if count == 1 else f"{count} lines that are"
         skipped.append(Skipped(what=name, reason=f"it has {lines} none of a run's log"))
@@ -100,12 +109,13 @@ def opened(folder: Path, names: Sequence[str], prefix: str = "") -> Iterator[lis
         yield [stack.enter_context(RegularFile(folder / name, prefix + name)) for name in names]
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool | None:
+    """Does a file begin like a log of ours? None where it cannot be opened."""
     try:
         with RegularFile(path, path.name) as file:
             return is_run_log(file)
     except CheckpointError:
-        return False
+        return None
 
 
 def _now(step: StepLine | None) -> dict[str, float | int]:

@@ -78,7 +78,7 @@ def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
     grid.sort(axis=1)  # NaN goes to the end
     known = np.isfinite(grid).sum(axis=1)
     row, some, last = np.arange(len(grid)), known > 0, np.maximum(known - 1, 0)
-    middle = (grid[row, last // 2] + grid[row, (last + 1) // 2]) / 2
+    middle = grid[row, last // 2] / 2 + grid[row, (last + 1) // 2] / 2  # their sum may be too large
     return Curve(
         name=name,
         low=_floats(grid[:, 0], some),

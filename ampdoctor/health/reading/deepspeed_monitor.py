@@ -37,12 +37,13 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
 def _column(file: RegularFile, field: str, noticed: Noticed) -> Iterator[tuple[int, int, str, float]]:
     """Yields (start of the run, samples, field, value): each start writes the header again."""
     start, last = 0, -1
-    for line in lines_in(file):
+    left = noticed.left[file.name]
+    for line in lines_in(file, left=left):
         samples, value = (as_number(part) for part in (*line.decode("utf-8", "replace").split(","), "", "")[:2])
         if samples is None and line.startswith(b"step"):
             continue
         if samples is None or value is None or not 0 <= samples < 2.0**53:
-            noticed.damaged[file.name] += 1
+            left.damaged += 1
             continue
         if samples <= last:
             start += 1

@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, scal
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
-from ampdoctor.health.reading.rows import Row, lines_of
+from ampdoctor.health.reading.rows import Row, lines_of, milliseconds
 
 
 def _claims(place: Place) -> Sequence[str]:
@@ -22,9 +22,9 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     with ExitStack() as stack:
         files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
         rows = (
-            Row(event.step, fields, int(event.wall_time * 1000))
+            Row(event.step, fields, milliseconds(event.wall_time))
             for event in scalars_in(files, noticed.skipped)
-            if event.step >= 0 and (fields := known_fields(event.values))
+            if (fields := known_fields(event.values))
         )
         yield from lines_of(rows, RunLine(name=folder.name))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from ampdoctor.checkpoints.formats.log_files import Left
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
 
 
@@ -22,18 +23,21 @@ class Place:
         folder: Where the files are.
         names: Theirs, in order; of a file that was named its own alone.
         named: Whether it is one file that was named: then it is read whatever it is called.
+        refused: By name, why a file cannot be read that may be a log, as a sentence; it grows while kinds are asked.
     """
 
     folder: Path
     names: tuple[str, ...]
     named: bool = False
+    refused: dict[str, str] = field(default_factory=dict)
 
     def head(self, name: str, count: int) -> bytes:
-        """Returns how a file begins; b"" where it cannot be read."""
+        """Returns how a file begins; b"" where it cannot be read, which is kept in `refused`."""
         try:
             with RegularFile(self.folder / name, name) as file:
                 return file.head(count)
-        except CheckpointError:
+        except CheckpointError as error:
+            self.refused[name] = str(error)
             return b""
 
 
@@ -42,15 +46,27 @@ class Noticed:
     """What is noticed while a log is read.
 
     Attributes:
-        damaged: By file, how many of its lines cannot be read, but for a last one that was cut off.
-        skipped: What was left out, and why.
+        left: By file, which of its lines were left out.
+        skipped: What else was left out, and why.
     """
 
-    damaged: Counter[str] = field(default_factory=Counter)
+    left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
     skipped: list[Skipped] = field(default_factory=list)
+
+    def lines_lost(self) -> list[Skipped]:
+        """Returns of each file that has lost lines, which."""
+        return [Skipped(what=name, reason=said) for name, left in sorted(self.left.items()) if (said := left.said())]
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Returns the names of the files whose last line was left out because nothing ends it."""
+        return tuple(name for name, left in sorted(self.left.items()) if left.unfinished)
 
 
 Read: TypeAlias = Callable[[Path, Sequence[str], Noticed], Iterator[Stamped]]
+
+
+def _nothing(place: Place) -> Iterator[ErrorNote | Skipped]:  # noqa: ARG001 - as every kind's
+    yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +79,11 @@ class LogKind:
             where there is no such log.
         read: Yields what these files of a folder say as lines of a run's log, in the order of their arrival. Each file
             is read as far as it goes when it is opened.
+        lacks: Yields what belongs to the log of a place and is not read: as an error what should have been, so that
+            there is no saying that all is well.
     """
 
     format: str
     claims: Callable[[Place], Sequence[str]]
     read: Read
+    lacks: Callable[[Place], Iterator[ErrorNote | Skipped]] = _nothing

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
 from ampdoctor.checkpoints.storage.listing import list_folder
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
 from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
 from ampdoctor.health.reading.event_files import TENSORBOARD
@@ -54,6 +55,24 @@ _READ = (
 )
 
 
+class FileState(NamedTuple):
+    """What tells a file from what it was before; the time of its last change, unlike that of its contents, nobody sets.
+
+    Attributes:
+        path: Its path.
+        size: Bytes.
+        written_ns: When its contents were last written, in nanoseconds.
+        changed_ns: When it was last changed.
+        inode: Its number on its disk.
+    """
+
+    path: str
+    size: int
+    written_ns: int
+    changed_ns: int
+    inode: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLog:
     """A log that can be read, again and again.
@@ -64,6 +83,7 @@ class FoundLog:
         folder: Where its files are.
         names: Its files.
         skipped: Other logs that lie there, and are not read.
+        errors: What belongs to the log and cannot be read.
     """
 
     typed: str
@@ -71,6 +91,7 @@ class FoundLog:
     folder: Path
     names: tuple[str, ...]
     skipped: tuple[Skipped, ...] = field(default=())
+    errors: tuple[ErrorNote, ...] = field(default=())
 
     @property
     def name(self) -> str:
@@ -85,8 +106,8 @@ class FoundLog:
         """
         return self.kind.read(self.folder, self.names, noticed)
 
-    def sizes(self) -> list[tuple[str, int, int]]:
-        """Returns of each file its path, its size and when it was last written, in nanoseconds.
+    def state(self) -> list[FileState]:
+        """Returns of each file how it is now.
 
         Raises:
             CheckpointError: A file is gone.
@@ -97,7 +118,15 @@ class FoundLog:
                 of_file = (self.folder / name).stat()
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
-            found.append((os.fspath((self.folder / name).absolute()), of_file.st_size, of_file.st_mtime_ns))
+            found.append(
+                FileState(
+                    os.fspath((self.folder / name).absolute()),
+                    of_file.st_size,
+                    of_file.st_mtime_ns,
+                    of_file.st_ctime_ns,
+                    of_file.st_ino,
+                )
+            )
         return found
 
 
@@ -113,15 +142,21 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
     found = _in(typed, place)
     if found is not None:
         return found
+    refused = dict(place.refused)
     if place.named:
-        raise CheckpointError(f"{Path(path).name} is no log that is read here: {_READ}.")
+        raise CheckpointError(next(iter(refused.values()), f"{Path(path).name} is no log that is read here: {_READ}."))
     for runs in _runs_below(Path(path)):
         for folder in runs:
-            found = _in(typed, _place(folder))
+            place = _place(folder)
+            found = _in(typed, place)
             if found is not None:
                 others = [one for one in runs if one is not folder]
-                return _beside(found, folder, others, Path(path))
-    raise CheckpointError(f"{Path(path).name or typed} holds no log that is read here: {_READ}.")
+                return _beside(found, folder, others, Path(path), refused)
+            refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in place.refused.items()}
+    name = Path(path).name or typed
+    if refused:
+        raise CheckpointError(f"{name} holds no log that can be read: {next(iter(refused.values()))}")
+    raise CheckpointError(f"{name} holds no log that is read here: {_READ}.")
 
 
 def has_log(path: Path) -> bool:
@@ -140,12 +175,26 @@ def _place(path: Path) -> Place:
 
 
 def _in(typed: str, place: Place) -> FoundLog | None:
-    found: FoundLog | None = None
     for kind in KINDS:
         names = tuple(kind.claims(place))
         if names:
-            return FoundLog(typed=typed, kind=kind, folder=place.folder, names=names)
-    return found
+            lacks = tuple(kind.lacks(place))
+            errors = tuple(one for one in lacks if isinstance(one, ErrorNote))
+            known = {one.what for one in errors}
+            refused = {name: why for name, why in place.refused.items() if name not in known}
+            return FoundLog(
+                typed=typed,
+                kind=kind,
+                folder=place.folder,
+                names=names,
+                skipped=(*(one for one in lacks if isinstance(one, Skipped)), *_not_read(refused)),
+                errors=errors,
+            )
+    return None
+
+
+def _not_read(refused: Mapping[str, str]) -> list[Skipped]:
+    return [Skipped(what=name, reason=f"not read as a log: {why}") for name, why in refused.items()]
 
 
 def _runs_below(folder: Path) -> Iterator[Sequence[Path]]:
@@ -167,10 +216,10 @@ def _last_written(folder: Path) -> tuple[int, str]:
     return max(times, default=0), folder.name
 
 
-def _beside(found: FoundLog, folder: Path, others: Sequence[Path], root: Path) -> FoundLog:
+def _beside(found: FoundLog, folder: Path, others: Sequence[Path], root: Path, refused: Mapping[str, str]) -> FoundLog:
     there = [other for other in others if has_log(other)]
     skipped = tuple(
         Skipped(what=str(other.relative_to(root)), reason=f"a log that was written before {folder.relative_to(root)}'s")
         for other in there
     )
-    return FoundLog(typed=found.typed, kind=found.kind, folder=found.folder, names=found.names, skipped=skipped)
+    return replace(found, skipped=(*found.skipped, *skipped, *_not_read(refused)))

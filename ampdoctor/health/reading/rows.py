@@ -13,6 +13,8 @@ _LATE = 8
 """Steps that still wait for numbers that are logged late: a norm that is written after the next step's loss."""
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
 _LARGEST = 2.0**63
+_MOST_STEPS = 2**53
+"""What is beyond is no step: numbers are kept as floats, which tell no two such steps apart."""
 
 
 @dataclass(slots=True)
@@ -38,8 +40,15 @@ def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
     return Row(step, {name: value for name, value in fields.items() if name != "step"}, time_ms)
 
 
+def milliseconds(seconds: object) -> int:
+    """Returns a time of a log, which is in seconds since 1970; 0 for what is none."""
+    if not isinstance(seconds, int | float) or not abs(seconds) < _LARGEST / 1000:
+        return 0
+    return int(seconds * 1000)
+
+
 def lines_of(rows: Iterable[Row], run: RunLine, *, ended: bool = False) -> Iterator[Stamped]:
-    """Yields the lines of a run; rows of one step become one step.
+    """Yields the lines of a run; rows of one step become one step, and a number that is no step's makes no line.
 
     Where the step falls back, and the row is no late one that only adds to its step, the run was started again from an
     earlier checkpoint: what follows is its next attempt, which undoes what came before it from there on.
@@ -52,7 +61,7 @@ def lines_of(rows: Iterable[Row], run: RunLine, *, ended: bool = False) -> Itera
     stamps = _Stamps(run.name)
     yield stamps.stamped(run, 0)
     steps = 0
-    for attempt, row in _in_order(rows):
+    for attempt, row in _in_order(row for row in rows if 0 <= row.step < _MOST_STEPS):
         line = _step(row)
         if line is not None:
             stamps.attempt = attempt

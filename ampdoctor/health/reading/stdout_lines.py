@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ampdoctor.checkpoints.formats.log_files import as_number, lines_in
+from ampdoctor.checkpoints.formats.log_files import Left, as_number, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, Read
@@ -17,7 +17,7 @@ _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
 _HEAD = 8 * 1024 * 1024
 """Bytes in which the first line of a step stands: before it a job prints its arguments and compiles."""
 
-_ITERATION = re.compile(rb"\biteration\s+(\d+)/\s*\d+\s*\|(.*)")
+_ITERATION = re.compile(rb"\biteration\s+(\d{1,16})/\s*\d+\s*\|(.*)")
 _MEGATRON = {
     "consumed samples": "samples",
     "consumed tokens": "tokens",
@@ -32,7 +32,7 @@ _MEGATRON = {
     "number of nan iterations": "nans",
 }
 
-_STEP = re.compile(rb"\[Rank 0\] step=(\d+), skipped=(\d+)(?:, lr=\[\[?([^,\]]+))?")
+_STEP = re.compile(rb"\[Rank 0\] step=(\d{1,16}), skipped=(\d+)(?:, lr=\[\[?([^,\]]+))?")
 _OVERFLOW = re.compile(
     rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
     rb"(?: reducing to ([0-9.e+]+))?"
@@ -100,14 +100,21 @@ def _claims(place: Place, *, pattern: re.Pattern[bytes]) -> Sequence[str]:
     return next(([name] for name in likely if pattern.search(place.head(name, _HEAD))), ())
 
 
-def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]]) -> Read:
-    def read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:  # noqa: ARG001 - every kind's
+def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Pattern[bytes]) -> Read:
+    def read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
         (name,) = names
+        left = Left()
         with RegularFile(folder / name, name) as file:
-            yield from lines_of(rows(lines_in(file)), RunLine(name=Path(name).stem))
+            yield from lines_of(rows(lines_in(file, left=left)), RunLine(name=Path(name).stem))
+        if pattern.search(left.unfinished):  # else it is no step, nor does a line too long matter here
+            noticed.left[name].unfinished = left.unfinished
 
     return read
 
 
-MEGATRON = LogKind(format="megatron", claims=partial(_claims, pattern=_ITERATION), read=_reading(_megatron_rows))
-DEEPSPEED = LogKind(format="deepspeed", claims=partial(_claims, pattern=_STEP), read=_reading(_deepspeed_rows))
+def _kind(name: str, rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Pattern[bytes]) -> LogKind:
+    return LogKind(format=name, claims=partial(_claims, pattern=pattern), read=_reading(rows, pattern))
+
+
+MEGATRON = _kind("megatron", _megatron_rows, _ITERATION)
+DEEPSPEED = _kind("deepspeed", _deepspeed_rows, _STEP)

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.formats.log_files import csv_rows, is_log, json_rows, known_fields, lines_in, step_of
+from ampdoctor.checkpoints.formats.log_files import (
+    Left,
+    csv_rows,
+    is_log,
+    json_rows,
+    known_fields,
+    lines_in,
+    step_of,
+)
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
@@ -24,43 +32,48 @@ def _is_table(name: str) -> bool:
     return Path(name).suffix in _TABLES
 
 
-def _rows(file: RegularFile) -> Iterator[Mapping[str, Any]]:
-    if not _is_table(file.name):
-        return json_rows(lines_in(file))
-    if Path(file.name).suffix == ".tsv":
-        return csv_rows(line.replace(b"\t", b",") for line in lines_in(file))
-    return csv_rows(lines_in(file))
+def _rows(file: RegularFile, left: Left) -> Iterator[Mapping[str, Any]]:
+    lines = lines_in(file, left=left)
+    if _is_table(file.name):
+        delimiter = "\t" if Path(file.name).suffix == ".tsv" else ","
+        yield from csv_rows(lines, file.name, delimiter=delimiter, left=left)
+        return
+    yield from json_rows(lines, left)
+    torn = Left()
+    yield from json_rows([left.unfinished], torn)  # an object is whole where it can be read
+    if not torn.damaged:  # else it was no object
+        left.unfinished = b""
 
 
-def _is_a_log(folder: Path, name: str) -> bool:
+def _is_a_log(place: Place, name: str) -> bool:
     """Does a file name steps, and a loss, a norm or a scale?"""
     steps, found = False, False
     try:
-        with RegularFile(folder / name, name) as file:
-            for _, row in zip(range(_TRIED), _rows(file), strict=False):
+        with RegularFile(place.folder / name, name) as file:
+            for _, row in zip(range(_TRIED), _rows(file, Left()), strict=False):
                 fields = known_fields(row)
                 steps = steps or step_of(fields) is not None
                 found = found or bool(fields.keys() & _SOMETHING)
                 if steps and found:
                     return True
-    except CheckpointError:
-        return False
+    except CheckpointError as error:
+        place.refused[name] = str(error)
     return False
 
 
 def _claims_lightning(place: Place) -> Sequence[str]:
-    return [_LIGHTNING] if _LIGHTNING in place.names and _is_a_log(place.folder, _LIGHTNING) else ()
+    return [_LIGHTNING] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
 
 
 def _claims(place: Place) -> Sequence[str]:
     likely = [name for name in place.names if place.named or is_log(name) or _is_table(name)]
-    return next(([name] for name in likely if _is_a_log(place.folder, name)), ())
+    return next(([name] for name in likely if _is_a_log(place, name)), ())
 
 
-def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:  # noqa: ARG001 - as every kind's
+def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
     (name,) = names
     with RegularFile(folder / name, name) as file:
-        found: Iterator[Row | None] = (row_of(known_fields(row)) for row in _rows(file))
+        found: Iterator[Row | None] = (row_of(known_fields(row)) for row in _rows(file, noticed.left[name]))
         run = RunLine(name=folder.name if name == _LIGHTNING else Path(name).stem)
         yield from lines_of((row for row in found if row is not None), run)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ampdoctor.checkpoints.formats.json_file import read_json
-from ampdoctor.checkpoints.formats.log_files import known_fields
+from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, known_fields
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import Skipped
@@ -24,7 +24,7 @@ _HIDES = (
 
 def _claims(place: Place) -> Sequence[str]:
     if place.named:
-        begins = place.head(place.names[0], 1).strip() == b"{"
+        begins = place.head(place.names[0], 4).removeprefix(BYTE_ORDER_MARK).startswith(b"{")
         return place.names if begins and _holds_a_log(place) else ()
     return [_NAME] if _NAME in place.names else ()
 
@@ -37,7 +37,8 @@ def _holds_a_log(place: Place) -> bool:
     try:
         with RegularFile(place.folder / place.names[0], place.names[0]) as file:
             return isinstance(read_json(file).get("log_history"), list)
-    except CheckpointError:
+    except CheckpointError as error:
+        place.refused[place.names[0]] = str(error)
         return False
 
 
@@ -49,7 +50,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     if not isinstance(history, list):
         raise CheckpointError(f"{name} has no log_history: the Trainer has logged nothing.")
     known = [row for row in history if isinstance(row, dict)]
-    noticed.damaged.update({name: len(history) - len(known)} if len(known) < len(history) else {})
+    noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
         row = row_of(known_fields(values))

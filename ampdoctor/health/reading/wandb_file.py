@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints.formats.leveldb_frame import framed_records
-from ampdoctor.checkpoints.formats.log_files import known_fields
+from ampdoctor.checkpoints.formats.log_files import as_number, known_fields
 from ampdoctor.checkpoints.formats.protobuf import BYTES, VARINT, message_fields
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamp, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
-from ampdoctor.health.reading.rows import Row, lines_of, row_of
+from ampdoctor.health.reading.rows import Row, lines_of, milliseconds, row_of
 
 _MAGIC = b":W&B"
 _HEADER = 7
@@ -73,10 +73,10 @@ class _Run:
             elif (number, wire) == (2, BYTES):
                 counted = next((num for field, kind, num in message_fields(value) if (field, kind) == (1, VARINT)), 0)
         own = known_fields({key: value for key, value in values.items() if not key.startswith("_")})
-        seconds = values.get("_timestamp")
-        self.time_ms = int(seconds * 1000) if isinstance(seconds, int | float) else self.time_ms
-        step = values.get("_step", counted)
-        return row_of({"step": float(step if isinstance(step, int) else counted), **own}, self.time_ms)
+        self.time_ms = milliseconds(values.get("_timestamp")) or self.time_ms
+        told = values.get("_step")
+        step = as_number(told if isinstance(told, int) else counted)
+        return None if step is None else row_of({"step": step, **own}, self.time_ms)
 
 
 def _item(data: bytes) -> dict[str, Any]:

@@ -97,9 +97,37 @@ def test_hostile_and_broken_lines_give_nothing(tmp_path, name):
 
 
 def test_a_hostile_table_gives_nothing(tmp_path):
-    assert read(tmp_path, "metrics.csv", ",".join(["step"] * 20_000) + "\n1\n") == ()
+    with pytest.raises(LimitExceededError, match="columns of a table"):
+        read(tmp_path, "metrics.csv", ",".join(["step"] * 20_000) + "\n1\n")
     assert read(tmp_path, "metrics.csv", 'step,loss\n1,"' + "9" * 200_000 + '"\n') == ()
     assert read(tmp_path, "metrics.csv", "\0,step\n") == ()
+
+
+def test_the_last_row_of_a_table_counts_once_its_line_has_an_end(tmp_path):
+    text = "step,grad_norm\n1,9.1e-05\n2,9.1e-0"
+    assert read(tmp_path, "metrics.csv", text) == (entry(1, norm=9.1e-05),)
+    assert read(tmp_path, "metrics.csv", text + "5\n") == (entry(1, norm=9.1e-05), entry(2, norm=9.1e-05))
+
+
+def test_a_stray_quote_and_a_huge_cell_cost_no_more_than_the_lines_that_they_take(tmp_path):
+    rows = "".join(f"{step},1.0\n" for step in range(500))
+    quoted = read(tmp_path, "metrics.csv", 'step,loss\n"0,1.0\n' + rows)
+    assert [one.step for one in quoted] == list(range(log_files.MAX_LINES_OF_A_ROW - 1, 500))
+    huge = read(tmp_path, "metrics.csv", 'step,loss\n1,"' + "x" * 200_000 + '"\n' + rows)
+    assert [one.step for one in huge] == list(range(500))
+
+
+def test_a_text_of_several_lines_in_quotes_is_one_cell(tmp_path):
+    text = 'step,sample,loss\n1,"a ""first"",\nand a second, line",2.0\n2,short,1.0\n'
+    assert read(tmp_path, "metrics.csv", text) == (entry(1, 2.0), entry(2, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("metrics.csv", "step,loss\n1,2.0\n"), ("log.jsonl", '{"step": 1, "loss": 2.0}\n')],
+)
+def test_a_byte_order_mark_is_no_part_of_a_log(tmp_path, name, text):
+    assert read(tmp_path, name, b"\xef\xbb\xbf" + text.encode()) == (entry(1, 2.0),)
 
 
 def test_a_file_beyond_the_limit_is_no_log(tmp_path, monkeypatch):

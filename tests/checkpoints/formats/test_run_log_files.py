@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from ampdoctor.checkpoints.formats.run_log_files import is_run_log, log_entry_of
 from ampdoctor.checkpoints.layouts.run_log_folder import opened
 from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
 from ampdoctor.workflows.scan import scan
 
 SCALER = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
@@ -149,6 +151,16 @@ def test_a_folder_with_nothing_but_a_log_is_examined(tmp_path, check_report):
     assert [check.name for check in report.checks] == ["loss scaler", "training log"]
     one = scan(tmp_path / "log.1.jsonl")
     assert (one.verdict, one.target["global_step"]) == ("healthy", 49)
+
+
+def test_a_file_of_the_log_that_cannot_be_opened_makes_the_scan_incomplete(tmp_path):
+    written(tmp_path, log_1=header() + steps(*range(50)), log=header() + steps(*range(100, 150)))
+    os.mkfifo(tmp_path / "log.2.jsonl")
+    report = scan(tmp_path)
+    assert (report.verdict, report.complete, report.target["global_step"]) == ("inconclusive", False, 149)
+    assert [one.message for one in report.errors] == ["log.2.jsonl is a FIFO, not a regular file."]
+    with pytest.raises(UsageError, match=r"log\.2\.jsonl is a FIFO"):
+        ranges_of_log(str(tmp_path))
 
 
 @pytest.mark.parametrize(

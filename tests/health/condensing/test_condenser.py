@@ -73,6 +73,13 @@ def test_the_middle_is_the_median():
     assert found.nonfinite == (0, 1, 0)
 
 
+def test_the_middle_of_two_huge_numbers_is_between_them():
+    run = one([HEADER, *[StepLine(step=at, loss=(-1.0) ** at * 1.7e308) for at in range(6000)]])
+    assert set(curve(run, "loss").middle) <= {-1.7e308, 0.0, 1.7e308}
+    run = one([HEADER, *[StepLine(step=at, loss=1.7e308) for at in range(6000)]])
+    assert set(curve(run, "loss").middle) == {1.7e308}
+
+
 def test_what_a_rollback_or_a_restart_has_undone_is_not_shown():
     first = steps(0, 10, loss=1.0)
     second = [stamped(step, attempt=1, branch=0) for step in steps(6, 8, loss=2.0)]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine, StepLine
-from ampdoctor.health.reading.rows import Row, lines_of
+from ampdoctor.health.reading.rows import Row, lines_of, milliseconds
 
 
 def read(*rows, **more):
@@ -45,6 +45,21 @@ def test_a_count_that_is_none_is_not_known(bad):
         one.line for one in read((1, {"loss": 1.0, "tokens": bad, "samples": 8.0})) if isinstance(one.line, StepLine)
     ]
     assert (line.tokens, line.samples) == (None, 8)
+
+
+@pytest.mark.parametrize("step", [-1, 2**53, 10**400])
+def test_a_number_that_is_no_steps_makes_no_line(step):
+    assert steps((1, {"loss": 2.0}), (step, {"loss": 1.0}), (2, {"loss": 1.5})) == [
+        (0, 1, 2.0, None),
+        (0, 2, 1.5, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(1.5, 1500), (math.inf, 0), (math.nan, 0), (1e306, 0), (10**400, 0), ("1", 0), (None, 0)]
+)
+def test_a_time_that_is_none_is_not_known(seconds, expected):
+    assert milliseconds(seconds) == expected
 
 
 def test_the_end_is_said_where_the_log_says_it():

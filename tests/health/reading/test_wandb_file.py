@@ -87,6 +87,18 @@ def test_a_file_that_is_being_written_ends_where_it_ends(tmp_path):
     assert not noticed.skipped
 
 
+@pytest.mark.parametrize(
+    "odd", [{"_step": 10**400}, {"_step": 2**53}, {"_timestamp": math.inf}, {"_timestamp": math.nan}]
+)
+def test_a_step_or_a_time_that_is_none_costs_no_other(tmp_path, odd):
+    rows = [history(1, loss=1.0), history(2, loss=1.0, **odd), history(3, loss=1.0)]
+    if "_step" in odd:
+        rows[1] = history(odd["_step"], loss=1.0)
+    (tmp_path / "run-abc.wandb").write_bytes(framed(rows))
+    found = [one.line.step for one in read(tmp_path)[0] if isinstance(one.line, StepLine)]
+    assert found == ([1, 3] if "_step" in odd else [1, 2, 3])
+
+
 def test_what_wandb_itself_writes(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

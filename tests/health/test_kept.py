@@ -1,0 +1,69 @@
+"""What is kept of a look, and what is not taken for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from ampdoctor.health import kept
+from ampdoctor.workflows.health import health
+from tests.health.logs import HEADER, steps, write
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ampdoctor" / "health"
+
+
+def losses(path):
+    (run,) = health([path]).health.runs
+    return run.curves[0].high
+
+
+def test_a_log_that_was_edited_under_its_old_times_is_read_again(tmp_path, cache):
+    path = write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 3)])
+    was = path.stat()
+    assert losses(tmp_path / "run") == (2.0, 2.0, 2.0)
+    path.write_text(path.read_text().replace('"loss":2.0', '"loss":7.0'))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (was.st_size, was.st_mtime_ns)
+    assert losses(tmp_path / "run") == (7.0, 7.0, 7.0)
+
+
+def test_what_is_no_look_in_its_place_is_passed_by(tmp_path, cache):
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 3)])
+    assert losses(tmp_path / "run") == (2.0, 2.0, 2.0)
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "runs": []}))
+    assert losses(tmp_path / "run") == (2.0, 2.0, 2.0)
+    file.unlink()
+    os.mkfifo(file)
+    assert losses(tmp_path / "run") == (2.0, 2.0, 2.0)
+
+
+def test_a_cache_folder_that_is_not_absolute_counts_as_none(tmp_path, cache, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    write(here / "run" / "log.jsonl", [HEADER, *steps(0, 3)])
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("cache", "~nobody-is-here/cache", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", name)
+        assert losses("run") == (2.0, 2.0, 2.0)
+        assert len(list((home / ".cache" / "ampdoctor" / "health").iterdir())) == 1
+        shutil.rmtree(home)
+    monkeypatch.setenv("HOME", "relative")
+    assert losses("run") == (2.0, 2.0, 2.0)
+    assert [path.name for path in here.iterdir()] == ["run"]
+
+
+def test_a_log_is_read_from_a_folder_that_is_gone(tmp_path, cache, monkeypatch):
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 3)])
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert losses(tmp_path / "run") == (2.0, 2.0, 2.0)
