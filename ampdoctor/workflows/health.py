@@ -25,6 +25,7 @@ from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, find_log
 from ampdoctor.health.sinks.exporting import export as export_lines
 from ampdoctor.health.sinks.table import Export
+from ampdoctor.workflows.exporting import refuse_log
 from ampdoctor.workflows.opening.request import Progress
 
 _SIGNALS: tuple[tuple[str, CurveName, str], ...] = (
@@ -72,7 +73,7 @@ def health(
     Raises:
         CheckpointError: The only log cannot be read, or there is none.
         OutputError: An export has failed.
-        UsageError: No log is named, or an export is one for a training that runs.
+        UsageError: No log is named, or an export is one for a training that runs, or would write over the log.
     """
     given: dict[str, str] = {}
     for log in logs:
@@ -84,6 +85,7 @@ def health(
     for shown, typed in given.items():
         try:
             found = find_log(typed)
+            refuse_log(export, found)
             looked = look_again(found, thresholds, _told(progress, shown if len(given) > 1 else ""))
             read.append(_Read(shown, found, _with_ending(looked, found)))
         except CheckpointError as error:

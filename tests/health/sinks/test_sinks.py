@@ -381,6 +381,22 @@ def test_paths_are_meant_from_where_the_command_was_typed(tmp_path, monkeypatch)
     assert str(export_of("mlflow=a=b")) == "mlflow=a=b"
 
 
+@pytest.mark.parametrize("text", ["openmetrics=pipe", "csv=folder", "openmetrics=folder"])
+def test_nothing_but_a_file_is_replaced_and_no_pipe_is_waited_for(text, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder/steps.csv"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match=r"cannot write .*: it is (no regular file|a folder)$"):
+        export_of(text)
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
+    (tmp_path / "link.prom").symlink_to("file.prom")
+    export(a_run(), [export_of("openmetrics=link.prom")])
+    assert (tmp_path / "link.prom").is_symlink()
+    assert "ampdoctor_loss" in (tmp_path / "file.prom").read_text()
+
+
 def test_no_library_is_imported_before_it_is_needed():
     script = (
         "import sys\nfrom ampdoctor.health.sinks.table import KINDS, export_of\nexport_of('csv=x')\n"
