@@ -176,9 +176,10 @@ def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:
 
 
 def _checks(looked: Looked) -> Iterator[Check]:
-    """Yields what was looked at; of a run with several optimizers over all of them."""
+    """Yields what was looked at; of several optimizers, the steps of the one that has most of them."""
     runs = looked.runs
-    steps, skipped = sum(run.steps for run in runs), sum(run.skipped for run in runs)
+    most = max(runs, key=lambda run: run.steps)
+    steps, skipped = most.steps, most.skipped
     yield Check(name="steps", result="ok", headroom={"steps": steps, "skipped": skipped, "ranks": looked.ranks})
     first = [finding.evidence.get("first") for finding in looked.findings]
     for name, curve, about in _SIGNALS:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_each_rank_is_judged_and_what_several_see_is_said_once(tmp_path):
     found = [(one.where.step, one.where.rank, one.evidence.get("ranks")) for one in report.findings]
     assert found == [(30, 2, None), (40, 0, 2)]
     assert report.health.runs[0].steps == 41
+
+
+def test_optimizers_of_one_process_are_no_ranks_and_their_steps_are_the_runs(tmp_path):
+    names = ("optimizer", "optimizer2")
+    both = [replace(line, optimizer=at) for line in (*steps(0, 40), nan_at(40)) for at in range(2)]
+    write(tmp_path / "log.jsonl", [replace(HEADER, optimizers=names), *both])
+    report = health([tmp_path])
+    found = [(one.code, one.evidence["optimizer"], one.evidence.get("ranks")) for one in report.findings]
+    assert found == [("AMP722", "optimizer", None), ("AMP722", "optimizer2", None)]
+    assert report.checks[0].headroom["steps"] == 41
 
 
 def test_a_threshold_is_moved(tmp_path):
