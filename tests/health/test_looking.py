@@ -180,6 +180,15 @@ def test_a_damaged_checkpoint_beside_a_log_is_damaged(tmp_path):
     assert "health" not in str(refused.value)
 
 
+def test_scan_of_a_folder_of_logs_says_what_reads_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.csv").write_text("step,train_loss\n1,2.0\n")
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*`ampdoctor health runs` reads it\."):
+        scan("runs")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
