@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -164,18 +163,18 @@ class _Reader:
 
     def findings(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
         """Returns those that stand, and those that were undone; what every rank saw at one step is said once."""
-        standing: dict[tuple[str, str | None, int | None], Finding] = {}
-        ranks: Counter[tuple[str, str | None, int | None]] = Counter()
+        standing: dict[Hashable, Finding] = {}
+        ranks: dict[Hashable, set[int]] = {}
         undone = []
         for group, finding in self._found:
             step = finding.where.step
             if step is not None and step >= self.condenser.groups.undone_from(group):
                 undone.append(finding)
                 continue
-            key = (finding.code, finding.where.tensor, step)
-            ranks[key] += 1
+            key = (finding.code, finding.where.tensor, step, finding.evidence.get("optimizer"))
+            ranks.setdefault(key, set()).add(finding.where.rank)
             standing.setdefault(key, finding)
-        return tuple(_of_ranks(finding, ranks[key]) for key, finding in standing.items()), tuple(undone)
+        return tuple(_of_ranks(finding, len(ranks[key])) for key, finding in standing.items()), tuple(undone)
 
 
 def _at(finding: Finding, step: int) -> Finding:

@@ -13,6 +13,9 @@ from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
 
+_ROOT = "(root)"
+"""The model itself among its parts, whose own name is "": as the reports' tables name it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
@@ -47,6 +50,7 @@ class StepLines:
         self._accepted: dict[str, int] = {}
         self._facts: dict[tuple[str, int], _Facts] = {}
         self._uncertain: set[tuple[str, int]] = set()
+        self._scaled = False  # the settings of a scaler are in the log
         self.attempted = self.taken = 0
 
     @property
@@ -65,6 +69,9 @@ class StepLines:
             self._optimizers.setdefault(attempt.name, len(self._optimizers))
             self._groups[attempt.name] = tuple(tuple(self._log.index_of(name) for name, _ in group) for group in named)
             self._log.head(optimizers=tuple(self._optimizers), groups=tuple(map(self._groups.get, self._optimizers)))
+        if not self._scaled and (settings := _settings_of(attempt.scaler)) is not None:
+            self._scaled = True
+            self._log.head(scaler=settings)
         groups = attempt.optimizer.param_groups
         self._facts[attempt.name, attempt.step] = _Facts(
             accepted=self._accepted.get(attempt.name, 0),
@@ -130,7 +137,7 @@ class StepLines:
     def _detail(self, reading: DetailReading) -> DetailLine:
         tensors = tuple(
             TensorDetail(
-                tensor=self._log.index_of(one.name),
+                tensor=self._log.index_of(one.name or _ROOT),
                 role=one.role,
                 part=one.part,
                 call=one.call,
@@ -157,6 +164,19 @@ class StepLines:
             loss_scale=reading.loss_scale,
             tensors=tensors,
         )
+
+
+def _settings_of(scaler: Any) -> dict[str, float] | None:
+    """What `state_dict()` says of a scaler that is like torch's, from what lies on the host: no device is asked."""
+    try:
+        return {
+            "scale": float(scaler._init_scale),  # noqa: SLF001 - of one that was loaded, what it was loaded with
+            "growth_factor": float(scaler.get_growth_factor()),
+            "backoff_factor": float(scaler.get_backoff_factor()),
+            "growth_interval": int(scaler.get_growth_interval()),
+        }
+    except (AttributeError, TypeError, ValueError):  # none, or another kind
+        return None
 
 
 def _of_groups(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:

@@ -59,7 +59,9 @@ class Alerting:
             self._write(AlertLine(step=finding.where.step or 0, finding=finding))
             if finding.severity in _LOUD:
                 self.fired = finding.name
-                self._say(f"{finding.severity} {finding.code} at step {finding.where.step}: {finding.message}")
+                whose = finding.evidence.get("optimizer")  # said where there are several
+                at = f"step {finding.where.step}" + (f" of {whose}" if whose else "")
+                self._say(f"{finding.severity} {finding.code} at {at}: {finding.message}")
             self._tell(finding)
 
     def taken(self) -> str | None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.to_write import place_of
+from ampdoctor.health.reading.opening import FoundLog
+from ampdoctor.health.reading.our_log import AMPDOCTOR
 from ampdoctor.health.sinks.apart import Apart
 from ampdoctor.health.sinks.exporting import Exporter
 from ampdoctor.health.sinks.given import sink_of
 from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.health.sinks.table import Export, export_of
+from ampdoctor.workflows.opening.outputs import refuse_of_log
 
 if TYPE_CHECKING:
     from ampdoctor.live.log.run_log import RunLog
@@ -27,6 +34,23 @@ def exports_of(given: Iterable[Any]) -> tuple[Export | Sink, ...]:
     if isinstance(given, str):
         given = (given,)
     return tuple(export_of(one) if isinstance(one, str) else sink_of(one) for one in given)
+
+
+def refuse_log(exports: Iterable[Export], log: FoundLog) -> None:
+    """Refuses exports that would write over the log that is read, or beside it what would be read the next time.
+
+    Raises:
+        UsageError: One of them would.
+    """
+    read = {place_of(log.folder / name) for name in log.names}
+    for one in exports:
+        for file in one.files(log.folder.absolute().name):
+            if place_of(file) in read:
+                raise UsageError(f"--export {one}: cannot write {file}: it is what is to be read")
+            if log.kind is AMPDOCTOR:
+                refuse_of_log(file, log.folder)
+            elif is_folder(Path(log.typed)) and place_of(Path(file).parent) == place_of(log.folder):
+                raise UsageError(f"--export {one}: the next run would read {file} as a log as well; name another place")
 
 
 def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:

@@ -30,6 +30,7 @@ from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, find_log
 from ampdoctor.health.sinks.exporting import export as export_lines
 from ampdoctor.health.sinks.table import Export
+from ampdoctor.workflows.exporting import refuse_log
 from ampdoctor.workflows.opening.request import Progress
 
 _SIGNALS: tuple[tuple[str, CurveName, str], ...] = (
@@ -78,7 +79,7 @@ def health(
     Raises:
         CheckpointError: The only log cannot be read, or there is none.
         OutputError: An export has failed.
-        UsageError: No log is named, or an export is one for a training that runs.
+        UsageError: No log is named, or an export is one for a training that runs, or would write over the log.
     """
     given: dict[str, str] = {}
     for log in logs:
@@ -90,6 +91,7 @@ def health(
     for shown, typed in given.items():
         try:
             found = find_log(typed)
+            refuse_log(export, found)
             looked = look_again(found, thresholds, _told(progress, shown if len(given) > 1 else ""))
             read.append(_Read(shown, found, _as_of_now(looked, found)))
             errors += [replace(one, what=f"{shown}: {one.what}") if len(given) > 1 else one for one in found.errors]
@@ -192,9 +194,10 @@ def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:
 
 
 def _checks(looked: Looked) -> Iterator[Check]:
-    """Yields what was looked at; of a run with several optimizers over all of them."""
+    """Yields what was looked at; of several optimizers, the steps of the one that has most of them."""
     runs = looked.runs
-    steps, skipped = sum(run.steps for run in runs), sum(run.skipped for run in runs)
+    most = max(runs, key=lambda run: run.steps)
+    steps, skipped = most.steps, most.skipped
     yield Check(name="steps", result="ok", headroom={"steps": steps, "skipped": skipped, "ranks": looked.ranks})
     known = max(map(_accepted, runs))
     seen = "ok" if known >= LEAST else f"not judged: accepted steps are {known}, and {LEAST} say what is usual"

@@ -13,7 +13,7 @@ from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatErro
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.health.reading.opening import has_log
+from ampdoctor.health.reading.opening import has_log, has_log_below
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scanning.examining import Examined, examine
 from ampdoctor.workflows.scanning.family_report import scan_family
@@ -110,9 +110,11 @@ def _opened(found: Found) -> Checkpoint:
         return found.open()
     except CheckpointError as error:
         nothing = found.is_file or isinstance(error, NoCheckpointError | OtherFormatError)
-        if not nothing or not has_log(found.path):  # a folder may hold a log, and a checkpoint that is damaged
+        if not nothing or not has_log_below(found.path):  # a folder may hold a log, and a checkpoint that is damaged
             raise
         command = shlex.join(["ampdoctor", "health", shown_path(found.path)])
+        if not has_log(found.path):
+            raise NoCheckpointError(f"{error} The last of the training logs below it: `{command}` reads it.") from None
         raise NoCheckpointError(f"{found.name} is a training log and no checkpoint; `{command}` reads it.") from None
 
 

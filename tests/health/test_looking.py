@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,16 @@ def test_each_rank_is_judged_and_what_several_see_is_said_once(tmp_path):
     assert report.health.runs[0].steps == 41
 
 
+def test_optimizers_of_one_process_are_no_ranks_and_their_steps_are_the_runs(tmp_path):
+    names = ("optimizer", "optimizer2")
+    both = [replace(line, optimizer=at) for line in (*steps(0, 40), nan_at(40)) for at in range(2)]
+    write(tmp_path / "log.jsonl", [replace(HEADER, optimizers=names), *both])
+    report = health([tmp_path])
+    found = [(one.code, one.evidence["optimizer"], one.evidence.get("ranks")) for one in report.findings]
+    assert found == [("AMP722", "optimizer", None), ("AMP722", "optimizer2", None)]
+    assert report.checks[0].headroom["steps"] == 41
+
+
 def test_a_threshold_is_moved(tmp_path):
     gentle = [StepLine(step=at, loss=2.0 + 0.01 * (at % 3), gradient_norm=0.5 + 0.01 * (at % 5)) for at in range(400)]
     jump = StepLine(step=400, loss=2.0, gradient_norm=5.0)
@@ -185,6 +196,15 @@ def test_a_damaged_checkpoint_beside_a_log_is_damaged(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         scan(tmp_path)
     assert "health" not in str(refused.value)
+
+
+def test_scan_of_a_folder_of_logs_says_what_reads_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.csv").write_text("step,train_loss\n1,2.0\n")
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*`ampdoctor health runs` reads it\."):
+        scan("runs")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor.errors import SickTrainingError, UsageError
+from ampdoctor.evidence.report.scaler import ScalerArguments
 from ampdoctor.workflows.doctor import Doctor, standing
+from ampdoctor.workflows.health import health
 
 
 class Net(nn.Module):
@@ -275,6 +277,28 @@ def test_a_scaler_of_another_class_is_told_when_it_is_named(tmp_path):
     assert scaler.skipped == 1
     assert watch.report.run["step"] == 2
     assert set(vars(scaler)) == {"factor", "skipped"}
+
+
+def test_the_log_has_the_settings_of_a_scaler_and_the_name_of_what_the_model_itself_returns(tmp_path, unreadable):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=77)
+    with ampdoctor.watch(folder=tmp_path, every=2):
+        for _ in range(6):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(16, 4)).pow(2).mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    report = health([tmp_path])
+    (run,) = report.health.runs
+    assert run.scalers[0].arguments == ScalerArguments(
+        init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=77
+    )
+    headers = [one for text in (tmp_path / "log.jsonl").read_text().splitlines() if (one := json.loads(text))]
+    names = next(one["tensors"] for one in reversed(headers) if one["kind"] == "run")
+    assert set(names) == {"weight", "bias", "(root)"}
 
 
 @pytest.mark.parametrize("sick", [(2,), (2, 5)])

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 
 import pytest
 import torch
 
 import ampdoctor
-from ampdoctor.evidence.run_log.lines import AlertLine, DetailLine, StepLine
+from ampdoctor.evidence.run_log.lines import AlertLine, DetailLine, RunLine, StepLine
 from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.workflows.alerting import Alerting
 from ampdoctor.workflows.health import health
+from tests.health.logs import stamped
 
 SICK = 90
 
@@ -44,6 +48,17 @@ def test_an_alert_is_a_line_a_sentence_and_a_call(tmp_path, caplog):
     assert [f.code for f in heard] == [line.finding.code for line in (alert, *later)]
     said, *_ = [record.message for record in caplog.records]
     assert said.startswith(f"warning AMP720 at step {SICK}: ")
+
+
+def test_of_several_optimizers_it_is_said_whose_step_it_was():
+    said = []
+    alerting = Alerting(lambda _: None, said.append, DEFAULT_THRESHOLDS)
+    alerting.hear(stamped(RunLine(name="gan", optimizers=("optimizer", "optimizer2"))))
+    for step in range(40):
+        for at in range(2):
+            loss = math.nan if (step, at) == (39, 1) else 2.0
+            alerting.hear(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0)))
+    assert [one.partition(":")[0] for one in said] == ["error AMP722 at step 39 of optimizer2"]
 
 
 def test_a_healthy_training_hears_nothing(tmp_path, caplog):

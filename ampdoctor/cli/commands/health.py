@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.options.export_options import ExportOptions
+from ampdoctor.cli.options.export_options import ExportOptions, files_of
 from ampdoctor.cli.options.flatten import flatten
 from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, refuse_empty
@@ -83,4 +83,6 @@ def health(
     if exporting.export and len(logs) > 1:
         raise UsageError(f"--export takes one LOG, and {len(logs)} were given: export each by itself")
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
-    return reporting(functools.partial(asked.work, exporting.exports(), logs, thresholds, output), output, gates, logs)
+    exports = exporting.exports()
+    work = functools.partial(asked.work, exports, logs, thresholds, output)
+    return reporting(work, output, gates, logs, also=files_of(exports))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,3 +36,8 @@ class ExportOptions:
             UsageError: One makes no sense, or its library is not installed.
         """
         return tuple(export_of(text) for text in self.export)
+
+
+def files_of(exports: Iterable[Export]) -> tuple[str, ...]:
+    """Return the files that exports write in folders that are there: those in others take nobody's place."""
+    return tuple(file for one in exports for file in one.files() if Path(file).parent.is_dir())

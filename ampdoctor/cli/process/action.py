@@ -35,6 +35,7 @@ from ampdoctor.errors import (
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Configuration, ErrorNote, Gate, Report
 from ampdoctor.evidence.to_write import to_be_written
+from ampdoctor.workflows.opening.outputs import refuse_of_log
 from ampdoctor.workflows.opening.request import Progress, SetAside
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
@@ -81,6 +82,7 @@ class Examination:
         gates: What its findings come to.
         inputs: What is read: none of it is written over.
         also: Files that `work` itself writes.
+        log: The folder in which `work` keeps a log, no part of which is written over; it need not exist yet.
         decided: What the configuration says.
     """
 
@@ -89,6 +91,7 @@ class Examination:
     gates: GateOptions
     inputs: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    log: str | None = None
     decided: Decided = field(default_factory=Decided)
 
     def __call__(self) -> Outcome:
@@ -104,6 +107,9 @@ class Examination:
         files = [*written, *(place.file for place in places if place.file != STDOUT)]
         # found before user code runs, which may go elsewhere; a saved report has the place where it was made
         placed = {} if self.decided.command == _SHOWING_AGAIN else place_in_repository()
+        if self.log is not None:
+            for file in files:
+                refuse_of_log(file, self.log)
         with to_be_written(files):
             try:
                 with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ampdoctor.cli.options.export_options import files_of
 from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions
 from ampdoctor.cli.process import ctrl_c, ending
@@ -18,6 +19,7 @@ from ampdoctor.cli.process.output import Destination, deliver, destinations
 from ampdoctor.cli.process.streams import STDOUT, note, report_on_stderr
 from ampdoctor.errors import AmpdoctorError, ForkedChildError
 from ampdoctor.evidence.report import Report
+from ampdoctor.health.sinks.table import Export
 from ampdoctor.live.script.running import run_script
 from ampdoctor.live.script.target import Script
 from ampdoctor.reports.words.sanitise import sentence
@@ -139,7 +141,9 @@ class WatchedRun(Examination):
 def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
     """Return the action that runs the script, watched, and judges and delivers what was seen."""
     files = () if script.kind == "module" else (script.named,)
-    return WatchedRun(work=_Job(script=script, request=request), output=output, gates=gates, inputs=files)
+    job = _Job(script=script, request=request)
+    exports = files_of(one for one in request.export if isinstance(one, Export))
+    return WatchedRun(work=job, output=output, gates=gates, inputs=files, also=exports, log=request.health)
 
 
 def _is_for_people(place: Destination) -> bool:

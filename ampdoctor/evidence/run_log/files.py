@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_NAME = re.compile(r"log(?:\.rank(?P<rank>[1-9][0-9]{0,8}))?(?:\.(?P<number>[1-9][0-9]{0,8}))?\.jsonl")
+_RANK_AND_NUMBER = r"(?:\.rank(?P<rank>[1-9][0-9]{0,8}))?(?:\.(?P<number>[1-9][0-9]{0,8}))?"
+_NAME = re.compile(rf"log{_RANK_AND_NUMBER}\.jsonl")
+_RUN_NAME = re.compile(rf"run{_RANK_AND_NUMBER}\.json")
 
 
 def log_name(rank: int, number: int | None = None) -> str:
@@ -27,6 +29,11 @@ def place_of(name: str) -> tuple[int, int | None] | None:
     if found is None:
         return None
     return int(found["rank"] or 0), int(found["number"]) if found["number"] else None
+
+
+def is_of_log(name: str) -> bool:
+    """Whether a file of this name is a part of a log, in the folder of one."""
+    return bool(_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name))
 
 
 def logs_in(names: Iterable[str]) -> dict[int, list[str]]:

@@ -46,6 +46,7 @@ _BELOW = (
     ("wandb", "*run-*"),
     ("ampdoctor-health", "*"),
     ("", "*"),
+    ("", "*/version_*"),  # Lightning's loggers that have a name
 )
 """Where runs keep their logs in a folder that has none itself: the folder, and the names in it, of which the latest
 counts."""
@@ -165,6 +166,15 @@ def has_log(path: Path) -> bool:
         return _in(str(path), _place(path)) is not None
     except CheckpointError:
         return False
+
+
+def has_log_below(path: Path) -> bool:
+    """Is there one in a folder above those of runs? What cannot be read is none."""
+    try:
+        find_log(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _place(path: Path) -> Place:

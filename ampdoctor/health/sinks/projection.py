@@ -102,12 +102,14 @@ class Projection:
 
     def _begin(self, whole: Stamped) -> None:
         header = whole.line if isinstance(whole.line, RunLine) else self._header
-        self._header = header
+        tensors, optimizers = (tuple(map(_encodable, names)) for names in (header.tensors, header.optimizers))
+        self._header = header = replace(header, tensors=tensors, optimizers=optimizers)
+        run_id = _encodable(whole.stamp.run_id)
         self.facts = RunFacts(
-            name=header.name or whole.stamp.run_id,
-            run_id=whole.stamp.run_id,
-            version=header.tool,
-            precision=header.precision or "",
+            name=_encodable(header.name) or run_id,
+            run_id=run_id,
+            version=_encodable(header.tool),
+            precision=_encodable(header.precision or ""),
             world_size=whole.stamp.world_size,
         )
 
@@ -212,7 +214,19 @@ def _alerts(whole: Stamped) -> Iterator[Alert]:
     findings = (line.finding,) if isinstance(line, AlertLine) else line.findings if isinstance(line, LookLine) else ()
     if isinstance(line, AlertLine | LookLine):
         for finding in findings:
-            yield Alert(step=line.step, time_ms=whole.stamp.time_ms, finding=finding)
+            said = replace(
+                finding,
+                name=_encodable(finding.name),
+                message=_encodable(finding.message),
+                help=_encodable(finding.help),
+                cause=None if finding.cause is None else _encodable(finding.cause),
+            )
+            yield Alert(step=line.step, time_ms=whole.stamp.time_ms, finding=said)
+
+
+def _encodable(text: str) -> str:
+    """A name as a file or a server can take it: of a lone half of a surrogate pair, which JSON can hold, its number."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _are_one(held: DetailLine, more: DetailLine) -> bool:

@@ -65,6 +65,10 @@ def _anything(_target: str) -> str | None:
     return None
 
 
+def _nothing(_target: str, _run: str) -> tuple[str, ...]:
+    return ()
+
+
 def _never(_target: str) -> bool:
     return False
 
@@ -81,6 +85,7 @@ class Kind:
         module: The library that it needs; None for none.
         is_path: The target is a path, and is meant from where the command was typed.
         often: Each step may be given to it; one that asks a server gets a step a second, which stands for those since.
+        writes: The files that a target comes to, which is a path, for a run of a name, as far as they are known.
         refuse: Says why a target makes no sense; None where it makes some.
         is_endpoint: Whether a target is no place to write to but one to be asked at, as long as a training runs.
     """
@@ -92,6 +97,7 @@ class Kind:
     module: str | None = None
     is_path: bool = False
     often: bool = True
+    writes: Callable[[str, str], tuple[str, ...]] = _nothing
     refuse: Callable[[str], str | None] = _anything
     is_endpoint: Callable[[str], bool] = _never
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,15 @@ class Export:
         """As it is typed."""
         return f"{self.kind.name}={self.target}"
 
+    @property
+    def is_path(self) -> bool:
+        """Whether the target is a path."""
+        return self.kind.is_path and not self.kind.is_endpoint(self.target)
+
+    def files(self, run: str = "") -> tuple[str, ...]:
+        """Returns the files that it writes for a run of this name, as far as their names are known."""
+        return self.kind.writes(self.target, run) if self.is_path else ()
+
     def begin(self, facts: RunFacts) -> Sink:
         """Makes the sink; its library is imported now."""
         return self.kind.begin(self.target, facts)
@@ -46,7 +56,8 @@ def export_of(text: str) -> Export:
     """Returns the sink that an `--export` names.
 
     Raises:
-        UsageError: There is no such kind, its target makes no sense, or its library is not installed.
+        UsageError: There is no such kind, its target makes no sense or is none that can be written, or its library is
+            not installed.
     """
     name, equals, target = text.partition("=")
     forms = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
@@ -60,5 +71,11 @@ def export_of(text: str) -> Export:
         raise UsageError(f"--export {text}: {refusal}")
     if kind.module is not None and find_spec(kind.module) is None:
         raise UsageError(f"--export {text}: {kind.module} is not installed: pip install 'ampdoctor[{kind.name}]'")
-    path = kind.is_path and not kind.is_endpoint(target)
-    return Export(kind, str(Path(target).expanduser().absolute()) if path else target)
+    asked = Export(kind, target)
+    if asked.is_path:
+        asked = Export(kind, str(Path(target).expanduser().absolute()))
+    for file in asked.files():
+        if os.path.exists(file) and not os.path.isfile(file):  # noqa: PTH110, PTH113 - these never raise
+            what = "a folder" if os.path.isdir(file) else "no regular file"  # noqa: PTH112 - the same
+            raise UsageError(f"--export {text}: cannot write {file}: it is {what}")
+    return asked

@@ -11,6 +11,7 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import METRICS, parts_of
 from ampdoctor.health.sinks.sink import Kind, RunFacts
 
+_FILES = ("steps.csv", "others.csv", "alerts.csv")
 _STEPS = ["step", "time_ms", "optimizer", *(m.name for m in METRICS.values() if m.of == "step" and not m.label)]
 _OTHERS = ["step", "time_ms", "optimizer", "metric", "label", "value"]
 _ALERTS = ["step", "time_ms", "severity", "code", "name", "message", "help"]
@@ -23,9 +24,9 @@ class CsvFiles:
         self._files: list[TextIO] = []
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        self._steps = self._begin(place / "steps.csv", _STEPS)
-        self._others = self._begin(place / "others.csv", _OTHERS)
-        self._alerts = self._begin(place / "alerts.csv", _ALERTS)
+        self._steps, self._others, self._alerts = (
+            self._begin(place / name, columns) for name, columns in zip(_FILES, (_STEPS, _OTHERS, _ALERTS), strict=True)
+        )
 
     def log(self, metrics: Mapping[str, float], step: int, *, time_ms: int) -> None:
         """As in `Sink`: what is of the step itself is one line, anything else a line each."""
@@ -70,4 +71,15 @@ def _text(value: float) -> str:
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
 
 
-KIND = Kind(name="csv", target="DIR", help="Files that a spreadsheet reads.", begin=CsvFiles, is_path=True)
+def _writes(folder: str, _run: str) -> tuple[str, ...]:
+    return tuple(str(Path(folder, name)) for name in _FILES)
+
+
+KIND = Kind(
+    name="csv",
+    target="DIR",
+    help="Files that a spreadsheet reads.",
+    begin=CsvFiles,
+    is_path=True,
+    writes=_writes,
+)

@@ -53,7 +53,7 @@ class OpenMetricsFile(_Exposed):
 
     def __init__(self, path: str, facts: RunFacts) -> None:
         super().__init__(facts)
-        self._path = Path(path)
+        self._path = Path(os.path.realpath(path))  # what a link leads to is written, and the link stays
         self.flush()
 
     def flush(self) -> None:
@@ -117,6 +117,10 @@ def _is_port(target: str) -> bool:
     return target.startswith(":")
 
 
+def _writes(target: str, _run: str) -> tuple[str, ...]:
+    return (target,)
+
+
 def _refuse(target: str) -> str | None:
     port = target[1:]
     if _is_port(target) and not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
@@ -130,6 +134,7 @@ KIND = Kind(
     help="For Prometheus: a file for node_exporter (*.prom) or in OpenMetrics, or an endpoint on 127.0.0.1.",
     begin=_begin,
     is_path=True,
+    writes=_writes,
     refuse=_refuse,
     is_endpoint=_is_port,
 )

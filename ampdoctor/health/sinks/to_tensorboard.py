@@ -55,6 +55,11 @@ def _as_folder(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip(".") or "run"
 
 
+def _writes(folder: str, run: str) -> tuple[str, ...]:
+    """One of a name that nothing else has, where it lies is known."""
+    return (os.path.join(folder, _as_folder(run), "events.out.tfevents"),)  # noqa: PTH118 - it may be s3://
+
+
 KIND = Kind(
     name="tensorboard",
     target="DIR",
@@ -62,4 +67,5 @@ KIND = Kind(
     begin=TensorBoard,
     module="tensorboard",
     is_path=True,
+    writes=_writes,
 )

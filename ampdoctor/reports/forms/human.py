@@ -174,9 +174,8 @@ def _finding(finding: Finding, console: Console, verbose: int, setting: Setting)
     head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
     show(head.append_text(text(f": {finding.message}")), console)
     rows = [("where", text(words.place(finding.where)))]
-    if finding.cause:
-        rows.append(("why", text(finding.cause.replace("_", " "))))
-    rows += _evidence(finding.evidence, verbose, labelled=finding.cause is not None)
+    why = [*map(text, words.why(finding)), *_evidence(finding.evidence, verbose)]
+    rows += [("" if index else "why", said) for index, said in enumerate(why)]
     if finding.prescription is not None:
         rows += _prescription(finding.prescription, verbose)
     if finding.help and not _says(finding.prescription, finding.help):
@@ -199,14 +198,14 @@ def _paste(prescription: Prescription, cause: str | None, setting: Setting, cons
             console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
 
 
-def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
+def _evidence(evidence: Mapping[str, Any], verbose: int) -> list[Text]:
     known = words.known(evidence)
     shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
     texts = [text(line) for key in shown for line in _figures(key, known[key])]
     hidden = len(known) - len(shown)
     if hidden:
         texts.append(text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
-    return [("" if labelled or index else "why", said) for index, said in enumerate(texts)]
+    return texts
 
 
 def _figures(key: str, item: Any) -> Iterable[str]:

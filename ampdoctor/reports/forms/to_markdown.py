@@ -111,8 +111,7 @@ def _overview(report: Report) -> Iterator[str]:
 
 def _finding(finding: Finding, setting: Setting) -> str:
     lines = [f"**where**: {prose(words.place(finding.where))}"]
-    if finding.cause:
-        lines.append(f"**why**: {prose(finding.cause.replace('_', ' '))}")
+    lines += [f"**why**: {prose(said)}" for said in words.why(finding)]
     lines += [
         f"**evidence**: {code(key)} = {code(words.record(item) if isinstance(item, Mapping) else words.value(item))}"
         for key, item in words.known(finding.evidence).items()

@@ -148,8 +148,14 @@ def _alike(found: Iterable[tuple[str, Sequence[tuple[Finding, T]]]]) -> list[lis
     return list(groups.values())
 
 
+def _ranks_of(finding: Finding) -> Sequence[int]:
+    """Those that a merged report names; of a log's finding `ranks` is how many they were."""
+    named = finding.evidence.get("ranks")
+    return named if isinstance(named, list | tuple) and named else [finding.where.rank]
+
+
 def _one_of_ranks(findings: Sequence[Finding]) -> Finding:
-    ranks = sorted({rank for one in findings for rank in one.evidence.get("ranks") or [one.where.rank]})
+    ranks = sorted({rank for one in findings for rank in _ranks_of(one)})
     kept = min(findings, key=lambda finding: (finding_order(finding), finding.where.rank))
     return replace(kept, evidence={**kept.evidence, "ranks": ranks}) if len(ranks) > 1 else kept
 

@@ -37,7 +37,7 @@ class FindingParts:
     Attributes:
         finding: The finding.
         place: Its address in a line.
-        cause: Its cause, "" if it has none.
+        why: Its cause and what moved first, as far as they are known; each a line.
         figures: Name and value of each number of its evidence.
         change: Its prescription, if it has one.
         others: The other changes that were tried.
@@ -46,7 +46,7 @@ class FindingParts:
 
     finding: Finding
     place: str
-    cause: str
+    why: tuple[str, ...]
     figures: tuple[tuple[str, str], ...]
     change: Change | None
     others: tuple[Change, ...]
@@ -62,7 +62,7 @@ def finding_parts(finding: Finding, setting: Setting) -> FindingParts:
     return FindingParts(
         finding=finding,
         place=words.place(finding.where),
-        cause=(finding.cause or "").replace("_", " "),
+        why=words.why(finding),
         figures=tuple(figure for key, item in words.known(finding.evidence).items() for figure in _figures(key, item)),
         change=change,
         others=tuple(_change(other, setting, finding.cause) for other in others),

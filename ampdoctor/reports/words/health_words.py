@@ -20,8 +20,13 @@ _FEW = 8
 
 def title(run: HealthRun) -> str:
     """Returns a run's name, with its log and its optimizer where these say more."""
-    optimizer = f", optimizer {run.optimizer}" if run.optimizer else ""
+    optimizer = f", {_optimizer(run.optimizer)}" if run.optimizer else ""
     return f"run {run.name}{optimizer} ({run.source})" if run.name != run.source else f"run {run.name}{optimizer}"
+
+
+def _optimizer(name: str) -> str:
+    """A name that says what it is, as that of the first one that a watch meets, is said once."""
+    return name if name.startswith("optimizer") else f"optimizer {name}"
 
 
 def run_line(run: HealthRun) -> str:

@@ -8,10 +8,27 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import SEVERITIES, Configuration, Prescription, PrescriptionStatus, Report, Verdict
+from ampdoctor.evidence.report import (
+    SEVERITIES,
+    Configuration,
+    Finding,
+    Prescription,
+    PrescriptionStatus,
+    Report,
+    Verdict,
+)
 from ampdoctor.evidence.thresholds.threshold import MovedThreshold
 from ampdoctor.evidence.where import Source, Where
 
+_MOVED_FIRST = {
+    "data": "the data",
+    "gradient": "the gradients",
+    "optimizer": "the optimizer's settings",
+    "scale": "the loss scale",
+    "logits": "the logits",
+    "hardware": "the hardware",
+}
+"""What the rules on runs over time say in their evidence, under `first`."""
 _PROOF: Mapping[PrescriptionStatus, str] = {
     "verified": (
         "verified by replay: from the same state the failure comes back without the change; "
@@ -175,12 +192,26 @@ def proof(prescription: Prescription) -> str:
     return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
 
 
+def why(finding: Finding) -> tuple[str, ...]:
+    """Return its cause, and what moved first where it is about a run over time; each a line."""
+    said = (finding.cause or "").replace("_", " ")
+    first = _moved_first(finding.evidence)
+    return tuple(line for line in (said, f"what moved first: {first}" if first else "") if line)
+
+
+def _moved_first(evidence: Mapping[str, Any]) -> str:
+    """In words; "" where it is not known, or `first` is something else."""
+    first = evidence.get("first")
+    return _MOVED_FIRST.get(first, "") if isinstance(first, str) else ""
+
+
 def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
     """Return what says something, by name: JSON sorts it, so that a report that was read back has it so.
 
-    What is None or empty is left out.
+    What is None or empty is left out, and what `why` says.
     """
-    said = {key: item for key, item in evidence.items() if item is not None}
+    told = {"first"} if _moved_first(evidence) else set()
+    said = {key: item for key, item in evidence.items() if item is not None and key not in told}
     return {key: said[key] for key in sorted(said) if not isinstance(said[key], Sized) or said[key]}
 
 

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from ampdoctor.errors import OutputError, UsageError
+from ampdoctor.evidence.run_log.files import is_of_log
 
 
 def refuse_unwritable(file: str) -> None:
@@ -58,6 +59,25 @@ def refuse_part(file: str, folder: str) -> None:
 
     if may_be_read(place.name):
         raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")
+
+
+def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
+    """Refuse to write where a part of a log of ours is, or will be.
+
+    Args:
+        file: The file to write.
+        folder: The log's; it need not exist yet.
+
+    Raises:
+        UsageError: The file has the name of a part, or the folder's own, or would lie below such a name.
+    """
+    try:
+        place, log = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    except (OSError, ValueError):  # a name that no file can have
+        return
+    inside = place.relative_to(log).parts[:1] if place.is_relative_to(log) else ()
+    if log.is_relative_to(place) or any(map(is_of_log, inside)):
+        raise UsageError(f"cannot write {file}: the run's log is kept there; name another file")
 
 
 def write_whole(file: str, data: bytes) -> None:

@@ -6,12 +6,14 @@ No torch here: the command line imports this file before it knows what is asked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.health.sinks.table import Export
+from ampdoctor.workflows.opening.outputs import refuse_of_log
 
 OnSick = Literal["record", "stop"]
 Look = Literal["auto", "sync", "off"]
@@ -45,7 +47,8 @@ class WatchRequest:
         thresholds: What counts as lost, as harmful, as too many.
 
     Raises:
-        UsageError: A number is too small, or `on_sick` or `look` is none of the above.
+        UsageError: A number is too small, `on_sick` or `look` is none of the above, or an export would write over the
+            log.
     """
 
     health: str
@@ -74,3 +77,6 @@ class WatchRequest:
             raise UsageError("on_sick stop ends the training after a look, and look off never looks: give one of them")
         if self.bundle_max < 1:
             raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")
+        for one in self.export:
+            for file in one.files(Path(self.health).name) if isinstance(one, Export) else ():
+                refuse_of_log(file, self.health)

@@ -171,6 +171,21 @@ def test_ctrl_c_gives_the_terminal_back(tmp_path):
     assert "Traceback" not in terminal.seen
 
 
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_a_kill_gives_the_terminal_back_and_kills(tmp_path, told):
+    log = Log(tmp_path / "run")
+    log.steps(3)
+    with Terminal("health", tmp_path / "run", "--follow") as terminal:
+        terminal.until(has("step 2"))
+        terminal.process.send_signal(told)
+        code, after = terminal.ends()
+    assert code == -told
+    assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
+    assert terminal.seen.count("\x1b[?25h") >= terminal.seen.count("\x1b[?25l")
+    assert has("step 2")(after)
+    assert "Traceback" not in terminal.seen
+
+
 def test_a_terminal_that_cannot_draw_gets_lines(tmp_path):
     log = Log(tmp_path / "run")
     log.steps(3)

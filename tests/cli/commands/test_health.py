@@ -48,6 +48,43 @@ def test_a_report_is_not_written_over_the_log(run, tmp_path):
     assert (done.returncode, log.read_bytes()) == (2, before)
 
 
+@pytest.mark.parametrize(
+    ("log", "export"),
+    [
+        ("run", "openmetrics=run/log.jsonl"),
+        ("run", "openmetrics=run/log.1.jsonl"),
+        ("run/log.jsonl", "openmetrics=run/log.jsonl"),
+        ("run", "openmetrics=run/run.json"),
+        ("run", "openmetrics=link"),
+        (".", "openmetrics=lightning_logs/version_0/metrics.csv"),
+        ("lightning_logs/version_0", "csv=lightning_logs/version_0"),
+        ("mine.csv", "openmetrics=mine.csv"),
+    ],
+)
+def test_an_export_is_not_written_over_the_log(run, tmp_path, log, export):
+    write(tmp_path / "run" / "log.1.jsonl", [HEADER, *steps(0, 20)])
+    write(tmp_path / "run" / "log.jsonl", steps(20, 40))
+    (tmp_path / "link").symlink_to("run/log.jsonl")
+    table = "step,loss\n" + "".join(f"{at},2.5\n" for at in range(40))
+    for name in ("mine.csv", "lightning_logs/version_0/metrics.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(table)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    done = run(log, "--export", export)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ampdoctor: error: ")
+    assert done.stderr.count("\n") == 1
+    after = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert {file: text for file, text in after.items() if "cache" not in file.parts} == before
+
+
+def test_an_export_may_lie_beside_the_log_that_it_is_of(run, tmp_path):
+    write(tmp_path / "run" / "log.jsonl", [HEADER, *steps(0, 40)])
+    for _ in range(2):
+        assert run("run", "--export", "csv=run", "--export", "openmetrics=run/run.prom").returncode == 0
+    assert len((tmp_path / "run" / "steps.csv").read_text().splitlines()) == 81
+
+
 def test_the_people_read_the_verdict_the_run_and_the_command_of_its_bundle(run, tmp_path):
     look = LookLine(step=40, verdict="sick", bundle="bundle-40", reason="the loss is not finite")
     scaled = [StepLine(step=at, loss=2.0, loss_scale=65536.0 if at else 131072.0, skipped=at == 0) for at in range(40)]

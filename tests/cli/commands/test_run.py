@@ -222,6 +222,29 @@ def test_the_script_has_its_handlers_and_no_torch_of_ours(run_cli, tmp_path):
     assert "ampdoctor" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--export", "openmetrics=kept/log.jsonl"),
+        ("--export", "openmetrics=kept/log.1.jsonl"),
+        ("--export", "csv=kept/log.jsonl"),
+        ("--export", "openmetrics=kept"),
+        ("--report", "json=kept/log.jsonl"),
+        ("--output", "kept/run.json"),
+        ("--export", "openmetrics=train.py"),
+    ],
+)
+def test_no_part_of_its_own_log_is_written_over_also_of_one_that_is_yet_to_be(run, watch, tmp_path, given):
+    for _ in range(2):
+        code, out, err = run("--health", "kept", *given, "train.py", "print('ran')")
+        assert (code, out) == (2, "")
+        assert "ampdoctor: error: " in err
+        assert "cannot write" in err
+        (tmp_path / "kept").mkdir(exist_ok=True)
+    assert watch.requests == []
+    assert run("--health", "kept", "--export", "csv=kept", "--report", "json=kept/a.json", "train.py", "")[0] == 0
+
+
 def test_where_the_log_goes_is_said_before_the_script_and_refused_before_it_runs(run, watch, tmp_path):
     code, _, err = run("--export", "csv=out", "--export", "openmetrics=:9105", "train.py", "")
     assert (code, err) == (0, "")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_lightnings_table(tmp_path):
     assert (kind, first.step, first.loss, first.learning_rates) == ("lightning", 9, 0.5, (0.01,))
     assert (second.step, second.learning_rates) == (19, (0.02,))
     assert math.isnan(second.loss)
+
+
+def test_lightnings_logger_that_has_a_name(tmp_path):
+    for version, loss in enumerate((0.5, 0.25)):
+        folder = tmp_path / "csv" / f"version_{version}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text(f"epoch,step,train_loss\n0,9,{loss}\n0,19,{loss}\n")
+        os.utime(folder / "metrics.csv", (version, version))
+    found = find_log(tmp_path)
+    assert found.folder == tmp_path / "csv" / "version_1"
+    assert [one.what for one in found.skipped] == ["csv/version_0"]
 
 
 MEGATRON = """\

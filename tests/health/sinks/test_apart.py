@@ -133,16 +133,20 @@ def test_one_that_dies_is_dropped_with_one_sentence(begin, tmp_path, said):
     assert sentence.endswith("ends here: its process has ended with code -9; the training goes on without it")
 
 
-def hanging(folder):
-    """A folder whose file is a pipe that nobody reads: it cannot be opened, ever."""
-    folder.mkdir()
-    os.mkfifo(folder / "steps.csv")
-    return f"csv={folder}"
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A sink whose library never comes back, as one that asks a server which does not answer."""
+    library = tmp_path / "libraries" / "wandb.py"
+    library.parent.mkdir()
+    library.write_text("import time\ntime.sleep(1e6)\n")
+    monkeypatch.setenv("PYTHONPATH", str(library.parent))
+    monkeypatch.syspath_prepend(library.parent)
+    return "wandb=hung"
 
 
 @pytest.mark.slow
-def test_one_that_never_returns_costs_nothing_and_is_ended(begin, tmp_path, said):
-    log = begin(hanging(tmp_path / "hung"), hung_seconds=1.0)
+def test_one_that_never_returns_costs_nothing_and_is_ended(begin, hanging, tmp_path, said):
+    log = begin(hanging, hung_seconds=1.0)
     until(lambda: process_of(log) is not None)
     pid = process_of(log).pid
     longest, end, step = 0.0, time.monotonic() + 120, 0
@@ -155,25 +159,21 @@ def test_one_that_never_returns_costs_nothing_and_is_ended(begin, tmp_path, said
         if step % 10 == 0:
             time.sleep(0.001)
     assert longest < 0.9
-    assert said == [
-        f"the export csv={tmp_path}/hung ends here: it has not come back for 1 s; the training goes on without it"
-    ]
+    assert said == ["the export wandb=hung ends here: it has not come back for 1 s; the training goes on without it"]
     until(lambda: is_gone(pid))
     assert log.close()
     assert steps(tmp_path / "log") == list(range(step))
 
 
-def test_at_the_end_it_is_waited_for_as_long_as_was_said(begin, tmp_path, said):
-    log = begin(hanging(tmp_path / "hung"), farewell_seconds=1.0)
+def test_at_the_end_it_is_waited_for_as_long_as_was_said(begin, hanging, said):
+    log = begin(hanging, farewell_seconds=1.0)
     log.write(StepLine(step=0))
     until(lambda: process_of(log) is not None)
     pid = process_of(log).pid
     began = time.monotonic()
     assert log.close()
     assert 0.9 < time.monotonic() - began < 20
-    assert said == [
-        f"the export csv={tmp_path}/hung ends here: it has not finished within 1 s; the training goes on without it"
-    ]
+    assert said == ["the export wandb=hung ends here: it has not finished within 1 s; the training goes on without it"]
     until(lambda: is_gone(pid))
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import OutputError, UsageError
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+from ampdoctor.evidence.run_log.lines import AlertLine, RunLine, StepLine
 from ampdoctor.health.sinks.exporting import Exporter, export
 from ampdoctor.health.sinks.sink import RunFacts
 from ampdoctor.health.sinks.table import KINDS, Export, export_of
@@ -381,6 +382,22 @@ def test_paths_are_meant_from_where_the_command_was_typed(tmp_path, monkeypatch)
     assert str(export_of("mlflow=a=b")) == "mlflow=a=b"
 
 
+@pytest.mark.parametrize("text", ["openmetrics=pipe", "csv=folder", "openmetrics=folder"])
+def test_nothing_but_a_file_is_replaced_and_no_pipe_is_waited_for(text, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder/steps.csv"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match=r"cannot write .*: it is (no regular file|a folder)$"):
+        export_of(text)
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
+    (tmp_path / "link.prom").symlink_to("file.prom")
+    export(a_run(), [export_of("openmetrics=link.prom")])
+    assert (tmp_path / "link.prom").is_symlink()
+    assert "ampdoctor_loss" in (tmp_path / "file.prom").read_text()
+
+
 def test_no_library_is_imported_before_it_is_needed():
     script = (
         "import sys\nfrom ampdoctor.health.sinks.table import KINDS, export_of\nexport_of('csv=x')\n"
@@ -394,6 +411,18 @@ def test_no_library_is_imported_before_it_is_needed():
 def test_an_endpoint_is_no_place_for_a_log():
     with pytest.raises(UsageError, match="an endpoint is asked while a training runs"):
         export(a_run(), [export_of("openmetrics=:9105")])
+
+
+@pytest.mark.parametrize("text", ["csv=out", "openmetrics=out.prom", "openmetrics=out.om"])
+def test_a_name_that_no_file_can_hold_is_written_by_number(text, tmp_path):
+    half = "a\ud800b"
+    header = RunLine(name=half, tensors=(half,), optimizers=("first", half))
+    look = DetailLine(step=0, optimizer=1, tensors=(TensorDetail(tensor=0, role="gradient", zero_share=0.5),))
+    said = AlertLine(step=0, finding=finding(message=half, help=half, name=half, cause=half))
+    lines = [stamped(header), stamped(StepLine(step=0, loss=1.0, optimizer=1)), stamped(look), stamped(said)]
+    export(lines, [export_of(text)])
+    written = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
+    assert any("a\\ud800b" in one.replace("\\\\", "\\") for one in written)
 
 
 def test_one_that_fails_costs_the_others_nothing_and_is_said(tmp_path):

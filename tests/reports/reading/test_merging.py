@@ -98,6 +98,12 @@ def test_files_of_one_folder_are_named_from_it_and_annotated_from_the_root():
     assert uris(merged) == ["training/runs/a", "training/runs/b"]
 
 
+def test_a_finding_that_a_log_has_of_several_ranks_stays_as_it_is():
+    counted = replace(OVERFLOW, evidence={**OVERFLOW.evidence, "ranks": 2})
+    report = replace(SICK, findings=(counted,))
+    assert merge_reports([report, report]).findings[0].evidence["ranks"] == 2
+
+
 def test_ranks_are_of_one_job_whichever_clone_they_run_in():
     ranks = [replace(SICK, findings=(of_rank(OVERFLOW, rank),)) for rank in range(2)]
     merged = merge_reports([placed(report, "training", f"/node{rank}") for rank, report in enumerate(ranks)])

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.report import Report
+import pytest
+
+from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.report.health import (
     ActionMark,
     CheckpointMark,
@@ -14,8 +16,12 @@ from ampdoctor.evidence.report.health import (
     ScalerHistory,
 )
 from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
+from ampdoctor.evidence.where import Where
+from ampdoctor.reports.forms.canvas import Canvas
+from ampdoctor.reports.forms.formats import renderer
+from ampdoctor.reports.forms.sections.health_on_page import bundles
 from ampdoctor.reports.forms.to_markdown import render_markdown
-from ampdoctor.reports.words import health_words
+from ampdoctor.reports.words import health_words, words
 from ampdoctor.reports.words.next_step import next_step
 
 RUN = HealthRun(
@@ -39,6 +45,7 @@ def test_a_run_in_a_line():
     )
     assert health_words.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
     assert health_words.title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
+    assert health_words.title(replace(RUN, optimizer="optimizer2")) == "run small, optimizer2 (logs/small)"
 
 
 def test_a_scaler_in_two_lines():
@@ -76,3 +83,36 @@ def test_what_comes_next_after_a_healthy_run_is_the_same_command_in_ci():
     assert str(next_step(report)).endswith("ampdoctor health logs/small --fail-on warning")
     several = replace(report, target={"paths": ["a", "b c"]})
     assert str(next_step(several)).endswith("ampdoctor health a 'b c' --fail-on warning")
+
+
+@pytest.mark.parametrize("first", ["data", "gradient", "optimizer", "scale", "logits", "hardware"])
+def test_what_moved_first_is_a_line_of_its_own_in_every_form(first):
+    where, evidence = Where(step=1, phase="loss", file=RUN.source), {"first": first, "usual": 2.0}
+    jump = Finding(
+        code="AMP720", name="gradient-jump", severity="warning", message="Up.", where=where, evidence=evidence
+    )
+    report = Report(command="health", target={}, verdict="healthy", findings=(jump,), health=HealthSection(runs=(RUN,)))
+    canvas = Canvas(width=100, stream=None, color="never")
+    for form in ("human", "markdown", "html"):
+        text = renderer(form)(report, canvas)
+        assert "what moved first: the " in text
+        assert f"first = {first}" not in text
+        assert "<dt>first</dt>" not in text
+
+
+def test_a_number_that_is_called_first_stays_a_number():
+    where = Where(step=1, phase="loss")
+    odd = Finding(code="AMP903", name="x", severity="note", message="m", where=where, evidence={"first": 2.5})
+    assert words.why(odd) == ()
+    assert words.known(odd.evidence) == {"first": 2.5}
+
+
+def test_a_bundle_stands_under_the_findings_of_its_own_step():
+    look = LookMark(step=2, verdict="sick", bundle="bundle-2", command="ampdoctor bisect-nan bundle-2")
+    findings = tuple(
+        Finding(code="AMP722", name="x", severity="error", message="m", where=Where(step=at, phase="loss"))
+        for at in (1, 2)
+    )
+    section = HealthSection(runs=(replace(RUN, looks=(look,)),))
+    report = Report(command="health", target={}, verdict="sick", findings=findings, health=section)
+    assert bundles(report) == {1: look}

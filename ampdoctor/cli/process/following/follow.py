@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from ampdoctor.cli.process.following.live_view import event_line, status_line, view
@@ -15,7 +18,8 @@ from ampdoctor.health.following import Follower
 from ampdoctor.health.latest import Latest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
     from rich.console import Console
     from rich.text import Text
@@ -28,6 +32,8 @@ FRAME_S = 0.25
 """Between two looks: an eye does not read faster, and a log is a twentieth of a second behind its training."""
 _EVERY = 100
 """Steps from one plain line to the next."""
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""What ends a process without a word: a `kill`, and a terminal that is closed."""
 _SLOW_S = 60.0
 """Seconds after which a step is said anyway: some take minutes."""
 
@@ -60,7 +66,8 @@ def follow(
     follower, latest = Follower(log), Latest(thresholds=thresholds)
     if stream is not None and _is_drawn_on(stream) and not output.quiet:
         try:
-            _draw(follower, latest, _Picture(stream, output.color, log), pause)
+            with _told_to_end():
+                _draw(follower, latest, _Picture(stream, output.color, log), pause)
         except OSError as error:
             raise OutputError(f"the terminal cannot be written: {error.strerror or error}") from None
     else:
@@ -75,6 +82,36 @@ def _noted(text: str) -> None:
 def _is_drawn_on(stream: TextIO) -> bool:
     """Whether a stream is a terminal on which a picture can be drawn anew."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and sys.platform != "win32"
+
+
+class _ToldToEnd(KeyboardInterrupt):
+    """A signal that ends a process has come; for process 1 of a container it does not, and it is as Ctrl-C there."""
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Lets what runs inside clean up before one of these signals ends the process, as it ends every other command.
+
+    One that is ignored (`nohup`), or somebody else's, stays so.
+    """
+    came: list[int] = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        if not came:  # another one while the first is being obeyed changes nothing
+            came.append(number)
+            raise _ToldToEnd
+
+    mine = threading.current_thread() is threading.main_thread()
+    taken = [one for one in _ENDING if mine and signal.getsignal(one) == signal.SIG_DFL]
+    try:
+        for one in taken:
+            signal.signal(one, end)
+        yield
+    finally:
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), came[0])
 
 
 class _Lines:

@@ -95,7 +95,7 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
         "warning",
         f"The {'loss and the gradient norm have' if worst == of_both else f'{what} has'} climbed: the {what} of the "
         f"last {SPANS[0]} steps is {course.latest:.4g}, usual is {course.usual:.4g} (over up to {SPANS[-1]} steps, in "
-        f"robust deviations: loss {loss:+.1f}, gradient norm {norm:+.1f}).",
+        f"robust deviations, of which a step counts {MOST:.0f} at most: loss {loss:+.1f}, gradient norm {norm:+.1f}).",
         step=moment.line.step,
         first=moment.first("gradient" if norm > loss else "data"),
         phase="backward" if norm > loss else "loss",

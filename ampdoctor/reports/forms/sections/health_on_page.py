@@ -59,13 +59,13 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
 
 
 def bundles(report: Report) -> dict[int, LookMark]:
-    """Return the first look at or after each finding's step that has left a bundle, by the finding's number."""
+    """Return the look at each finding's own step that has left a bundle, by the finding's number."""
     section, found = report.health, {}
     for alert in alerts(section, report.findings) if section else ():
         looks = section.runs[alert["run"]].looks if section else ()
-        later = [look for look in looks if look.bundle and look.step >= alert["step"]]
-        if later:
-            found[alert["finding"]] = min(later, key=lambda look: look.step)
+        of_it = next((look for look in looks if look.bundle and look.step == alert["step"]), None)
+        if of_it is not None:
+            found[alert["finding"]] = of_it
     return found
 
 
