@@ -195,6 +195,14 @@ def test_when_deepspeed_divides(changed, division):
         ("x.sh", "echo nothing", "says nothing of a batch: it is none of a DeepSpeed JSON"),
         ("x.sh", "--micro-batch-size $MBS --global-batch-size 8", r"the shell's \$MBS"),
         ("x.sh", "--micro-batch-size 4k", "not '4k'"),
+        ("x.yaml", "micro_batch_size: 2\ngradient_accumulation_steps: 8\n", "neither Megatron-LM's nor Trainer's"),
+        ("x.yaml", "output_dir: out\nfp16: 'false'\n", "without quotes: Trainer takes every text for true"),
+        ("x.yaml", "output_dir: out\nbf16: 3\n", "bf16 is true or false, not 3"),
+        ("x.yaml", "output_dir: out\nfsdp: half_shard\n", "fsdp is one of FULL_SHARD, .*, not 'half_shard'"),
+        ("x.yaml", "output_dir: out\nfsdp: {a: 1}\n", "fsdp is true, or words, not a table"),
+        ("x.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}\n", "HYBRID_SHARD_ZERO2, not 6"),
+        ("x.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: true}\n", "0, 1, 2 or 3, not True"),
+        ("x.sh", "--micro-batch-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy all", "not all"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, sentence):
@@ -312,6 +320,11 @@ def test_what_trainer_cuts(more, stage):
     said = read_settings(json.dumps({**TRAINER, "fsdp": None, **more}), "args.json")
     assert said.shard_stage == stage
     assert said.within_node is ("hybrid_shard auto_wrap" in more.values())
+
+
+def test_keys_that_are_no_words_are_no_matter():
+    text = "output_dir: out\nfsdp: true\nfsdp_config: {1: 2, fsdp_reshard_after_forward: false}\n"
+    assert read_settings(text, "args.yaml").shard_stage == 2
 
 
 def test_what_of_the_cut_stands_elsewhere_is_said():

@@ -31,7 +31,7 @@ def trainer_arguments(table: Mapping[str, Any], name: str) -> BatchSettings:
     Raises:
         UsageError: A number that is none, or words that Trainer does not know.
     """
-    precision = half_of(name, fp16=yes(table, "fp16", name), bf16=yes(table, "bf16", name))
+    precision = half_of(name, fp16=_switch(table, "fp16", name), bf16=_switch(table, "bf16", name))
     deepspeed = table.get("deepspeed")
     cut = fsdp_of_trainer(table, name)
     notes = [_TOKENS, *cut.notes]
@@ -68,6 +68,12 @@ def trainer_arguments(table: Mapping[str, Any], name: str) -> BatchSettings:
         fixed_total=bool(shared),
         notes=tuple(notes),
     )
+
+
+def _switch(table: Mapping[str, Any], key: str, name: str) -> bool | None:
+    if isinstance(table.get(key), str):
+        raise UsageError(f"{name}: {key} is true or false without quotes: Trainer takes every text for true")
+    return yes(table, key, name)
 
 
 def _split_batches(table: Mapping[str, Any], name: str) -> bool | None:

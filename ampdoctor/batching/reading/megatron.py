@@ -68,6 +68,11 @@ def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:
     micro = count(table, "micro_batch_size", name)
     if micro is None:
         raise UsageError(f"{name}: Megatron-LM does not start without a micro-batch-size")
+    if "gradient_accumulation_steps" in table and "global_batch_size" not in table:
+        raise UsageError(
+            f"{name}: micro_batch_size beside gradient_accumulation_steps is neither Megatron-LM's nor Trainer's: say "
+            "them by --micro-batch and --accumulation"
+        )
     notes = []
     if table.get("rampup_batch_size"):
         notes.append("rampup-batch-size: the plan is for the batch at its end; each one on the way has to divide too.")

@@ -84,7 +84,7 @@ def fsdp_of_trainer(table: Mapping[str, Any], name: str) -> Cut:
             "cuts them; --shard-stage says otherwise."
         )
         return Cut(stage=kept.stage, within_node=kept.within_node, notes=(note,))
-    more = {key.removeprefix("fsdp_"): value for key, value in table_in(table, "fsdp_config", name).items()}
+    more = {str(key).removeprefix("fsdp_"): value for key, value in table_in(table, "fsdp_config", name).items()}
     reshard = more.get("reshard_after_forward")
     return _cut(strategy, "fsdp", name) if reshard is None else _cut(reshard, "reshard_after_forward", name)
 
