@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -27,8 +28,10 @@ def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> 
     each, left = divmod(global_batch, data_parallel)
     if left:
         return ()
+    small = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
+    sizes = sorted({*small, *(each // size for size in small)}, reverse=True)
     return tuple(
         BatchPlan(micro_batch=micro, accumulation=each // micro, data_parallel=data_parallel)
-        for micro in range(min(max_micro_batch, each), 0, -1)
-        if each % micro == 0
+        for micro in sizes
+        if micro <= max_micro_batch
     )

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.gradient_shift import GradientShift, Reduction, gradient_shift
 from ampdoctor.batching.last_window import last_window
-from ampdoctor.batching.reductions import STACKS, fsdp_factors, moved
+from ampdoctor.batching.reductions import STACKS
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.evidence.report.plan import PlanChange
-from ampdoctor.scaling.shifts import Division
+from ampdoctor.scaling.shifts import Division, divisors, reduction_shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class Step:
         """Whether the global batch stays."""
         return self.before.global_batch == self.after.global_batch
 
-    @property
-    def no_scale(self) -> bool:
-        """Whether the job is known to have no loss scale."""
-        return self.said.precision not in (None, "fp16")
+
+def has_scale(said: BatchSettings) -> bool:
+    """Whether the job may have a loss scale: it is in fp16, or nobody has said what it is in."""
+    return said.precision in (None, "fp16")
 
 
 def changes(step: Step) -> tuple[PlanChange, ...]:
@@ -63,8 +63,8 @@ def _learning_rate(step: Step) -> Iterator[PlanChange]:
         yield PlanChange(
             what="learning rate",
             figure="x 1",
-            said="It follows the global batch, which stays. Scaling it with the devices, here by "
-            f"{ratio:.3g}, is the known mistake.",
+            said="It follows the global batch, which stays."
+            + ("" if ratio == 1 else f" Scaling it with the devices, here by {ratio:.3g}, is the known mistake."),
         )
         return
     batch = step.after.global_batch / step.before.global_batch
@@ -78,7 +78,7 @@ def _learning_rate(step: Step) -> Iterator[PlanChange]:
 
 def _half_gradients(step: Step) -> Iterator[PlanChange]:
     precision = step.said.precision
-    if step.no_scale:
+    if not has_scale(step.said):
         yield PlanChange(
             what="gradients' range",
             figure="no loss scale",
@@ -128,17 +128,21 @@ def _loss_scale(shift: float) -> str:
     if shift > 0:
         return (
             "Keeps fp16's activation gradients where they are. A dynamic scaler grows there by itself, "
-            f"{math.ceil(shift)} growth intervals later; until then that much more is flushed. A saved profile "
-            "(--profile) says how much, layer by layer."
+            f"{_counted(math.ceil(shift), 'growth interval')} later; until then that much more is flushed. A saved "
+            "profile (--profile) says how much, layer by layer."
         )
     return (
         "Keeps fp16's activation gradients where they are. At the old scale they are larger: a dynamic scaler skips "
-        f"about {math.ceil(-shift)} steps on its way down."
+        f"about {_counted(math.ceil(-shift), 'step')} on its way down."
     )
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _reduces(step: Step) -> Iterator[PlanChange]:
-    if step.no_scale:
+    if not has_scale(step.said):
         return
     before, after = step.before.data_parallel, step.after.data_parallel
     if before == after:
@@ -160,15 +164,16 @@ def _reduces(step: Step) -> Iterator[PlanChange]:
 
 
 def _figure(before: int, after: int, division: Division) -> str:
-    if division == "split":
-        (pre, post), (new_pre, new_post) = fsdp_factors(before), fsdp_factors(after)
-        return f"/{pre} sum /{post:g} -> /{new_pre} sum /{new_post:g}"
-    order = "/{} sum" if division == "before" else "sum /{}"
-    return f"{order.format(before)} -> {order.format(after)}"
+    return f"{_order(before, division)} -> {_order(after, division)}"
+
+
+def _order(ranks: int, division: Division) -> str:
+    first, then = divisors(ranks, division)
+    return f"/{first} sum /{then:g}" if division == "split" else f"/{first} sum" if then == 1 else f"sum /{then:g}"
 
 
 def _said(before: int, after: int, division: Division) -> str:
-    then, now = moved(before, after, division)
+    then, now = reduction_shift(before, division), reduction_shift(after, division)
     flush = f"what is divided first flushes {then.lowest:.3g} -> {now.lowest:.3g} binades earlier"
     over = f"the sum overflows {-then.highest:.3g} -> {-now.highest:.3g} binades earlier at worst"
     parts = [flush] if division == "before" else [over] if division == "after" else [flush, over]
@@ -177,14 +182,29 @@ def _said(before: int, after: int, division: Division) -> str:
 
 def _token_averages(step: Step) -> Iterator[PlanChange]:
     means = [plan.accumulation * plan.data_parallel for plan in (step.before, step.after)]
-    said = (
-        "Divided by the tokens of the whole step (transformers since 4.46, Megatron-LM's per-token loss): each token "
-        "weighs the same under every plan."
-        if step.said.reduction == "tokens"
-        else "A loss that is a mean over the tokens of a micro-batch weighs a token by 1 / its micro-batch's tokens: "
-        "where lengths differ, another number of means is another objective. Divide by the step's tokens instead."
-    )
-    yield PlanChange(what="token-weighted averages", figure=f"{means[0]} -> {means[1]} means", said=said)
+    if step.said.reduction == "tokens":
+        figure = "whole step"
+        said = (
+            "Divided by the tokens of the whole step (transformers since 4.46): each token weighs the same under every "
+            "plan."
+        )
+    elif step.said.reduction == "sum":
+        figure = "whole step"
+        said = (
+            "A sum weighs each token alike under every plan, and Megatron-LM's per-token loss divides it by the step's "
+            "tokens at the end. A reduce that takes the mean over ranks divides it by these, "
+            f"{step.before.data_parallel} -> {step.after.data_parallel}: so it does in DDP."
+        )
+    elif means[0] == means[1] and step.same_batch:
+        figure = f"{means[0]} means, as before"
+        said = "Over micro-batches of the same size: a token weighs what it did."
+    else:
+        figure = f"{means[0]} -> {means[1]} means"
+        said = (
+            "A loss that is a mean over the tokens of a micro-batch weighs a token by 1 / its micro-batch's tokens: "
+            "where lengths differ, another number of means is another objective. Divide by the step's tokens instead."
+        )
+    yield PlanChange(what="token-weighted averages", figure=figure, said=said)
 
 
 def _per_micro_batch(step: Step) -> Iterator[PlanChange]:

@@ -37,7 +37,10 @@ def _transformers(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
         ")",
         f"assert args.train_batch_size * args.gradient_accumulation_steps * {ranks} == {plan.global_batch}",
     )
-    notes = ("the last line is no part of transformers, which never checks the product: it stops where ranks differ",)
+    notes = (
+        f"with split_batches per_device_train_batch_size is that of all ranks: {plan.micro_batch * plan.data_parallel}",
+        "the last line is no part of transformers, which never checks the product: it stops where ranks differ",
+    )
     return _emitted("transformers", "python", lines, notes)
 
 

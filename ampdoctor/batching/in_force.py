@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
+from ampdoctor.batching.cluster import Cluster
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
 
@@ -45,10 +46,25 @@ def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -
         if left or not each:
             raise UsageError(f"{shared} are not cut into {steps} micro-batches evenly: that is not what is in force")
         return BatchPlan(micro_batch=each, accumulation=steps, data_parallel=data_parallel), DERIVED
+    if batch % data_parallel:
+        raise UsageError(
+            f"{shared} are not even, which no job has in force: check --global-batch and --gpus, or leave --gpus "
+            "out to plan for --to-gpus alone"
+        )
     plans = exact_plans(batch, data_parallel, batch if most is None else most)
     if not plans:
-        raise UsageError(f"{shared} are not even: say what is in force by --micro-batch and --accumulation")
+        raise UsageError("not one sample fits a device of the job in force: check its memory, or say its --micro-batch")
     return plans[0], ASSUMED
+
+
+def is_only_asked(said: BatchSettings, before: Cluster | None, after: Cluster) -> bool:
+    """Whether nothing is in force: one cluster is named, nothing says how it cuts the batch, and it cannot evenly.
+
+    Such a job there is not; somebody asks what this cluster can do.
+    """
+    cut = said.micro_batch is not None or said.accumulation is not None
+    batch = said.global_batch
+    return before == after and not cut and batch is not None and batch > 0 and batch % after.data_parallel > 0
 
 
 def global_batch_of(said: BatchSettings, plan: BatchPlan | None) -> int:

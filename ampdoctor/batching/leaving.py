@@ -18,109 +18,114 @@ _UNCHECKED = {
     "lightning": "the data loader's batch x accumulate_grad_batches x ranks is never checked",
     "torchrun": "a loop of one's own starts on any WORLD_SIZE",
 }
+_ALL_THREE = (
+    "all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps are given, and an "
+    "assertion holds their product to the ranks"
+)
 
 
 def left_as_it_is(plan: BatchPlan, data_parallel: int, said: BatchSettings) -> tuple[LeftAsItIs, ...]:
     """Returns what becomes of the batch if nobody edits the settings.
 
     Args:
-        plan: The plan in force.
+        plan: The plan in force, whose batch is to be kept.
         data_parallel: Ranks of the new cluster that see other samples.
-        said: The configuration that was read: only its framework is spoken of. Where none was, each framework is, with
-            its usual way of saying the batch.
+        said: The configuration that was read, as it stands: only its framework is spoken of. Where none was, each
+            framework is, with its usual way of saying the batch.
     """
     of = PLAN_FRAMEWORKS if said.framework is None else (said.framework,)
-    return tuple(_left(framework, plan, data_parallel, said) for framework in of)
+    known = said if said.framework is not None else _usual(plan)
+    return tuple(_Left(framework, plan, data_parallel, known).outcome() for framework in of)
 
 
-def _left(framework: PlanFramework, plan: BatchPlan, ranks: int, said: BatchSettings) -> LeftAsItIs:
-    known = said if said.framework is not None else _usual(framework, plan)
-    if framework == "deepspeed":
-        return _deepspeed(plan, ranks, known)
-    if framework in ("megatron", "torchtitan") and known.global_batch is not None:
-        return _accumulation_derived(framework, plan, ranks, known)
-    if framework == "accelerate" and known.fixed_total:
-        return _fixed_total(plan, ranks)
-    why = _UNCHECKED.get(framework, "without a global batch, it is what the ranks make of the micro-batch")
-    return _silent(framework, plan, ranks, why)
+def _usual(plan: BatchPlan) -> BatchSettings:
+    return BatchSettings(global_batch=plan.global_batch, micro_batch=plan.micro_batch)
 
 
-def _usual(framework: PlanFramework, plan: BatchPlan) -> BatchSettings:
-    return BatchSettings(framework=framework, global_batch=plan.global_batch, micro_batch=plan.micro_batch)
+class _Left:
+    """One framework's settings on other ranks. What they do not say is as in the plan in force.
 
+    Args:
+        framework: Whose.
+        plan: The plan in force.
+        ranks: The new ones.
+        said: The settings.
+    """
 
-def _deepspeed(plan: BatchPlan, ranks: int, said: BatchSettings) -> LeftAsItIs:
-    if said.global_batch is None:
-        return _silent("deepspeed", plan, ranks, "train_batch_size is not given, and follows the ranks")
-    if said.micro_batch is not None and said.accumulation is not None:
-        same = ranks == plan.data_parallel
-        return LeftAsItIs(
-            framework="deepspeed",
-            outcome="kept" if same else "refused",
-            global_batch=plan.global_batch if same else None,
-            said="all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps are "
-            "given, and an assertion holds their product to the ranks",
+    def __init__(self, framework: PlanFramework, plan: BatchPlan, ranks: int, said: BatchSettings) -> None:
+        self._framework = framework
+        self._plan = plan
+        self._ranks = ranks
+        self._said = said
+        self._micro = said.micro_batch or plan.micro_batch
+        self._steps = said.accumulation or plan.accumulation
+
+    def outcome(self) -> LeftAsItIs:
+        """Returns what becomes of the batch."""
+        said = self._said
+        if self._framework == "deepspeed":
+            return self._deepspeed()
+        if self._framework in ("megatron", "torchtitan") and said.global_batch is not None:
+            return self._derived_accumulation(said.global_batch)
+        if self._framework in ("accelerate", "transformers") and said.fixed_total:
+            return self._shared_batch()
+        why = _UNCHECKED.get(self._framework, "without a global batch, it is what the ranks make of the micro-batch")
+        return self._as_ranks_have_it(why)
+
+    def _deepspeed(self) -> LeftAsItIs:
+        said = self._said
+        if said.global_batch is None:
+            return self._as_ranks_have_it("train_batch_size is not given, and follows the ranks")
+        if said.filled or (said.micro_batch is not None and said.accumulation is not None):
+            if self._micro * self._steps * self._ranks != said.global_batch:
+                return self._refused(_ALL_THREE)
+            return self._trains(said.global_batch, _ALL_THREE)
+        if said.micro_batch is not None:
+            return self._derived_accumulation(said.global_batch)
+        steps = said.accumulation or 1
+        micro = said.global_batch // self._ranks // steps
+        if not micro or micro * steps * self._ranks != said.global_batch:
+            return self._refused("the micro-batch is derived by floor division, and an assertion refuses it")
+        then = self._was(said.global_batch, steps)
+        return self._trains(
+            said.global_batch, f"the micro-batch is derived, {then}{micro}, whether it fits a device or not"
         )
-    if said.micro_batch is not None:
-        return _accumulation_derived("deepspeed", plan, ranks, said)
-    steps = plan.accumulation if said.accumulation is not None else 1
-    micro = plan.global_batch // ranks // steps
-    if micro and micro * steps * ranks == plan.global_batch:
-        return LeftAsItIs(
-            framework="deepspeed",
-            outcome="kept",
-            global_batch=plan.global_batch,
-            said=f"the micro-batch is derived, {plan.micro_batch} -> {micro}, whether it fits a device or not",
+
+    def _derived_accumulation(self, batch: int) -> LeftAsItIs:
+        steps, left = divmod(batch, self._micro * self._ranks)
+        if steps and not left:
+            return self._trains(batch, f"the accumulation is derived, {self._was(batch, self._micro)}{steps}")
+        if steps and self._said.rounds_down:
+            return self._trains(
+                steps * self._micro * self._ranks,
+                "--decrease-batch-size-if-needed rounds it down, and says so once in rank 0's log",
+            )
+        return self._refused(f"an assertion refuses a batch that is no multiple of {self._micro} x {self._ranks} ranks")
+
+    def _shared_batch(self) -> LeftAsItIs:
+        """With `split_batches` the loader's batch is that of all ranks, who share it."""
+        batch = self._said.global_batch
+        total = self._micro * self._plan.data_parallel if batch is None else batch // self._steps
+        if total % self._ranks:
+            return self._refused(f"split_batches shares a batch of {total}, which has to be a multiple of the ranks")
+        then = self._was(total, 1)
+        return self._trains(
+            total * self._steps,
+            f"split_batches shares a batch of {total}: the micro-batch is derived, {then}{total // self._ranks}, "
+            "whether it fits a device or not",
         )
-    return _refused("deepspeed", "the micro-batch is derived by floor division, and an assertion refuses it")
 
+    def _was(self, batch: int, other: int) -> str:
+        """The size that is derived beside another, on the ranks in force; nothing where these could not share it."""
+        size, left = divmod(batch, self._plan.data_parallel * other)
+        return "" if left else f"{size} -> "
 
-def _accumulation_derived(framework: PlanFramework, plan: BatchPlan, ranks: int, said: BatchSettings) -> LeftAsItIs:
-    steps, left = divmod(plan.global_batch, plan.micro_batch * ranks)
-    if steps and not left:
-        return LeftAsItIs(
-            framework=framework,
-            outcome="kept",
-            global_batch=plan.global_batch,
-            said=f"the accumulation is derived, {plan.accumulation} -> {steps}",
-        )
-    if steps and said.rounds_down:
-        return LeftAsItIs(
-            framework=framework,
-            outcome="silent",
-            global_batch=steps * plan.micro_batch * ranks,
-            said="--decrease-batch-size-if-needed rounds it down, and says so once in rank 0's log",
-        )
-    return _refused(
-        framework, f"an assertion refuses a batch that is no multiple of {plan.micro_batch} x {ranks} ranks"
-    )
+    def _as_ranks_have_it(self, why: str) -> LeftAsItIs:
+        return self._trains(self._micro * self._steps * self._ranks, why)
 
+    def _trains(self, batch: int, why: str) -> LeftAsItIs:
+        kept = batch == self._plan.global_batch
+        return LeftAsItIs(framework=self._framework, outcome="kept" if kept else "silent", global_batch=batch, said=why)
 
-def _fixed_total(plan: BatchPlan, ranks: int) -> LeftAsItIs:
-    """With `split_batches` the loader's batch is that of all ranks, who share it."""
-    total = plan.micro_batch * plan.data_parallel
-    if total % ranks:
-        return _refused(
-            "accelerate", f"split_batches shares a batch of {total}, which has to be a multiple of the ranks"
-        )
-    return LeftAsItIs(
-        framework="accelerate",
-        outcome="kept",
-        global_batch=plan.global_batch,
-        said=f"split_batches shares a batch of {total}: the micro-batch is derived, {plan.micro_batch} -> "
-        f"{total // ranks}, whether it fits a device or not",
-    )
-
-
-def _silent(framework: PlanFramework, plan: BatchPlan, ranks: int, why: str) -> LeftAsItIs:
-    batch = plan.micro_batch * plan.accumulation * ranks
-    return LeftAsItIs(
-        framework=framework,
-        outcome="kept" if batch == plan.global_batch else "silent",
-        global_batch=batch,
-        said=why,
-    )
-
-
-def _refused(framework: PlanFramework, why: str) -> LeftAsItIs:
-    return LeftAsItIs(framework=framework, outcome="refused", global_batch=None, said=why)
+    def _refused(self, why: str) -> LeftAsItIs:
+        return LeftAsItIs(framework=self._framework, outcome="refused", global_batch=None, said=why)

@@ -23,14 +23,18 @@ class States:
         parameters: Of the whole model.
         stage: ZeRO's stage; 0 also for DDP, 3 for FSDP's full shard.
         bytes_each: Bytes of a parameter's weight, gradient and optimizer states.
+        within_node: Only the devices of a node share a copy, and each node has its own (FSDP's HYBRID_SHARD).
+        node: So many devices are taken to be on a node of a cluster that does not say it; None: on one for all.
 
     Raises:
-        UsageError: No parameters, a stage that there is not, or negative bytes.
+        UsageError: No parameters, a stage that there is not, or bytes that are negative or not to be counted.
     """
 
     parameters: float
     stage: int = 0
     bytes_each: tuple[float, float, float] = ADAM_BYTES
+    within_node: bool = False
+    node: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.parameters < math.inf:
@@ -39,6 +43,8 @@ class States:
             raise UsageError(f"there is no shard stage {self.stage}: 0 (DDP), 1, 2 or 3 (ZeRO-3, FSDP)")
         if not all(0 <= each < math.inf for each in self.bytes_each):
             raise UsageError("the bytes of a parameter are finite, and not negative")
+        if not math.isfinite(self.parameters * sum(self.bytes_each)):
+            raise UsageError("the bytes of all parameters are more than can be counted: check --params, --state-bytes")
 
     def on(self, cluster: Cluster) -> float:
         """Returns the bytes on each device: tensor and pipeline parallel ranks cut the model, shards cut its states.
@@ -48,7 +54,13 @@ class States:
         weight, gradient, moments = self.bytes_each
         cut = {1: moments, 2: gradient + moments, 3: weight + gradient + moments}.get(self.stage, 0.0)
         whole = weight + gradient + moments - cut
-        return self.parameters / (cluster.tensor * cluster.pipeline) * (whole + cut / cluster.shards)
+        return self.parameters / (cluster.tensor * cluster.pipeline) * (whole + cut / self._shards(cluster))
+
+    def _shards(self, cluster: Cluster) -> int:
+        node = cluster.per_node or self.node if self.within_node else None
+        if node is None:
+            return cluster.shards
+        return max(1, min(cluster.shards, node // (cluster.tensor * cluster.pipeline)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampdoctor.scaling.shifts import Division, Shift, reduction_shift
+from ampdoctor.scaling.shifts import Division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,3 @@ STACKS: tuple[ReduceStack, ...] = (
 """torch 2.13 (`reducer.cpp`, `default_hooks.py`, `_fsdp_collectives.py`), deepspeed 0.19.8 (`average_tensor`,
 `allreduce_bucket`), Megatron-LM's `param_and_grad_buffer.py`. A reduce in fp32 loses nothing; DDP's and Megatron-LM's
 are in the parameters' dtype, fp32 under autocast. FSDP2 reduces bf16 and fp32 by NCCL's AVG."""
-
-
-def fsdp_factors(ranks: int) -> tuple[int, float]:
-    """Returns by what FSDP divides before its sum, and after it: about sqrt(n) each.
-
-    The first doubles, from 1, as long as it divides n and is below what is left (torch's
-    `DefaultState._get_gradient_predivide_factor`).
-    """
-    before = 1
-    while ranks % before == 0 and ranks / before > before:
-        before *= 2
-    return before, ranks / before
-
-
-def moved(before: int, after: int, division: Division) -> tuple[Shift, Shift]:
-    """Returns what a reduce in fp16 costs before and after, in binades at each end of the serving scales."""
-    return reduction_shift(before, division), reduction_shift(after, division)

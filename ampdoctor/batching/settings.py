@@ -26,12 +26,15 @@ class BatchSettings:
         tensor: Tensor parallel size.
         pipeline: Pipeline parallel size.
         context: Context parallel size.
+        per_node: Devices of a node.
         shard_stage: As ZeRO counts them.
+        within_node: Only the devices of a node share a copy of the states (FSDP's HYBRID_SHARD).
         precision: Of the run's computation.
         reduction: What its loss is divided by.
         division: When an fp16 reduce divides by the ranks; `none`: it is not in fp16.
         rounds_down: It trains with a smaller batch rather than refuse one that cannot be shared (Megatron-LM).
-        fixed_total: The data loader's batch is that of all ranks (Accelerate's `split_batches`).
+        fixed_total: The data loader's batch is that of all ranks (Accelerate's and Trainer's `split_batches`).
+        filled: Sizes that are not given here are given elsewhere, and stay (DeepSpeed's "auto").
         peak_memory: Most bytes that a device of it has held, where it was measured.
         notes: What else there is to say, a sentence each.
     """
@@ -44,11 +47,14 @@ class BatchSettings:
     tensor: int | None = None
     pipeline: int | None = None
     context: int | None = None
+    per_node: int | None = None
     shard_stage: int | None = None
+    within_node: bool = False
     precision: Precision | None = None
     reduction: Reduction | None = None
     division: Division | Literal["none"] | None = None
     rounds_down: bool = False
     fixed_total: bool = False
+    filled: bool = False
     peak_memory: int | None = None
     notes: tuple[str, ...] = ()

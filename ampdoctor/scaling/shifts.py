@@ -10,7 +10,7 @@ from ampdoctor.errors import UsageError
 
 Division = Literal["before", "after", "split"]
 """When a reduction over n ranks divides by n: before the sum (DDP's fp16_compress_hook, prescale_gradients), after it
-(DeepSpeed's default), or by sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
+(DeepSpeed's default), or about sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, ha
 def reduction_shift(ranks: int, division: Division) -> Shift:
     """Returns the shift by an all-reduce in fp16; one in fp32 or bf16 moves nothing.
 
-    A division after the sum lets it grow by log2 n in the worst case; a division before it flushes log2 n binades more.
+    What divides after the sum lets it grow by as much in the worst case; what divides before it flushes as much more.
 
     Args:
         ranks: n, the number of ranks over which gradients are averaged.
@@ -62,12 +62,34 @@ def reduction_shift(ranks: int, division: Division) -> Shift:
     Raises:
         UsageError: Fewer than 1 rank.
     """
-    size = _log2_ratio(ranks, 1)
+    before, after = divisors(ranks, division)
+    return Shift(lowest=math.log2(before), highest=0.0 - math.log2(after))
+
+
+def divisors(ranks: int, division: Division) -> tuple[int, float]:
+    """Returns by what a reduction divides before its sum, and after it.
+
+    FSDP's first divisor doubles, from 1, as long as it divides n and is below what is left (torch's
+    `DefaultState._get_gradient_predivide_factor`): both are about sqrt(n) for a power of two, and far from it where n
+    has few factors of 2.
+
+    Args:
+        ranks: n.
+        division: When.
+
+    Raises:
+        UsageError: Fewer than 1 rank.
+    """
+    if ranks < 1:
+        raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {ranks}")
     if division == "before":
-        return Shift(lowest=size)
+        return ranks, 1.0
     if division == "after":
-        return Shift(highest=-size)
-    return Shift(lowest=size / 2.0, highest=-size / 2.0)
+        return 1, float(ranks)
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return before, ranks / before
 
 
 def _log2_ratio(after: int, before: int) -> float:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
+from ampdoctor.batching.in_force import MAX_GLOBAL_BATCH
 from ampdoctor.errors import UsageError
-from ampdoctor.loop.nested import iter_tensors, map_tensors
+from ampdoctor.loop.nested import iter_tensors, map_kind
 from ampdoctor.training.cutting import Part, parts_of
 from ampdoctor.training.elastic_sampler import ElasticSampler
 from ampdoctor.training.windows import Count, Weighing, Window
@@ -81,7 +85,9 @@ class ElasticBatch:
 
         Args:
             batches: Nested tensors of any shape whose first dimension is the samples: `global_batch` of them, or fewer
-                in the last one. A tensor without dimensions, and whatever is no tensor, goes to every micro-batch.
+                in the last one. Lists of as many items, none of which holds a tensor, are cut as well, and so are
+                tuples of as many strings: the texts of a batch, as a collate leaves them. A tensor without dimensions,
+                and whatever else is no tensor, goes to every micro-batch.
             count: As for `ElasticSampler.steps`.
             start: Number of the first step.
 
@@ -101,7 +107,7 @@ class ElasticBatch:
             short = samples if samples < self.global_batch else None
             cut = parts_of(samples, rank=self.rank, ranks=self.data_parallel, accumulation=self.accumulation)
             parts = list(cut)
-            yield weighing.window(step, samples, parts, [_part_of(batch, part) for part in parts])
+            yield weighing.window(step, samples, parts, [_part_of(batch, part, samples) for part in parts])
 
     @property
     def _weighing(self) -> Weighing:
@@ -126,10 +132,16 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
         group: The data parallel group, where ranks share a model (tensor, pipeline or context parallel).
 
     Raises:
-        UsageError: A number below 1, more ranks than samples, or RANK and WORLD_SIZE that name no process.
+        UsageError: No whole number, one below 1 or of tokens, more ranks than samples, or RANK and WORLD_SIZE that name
+            no process.
     """
+    global_batch, max_micro_batch = _samples("global_batch", global_batch), _samples("max_micro_batch", max_micro_batch)
     if global_batch < 1 or max_micro_batch < 1:
         raise UsageError(f"batches start at 1 sample, not {min(global_batch, max_micro_batch)}")
+    if global_batch > MAX_GLOBAL_BATCH:
+        raise UsageError(
+            f"a global batch of {global_batch} is beyond {MAX_GLOBAL_BATCH}: it counts samples, not tokens"
+        )
     ranks, rank = _ranks(group)
     if ranks > global_batch:
         raise UsageError(f"a global batch of {global_batch} leaves some of {ranks} ranks without a sample")
@@ -143,6 +155,16 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
         rank=rank,
         group=group,
     )
+
+
+def _samples(name: str, value: Any) -> int:
+    """Returns a number of samples, which numpy and torch may have made."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise UsageError(f"{name} is a whole number of samples, not {value!r}")
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -174,5 +196,25 @@ def _samples_in(batch: Any) -> int:
     return samples
 
 
-def _part_of(batch: Any, part: Part) -> Any:
-    return map_tensors(lambda tensor: tensor[part.begin : part.end] if tensor.dim() else tensor, batch)
+def _part_of(batch: Any, part: Part, samples: int) -> Any:
+    kinds: type | UnionType = torch.Tensor | list | tuple
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[part.begin : part.end] if value.dim() else value
+        if _of_samples(value, samples):
+            return value[part.begin : part.end]
+        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+        return make([map_kind(kinds, cut, item) for item in value])
+
+    return map_kind(kinds, cut, batch)
+
+
+def _of_samples(value: Any, samples: int) -> bool:
+    """Whether a list or tuple has an item a sample: torch's collate makes them of texts, and others of what they like.
+
+    A tuple of other things (a height and a width) is one value, and a list with tensors in it is a batch's own shape.
+    """
+    if len(value) != samples or next(iter_tensors(value), None) is not None:
+        return False
+    return isinstance(value, list) or all(isinstance(item, str | bytes) for item in value)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from ampdoctor.errors import UsageError
 from ampdoctor.training.cutting import Part
 
-Count = Callable[[Any], int]
-"""How many things a micro-batch's loss is summed over: the tokens whose label is not ignored, say."""
+Count = Callable[[Any], Any]
+"""How many things a micro-batch's loss is summed over: the tokens whose label is not ignored, say. A whole number, or a
+tensor of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +101,10 @@ class Weighing:
         return [self.ranks * (part.end - part.begin) * part.counts / samples for part in parts]
 
     def _by_count(self, count: Count, parts: Sequence[Part], data: Sequence[Any]) -> list[float]:
-        own = sum(int(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
+        own = sum(_whole(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
         total = self._of_all_ranks(own)
-        # a step in which nothing counts has losses of 0, whose weight does not matter
-        return [self.ranks / max(total, 1) if part.counts else 0.0 for part in parts]
+        # a step in which nothing counts is the mean of nothing, and moves nothing
+        return [self.ranks / total if part.counts and total else 0.0 for part in parts]
 
     def _of_all_ranks(self, own: int) -> int:
         if self.ranks == 1:
@@ -111,3 +112,16 @@ class Weighing:
         found: list[int] = [0] * self.ranks
         dist.all_gather_object(found, own, group=self.group)  # objects, because only the backend knows its device
         return sum(found)
+
+
+def _whole(counted: Any) -> int:
+    """Returns what `count` has counted; a fraction is refused, because the weight 1 / N of a rounded N is wrong."""
+    try:
+        number = counted.item() if hasattr(counted, "item") else counted
+    except (RuntimeError, ValueError):  # a tensor or an array of several numbers
+        number = None
+    is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+    if not is_whole or isinstance(number, bool) or number < 0:
+        said = f"a {type(counted).__name__} of several" if hasattr(counted, "item") and number is None else repr(number)
+        raise UsageError(f"count gives a whole number of at least 0 for each micro-batch, not {said}")
+    return int(number)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
-from ampdoctor.batching.changes import Step, changes
+from ampdoctor.batching.changes import Step, changes, has_scale
 from ampdoctor.batching.cluster import Cluster
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.flushed import Shares, flushed_plan
-from ampdoctor.batching.in_force import global_batch_of, in_force
+from ampdoctor.batching.in_force import global_batch_of, in_force, is_only_asked
 from ampdoctor.batching.leaving import left_as_it_is
 from ampdoctor.batching.memory import Memory
 from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
@@ -39,7 +40,7 @@ def plan(request: PlanRequest) -> Report:
         UsageError: What is asked contradicts itself, or does not say enough.
     """
     section = plan_section(request)
-    if request.profile is not None:
+    if request.profile is not None and has_scale(request.said):
         section = replace(section, flushed=_flushed(request, section))
     findings = judge(section)
     options = {} if request.config is None else {"path": request.config}
@@ -49,7 +50,7 @@ def plan(request: PlanRequest) -> Report:
         run={"notes": list(request.said.notes)} if request.said.notes else {},
         verdict=verdict_of(findings),
         findings=findings,
-        skipped=_not_emitted(request, section),
+        skipped=(*_not_emitted(request, section), *_not_flushed(request)),
         plan=section,
     )
 
@@ -60,8 +61,18 @@ def _not_emitted(request: PlanRequest, section: PlanSection) -> tuple[Skipped, .
     return (Skipped(what=f"--emit {request.emit}", reason="no plan here is exact and fits, and none is rounded"),)
 
 
+def _not_flushed(request: PlanRequest) -> Iterator[Skipped]:
+    if request.profile is not None and not has_scale(request.said):
+        yield Skipped(
+            what=f"--profile {request.profile}",
+            reason=f"a job in {request.said.precision} has no loss scale, and no gradient in fp16 that could flush",
+        )
+
+
 def plan_section(request: PlanRequest) -> PlanSection:
     """Returns the section of the report; arguments and errors as for `plan`."""
+    if is_only_asked(request.said, request.before, request.after):
+        request = replace(request, before=None)
     ranks = None if request.before is None else request.before.data_parallel
     fitted = None if request.before is None else request.memory.most(request.before, request.before)
     plan_before, source = in_force(request.said, ranks, fitted)
@@ -224,6 +235,12 @@ def _memory(request: PlanRequest, memory: Memory, most: int) -> DeviceMemory:
         notes.append(
             f"The states of a device {'grow' if grown > 0 else 'shrink'} by {gigabytes(abs(grown))}: how many samples "
             "that is, --memory-per-sample says; until then the largest micro-batch is taken to fit as before."
+        )
+    if states is not None and states.within_node and after.per_node is None:
+        taken = "all are taken to be on one" if states.node is None else f"taken as {states.node}, as before"
+        notes.append(
+            f"States are cut over the devices of a node, and nobody has said how many these will be: {taken}; "
+            "--to-gpus says it, as in 16x8."
         )
     same = before is None or (before.tensor, before.pipeline, before.context) == (
         after.tensor,

@@ -20,6 +20,7 @@ from ampdoctor.batching.cluster import Cluster
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.leaving import left_as_it_is
 from ampdoctor.batching.reading.opening import read_settings
+from ampdoctor.batching.reading.sharding import STRATEGIES
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
 
@@ -62,6 +63,24 @@ def test_transformers():
     refuses_another_cluster("transformers")
     said = read_settings(args.to_json_string(), "training_args.json")
     assert (said.framework, said.micro_batch, said.accumulation) == ("transformers", 8, 2)
+
+
+def test_trainer_arguments_whose_batch_is_that_of_all_ranks():
+    library("accelerate")
+    made = library("transformers").TrainingArguments(
+        per_device_train_batch_size=8, gradient_accumulation_steps=2, accelerator_config={"split_batches": True}
+    )
+    said = read_settings(made.to_json_string(), "training_args.json")
+    assert (said.global_batch, said.micro_batch, said.accumulation) == (16, None, 2)
+    two = BatchPlan(micro_batch=4, accumulation=2, data_parallel=2)
+    assert [(left.outcome, left.global_batch) for left in left_as_it_is(two, 4, said)] == [("kept", 16)]
+    (left,) = left_as_it_is(two, 3, said)
+    assert (left.outcome, left.framework) == ("refused", "transformers")
+
+
+def test_strategies_are_those_of_accelerate():
+    constants = library("accelerate.utils.constants")
+    assert list(STRATEGIES) == constants.FSDP_SHARDING_STRATEGY
 
 
 def test_accelerate():
@@ -143,6 +162,31 @@ def test_deepspeed_left_as_it_is(ranks, keys, monkeypatch):
     else:
         assert left.global_batch == loaded.train_batch_size
         assert left.outcome == ("kept" if loaded.train_batch_size == before.global_batch else "silent")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, ("silent", 64)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, ("silent", 64)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 32, ("kept", 128)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 16, ("silent", 64)),
+        (SIZES | {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, ("refused", None)),
+        ({"train_batch_size": 96, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, 8, None),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, 8, ("silent", 64)),
+    ],
+)
+def test_what_stays_is_the_files_own_batch(sizes, ranks, expected):
+    """The command line asks for 128 = 4 x 2 x 16: nobody has written that into the file."""
+    asked = BatchPlan(micro_batch=4, accumulation=2, data_parallel=16)
+    (left,) = left_as_it_is(asked, ranks, read_settings(json.dumps(sizes), "ds.json"))
+    assert (left.outcome, left.global_batch) == (expected or ("refused", None))
+
+
+def test_what_stays_of_megatron_is_the_files_own_batch():
+    said = read_settings("--micro-batch-size 2 --global-batch-size 64", "run.sh")
+    (left,) = left_as_it_is(BatchPlan(micro_batch=4, accumulation=2, data_parallel=16), 8, said)
+    assert (left.outcome, left.global_batch, left.said) == ("silent", 64, "the accumulation is derived, 2 -> 4")
 
 
 def megatron_batches(flags, ranks, *, rounds_down=False):

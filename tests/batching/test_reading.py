@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from ampdoctor.batching.in_force import in_force
 from ampdoctor.batching.reading.opening import read_settings
 from ampdoctor.errors import UsageError
 
@@ -109,6 +110,7 @@ def known(settings):
             {
                 "framework": "accelerate",
                 "devices": 16,
+                "per_node": 8,
                 "tensor": 2,
                 "shard_stage": 2,
                 "precision": "fp16",
@@ -125,6 +127,7 @@ def known(settings):
                 "shard_stage": 2,
                 "precision": "fp16",
                 "division": "before",
+                "filled": True,
             },
         ),
         (
@@ -192,6 +195,14 @@ def test_when_deepspeed_divides(changed, division):
         ("x.sh", "echo nothing", "says nothing of a batch: it is none of a DeepSpeed JSON"),
         ("x.sh", "--micro-batch-size $MBS --global-batch-size 8", r"the shell's \$MBS"),
         ("x.sh", "--micro-batch-size 4k", "not '4k'"),
+        ("x.yaml", "micro_batch_size: 2\ngradient_accumulation_steps: 8\n", "neither Megatron-LM's nor Trainer's"),
+        ("x.yaml", "output_dir: out\nfp16: 'false'\n", "without quotes: Trainer takes every text for true"),
+        ("x.yaml", "output_dir: out\nbf16: 3\n", "bf16 is true or false, not 3"),
+        ("x.yaml", "output_dir: out\nfsdp: half_shard\n", "fsdp is one of FULL_SHARD, .*, not 'half_shard'"),
+        ("x.yaml", "output_dir: out\nfsdp: {a: 1}\n", "fsdp is true, or words, not a table"),
+        ("x.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}\n", "HYBRID_SHARD_ZERO2, not 6"),
+        ("x.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: true}\n", "0, 1, 2 or 3, not True"),
+        ("x.sh", "--micro-batch-size 4 --use-megatron-fsdp --data-parallel-sharding-strategy all", "not all"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, sentence):
@@ -213,3 +224,189 @@ def test_without_pyyaml_a_yaml_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(UsageError, match=r"PyYAML, which reads it, is not installed"):
         read_settings("per_device_train_batch_size: 1", "a.yaml")
+
+
+TITAN_OF_2024 = """
+[training]
+batch_size = 2
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 4
+[experimental]
+pipeline_parallel_degree = 2
+context_parallel_degree = 8
+"""
+
+
+def test_torchtitan_under_the_names_it_used_to_have():
+    said = read_settings(TITAN_OF_2024, "llama.toml")
+    assert (said.micro_batch, said.accumulation, said.tensor, said.pipeline, said.context) == (2, 1, 4, 2, 8)
+    assert (said.shard_stage, said.notes) == (3, ())
+    mid_2024 = "[training]\nbatch_size = 4\ndata_parallel_degree = -1\ndata_parallel_type = 'ddp'\n"
+    assert read_settings(mid_2024, "llama.toml").shard_stage == 0
+    assert read_settings(mid_2024.replace("ddp", "fsdp"), "llama.toml").shard_stage == 3
+    fork = read_settings("[training]\nbatch_size = 4\ngradient_accumulation_steps = 3\n", "flame.toml")
+    assert (fork.micro_batch, fork.accumulation) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "size"), [("a.toml", "[training]\nseq_len = 9\n", 8), ("a.yaml", "output_dir: out\n", 8)]
+)
+def test_a_default_that_is_taken_is_said(name, text, size):
+    said = read_settings(text, name)
+    assert said.micro_batch == size
+    assert any(f"is not given: {size}, as" in note for note in said.notes)
+
+
+SHARED = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 2, "output_dir": "out"}
+
+
+@pytest.mark.parametrize("more", [{"accelerator_config": {"split_batches": True}}, {"split_batches": True}])
+def test_split_batches_makes_the_batch_that_of_all_ranks(more):
+    said = read_settings(json.dumps({**SHARED, **more}), "args.json")
+    assert (said.global_batch, said.micro_batch, said.accumulation, said.fixed_total) == (64, None, 2, True)
+    plan, _ = in_force(said, 16, None)
+    assert (plan.micro_batch, plan.accumulation) == (2, 2)
+    with pytest.raises(UsageError, match="64 samples over 5 data parallel ranks are not cut into 2 micro-batches"):
+        in_force(said, 5, None)
+
+
+def test_without_split_batches_it_is_that_of_a_rank():
+    for config in ({}, {"split_batches": False}):
+        said = read_settings(json.dumps({**SHARED, "accelerator_config": config}), "args.json")
+        assert (said.global_batch, said.micro_batch, said.fixed_total) == (None, 32, False)
+    other = read_settings(json.dumps({**SHARED, "accelerator_config": "accelerator.json"}), "args.json")
+    assert any("accelerator_config is a file of its own" in note for note in other.notes)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "stage", "within_node"),
+    [
+        ({}, 3, False),
+        ({"fsdp_sharding_strategy": 1}, 3, False),
+        ({"fsdp_sharding_strategy": "2"}, 2, False),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, 0, False),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, 3, True),
+        ({"fsdp_sharding_strategy": 5}, 2, True),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, 2, True),
+        ({"fsdp_version": 2}, 3, False),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": True}, 3, False),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, 2, False),
+        ({"fsdp_version": "2", "fsdp_reshard_after_forward": "false"}, 2, False),
+    ],
+)
+def test_what_fsdp_of_accelerate_cuts(fsdp, stage, within_node):
+    table = {"distributed_type": "FSDP", "num_processes": 64, "num_machines": 8, "fsdp_config": fsdp}
+    said = read_settings(json.dumps(table), "default_config.json")
+    assert (said.shard_stage, said.within_node, said.per_node) == (stage, within_node, 8)
+
+
+@pytest.mark.parametrize(
+    ("more", "stage"),
+    [
+        ({"fsdp": True}, 3),
+        ({"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": False}}, 2),
+        ({"fsdp": ["auto_wrap"], "fsdp_config": {"fsdp_reshard_after_forward": "false"}}, 2),
+        ({"fsdp": "shard_grad_op auto_wrap offload"}, 2),
+        ({"fsdp": "hybrid_shard auto_wrap"}, 3),
+        ({"fsdp": "no_shard"}, 0),
+        ({"fsdp": ""}, None),
+        ({"fsdp": []}, None),
+        ({"fsdp": False}, None),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 2),
+    ],
+)
+def test_what_trainer_cuts(more, stage):
+    said = read_settings(json.dumps({**TRAINER, "fsdp": None, **more}), "args.json")
+    assert said.shard_stage == stage
+    assert said.within_node is ("hybrid_shard auto_wrap" in more.values())
+
+
+def test_keys_that_are_no_words_are_no_matter():
+    text = "output_dir: out\nfsdp: true\nfsdp_config: {1: 2, fsdp_reshard_after_forward: false}\n"
+    assert read_settings(text, "args.yaml").shard_stage == 2
+
+
+def test_what_of_the_cut_stands_elsewhere_is_said():
+    for more in ({"fsdp": True, "fsdp_config": "fsdp.json"}, {"fsdp": None, "deepspeed": "ds.json"}):
+        said = read_settings(json.dumps({**TRAINER, **more}), "args.json")
+        assert any("not read" in note and "--shard-stage says" in note for note in said.notes)
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        said = read_settings(json.dumps({"distributed_type": kind}), "default_config.json")
+        assert any("they are taken as whole; --shard-stage says it" in note for note in said.notes)
+    of_megatron = {
+        "distributed_type": "MEGATRON_LM",
+        "megatron_lm_config": {"megatron_lm_use_distributed_optimizer": True},
+    }
+    assert read_settings(json.dumps(of_megatron), "default_config.json").shard_stage == 1
+
+
+@pytest.mark.parametrize("stage", [3, "3"])
+def test_a_stage_of_zero_may_stand_in_quotes(stage):
+    table = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+    assert read_settings(json.dumps(table), "default_config.json").shard_stage == 3
+    assert read_settings(json.dumps({"zero_optimization": {"stage": stage}}), "ds.json").shard_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage"),
+    [
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy=optim_grads", 2),
+        ("--use-custom-fsdp --data-parallel-sharding-strategy optim", 1),
+        ("--use-megatron-fsdp", 0),
+        ("--data-parallel-sharding-strategy optim_grads_params", 0),
+        ("--use-torch-fsdp2 $DATA_ARGS", 3),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 2),
+        ("--use-distributed-optimizer ${DATA_ARGS[@]}", 1),
+    ],
+)
+def test_what_megatron_cuts(flags, stage):
+    said = read_settings(f"pretrain_gpt.py --micro-batch-size 4 --bf16 $MORE {flags}", "run.sh")
+    assert (said.shard_stage, said.precision) == (stage, "bf16")
+
+
+def test_auto_is_not_a_number_and_not_a_yes():
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    unknown = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}
+    said = read_settings(json.dumps({**auto, **unknown}), "ds.json")
+    assert (said.global_batch, said.micro_batch, said.accumulation, said.filled) == (None, None, None, True)
+    assert (said.precision, said.division) == (None, "before")
+    assert [note.split(" ")[0] for note in said.notes] == ["auto:", "auto:"]
+    half = read_settings(json.dumps({**auto, "fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}), "ds.json")
+    assert half.precision == "fp16"
+    alone = read_settings(json.dumps({"train_batch_size": 64}), "ds.json")
+    assert (alone.accumulation, alone.filled) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("args.json", '{"output_dir": "o", "fp16": true, "bf16": true}'),
+        ("ds.json", '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}'),
+        ("run.sh", "--micro-batch-size 4 --fp16 --bf16"),
+    ],
+)
+def test_two_formats_at_once_are_refused(name, text):
+    with pytest.raises(UsageError, match=f"{name}: fp16 and bf16 are both on"):
+        read_settings(text, name)
+
+
+@pytest.mark.parametrize("name", ["args.json", "args", "args.txt"])
+def test_arguments_as_a_json_list(name):
+    arguments = ["--micro-batch-size", "4", "--fp16", "--global-batch-size=64", "--tensor-model-parallel-size", 2]
+    said = read_settings(json.dumps(arguments), name)
+    assert (said.micro_batch, said.global_batch, said.tensor, said.precision) == (4, 64, 2, "fp16")
+
+
+@pytest.mark.parametrize(
+    "text", ["args = ['--micro-batch-size', '4', '--bf16']", 'run(["--micro-batch-size=4", "--global-batch-size=8"])']
+)
+def test_arguments_in_another_language_are_refused(text):
+    with pytest.raises(UsageError, match=r"args\.py lists arguments in quotes and commas: a JSON list is read"):
+        read_settings(text, "args.py")
+
+
+def test_a_script_that_takes_its_arguments_apart_is_read():
+    text = 'if [[ $1 == "--micro-batch-size" ]]; then shift; fi\n[ -f x ] && run --micro-batch-size 4 --bf16'
+    assert read_settings(text, "run.sh").micro_batch == 4

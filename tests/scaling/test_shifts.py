@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
+from ampdoctor.scaling.shifts import Shift, accumulation_shift, divisors, reduction_shift
 
 
 def test_a_loss_that_is_divided_moves_both_ends():
@@ -38,6 +40,22 @@ def test_the_ends_of_a_reduction_are_where_fp16_says(division):
     assert not torch.isfinite(reduced(16 + shift.highest))
     assert reduced(-24 + shift.lowest) > 0.0
     assert reduced(-25 + shift.lowest) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flushes", "overflows"),
+    [
+        (512, 5.0, 4.0),
+        (509, 1.0, math.log2(254.5)),
+        (100, 3.0, math.log2(12.5)),
+        (3, 1.0, math.log2(1.5)),
+        (1, 0.0, 0.0),
+    ],
+)
+def test_fsdp_splits_as_its_divisors_say_and_not_in_halves(ranks, flushes, overflows):
+    assert reduction_shift(ranks, "split") == Shift(lowest=flushes, highest=-overflows)
+    before, after = divisors(ranks, "split")
+    assert (math.log2(before), math.log2(after)) == (flushes, overflows)
 
 
 @pytest.mark.parametrize("call", [lambda: accumulation_shift(1, 0), lambda: reduction_shift(0, "after")])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import ampdoctor
-from ampdoctor.batching.batch_plan import BatchPlan
+from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.errors import UsageError
 from ampdoctor.training.cutting import parts_of
 
@@ -241,6 +243,67 @@ def test_a_loader_of_another_sampler_is_refused():
         list(sampler.steps([[0, 1]] * 3))
     with pytest.raises(UsageError, match="more batches than its sampler"):
         list(sampler.steps([[0, 1]] * 5))
+
+
+@pytest.mark.parametrize(
+    "counted", [0.5, 9.999, -1, True, None, "3", float("nan"), float("inf"), torch.tensor(1.8), torch.tensor([1, 2])]
+)
+def test_a_count_that_is_no_whole_number_is_refused(counted):
+    """Truncated it would weigh the losses by another number than theirs: 1/6 for 1/9 in one case."""
+    with pytest.raises(UsageError, match="count gives a whole number of at least 0 for each micro-batch, not "):
+        next(ampdoctor.elastic_batch(4, 2).steps([torch.zeros(4)], count=lambda _: counted))
+
+
+@pytest.mark.parametrize("one", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), np.int64(3)])
+def test_a_whole_number_is_one_in_any_form(one):
+    (step,) = ampdoctor.elastic_batch(4, 2).steps([torch.zeros(4)], count=lambda _: one)
+    assert [micro.weight for micro in step] == [1 / 6] * 2
+
+
+def test_a_step_in_which_nothing_counts_weighs_nothing():
+    (step,) = ampdoctor.elastic_batch(4, 2).steps([torch.zeros(4)], count=lambda _: 0)
+    assert [micro.weight for micro in step] == [0.0, 0.0]
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    names: tuple[str, ...]
+
+
+def test_what_has_an_item_a_sample_is_cut_with_its_tensors():
+    texts, batch = list("abcd"), ampdoctor.elastic_batch(4, 2)
+    collated = default_collate([{"x": torch.zeros(2), "text": text, "pair": (text, 1)} for text in texts])
+    rows = [{"id": 1}, None, "c", [4, 4, 4]]
+    more = {"rows": rows, "size": (1, 2, 3, 4), "two": ["u", "v"], "named": Pair(torch.arange(4), tuple(texts))}
+    (step,) = batch.steps([collated | more])
+    first, second = (micro.data for micro in step)
+    assert (first["text"], second["text"]) == (["a", "b"], ["c", "d"])
+    assert second["pair"][0] == ("c", "d")
+    assert second["pair"][1].tolist() == [1, 1]
+    assert (first["rows"], second["rows"]) == (rows[:2], rows[2:])
+    assert (second["size"], second["two"]) == ((1, 2, 3, 4), ["u", "v"])
+    assert (second["named"].x.tolist(), second["named"].names) == ([2, 3], ("c", "d"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(8.5, 2), (8.0, 2), (8, 2.0), (float("nan"), 2), (True, True), ("8", 2), (8, None)]
+)
+def test_what_is_no_number_of_samples_is_refused(arguments):
+    with pytest.raises(UsageError, match=r"(global_batch|max_micro_batch) is a whole number of samples, not "):
+        ampdoctor.elastic_batch(*arguments)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    assert cut(ampdoctor.elastic_batch(np.int64(8), torch.tensor(4))) == (4, 2, 1)
+
+
+def test_a_batch_of_tokens_is_refused_and_the_largest_is_cut_at_once():
+    with pytest.raises(
+        UsageError, match="a global batch of 100000000 is beyond 16777216: it counts samples, not tokens"
+    ):
+        ampdoctor.elastic_batch(10**8, 10**8)
+    assert len(exact_plans(1 << 24, 1, 1 << 24)) == 25
+    assert len(exact_plans(10**12, 1, 10**12)) == 13 * 13  # by trial of each size this would take a day
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [((0, 1), "not 0"), ((4, -1), "not -1")])

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ampdoctor.batching.settings import Precision
 from ampdoctor.errors import UsageError
 
 _UNSAID = (None, "auto", -1)
 """What stands for "not said": DeepSpeed's and transformers' "auto", torchtitan's -1."""
 _DIGITS = 20
 """Of a number in quotes: no batch has more."""
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _SHOWN = 60
 """Characters of a value in a sentence."""
 
@@ -30,6 +32,39 @@ def count(table: Mapping[str, Any], key: str, name: str) -> int | None:
     if isinstance(value, bool) or (value not in _UNSAID and not _whole(value)):
         raise UsageError(f"{name}: {key} is a whole number of at least 1, not {shown(value)}")
     return None if value in _UNSAID else int(value)
+
+
+def yes(table: Mapping[str, Any], key: str, name: str) -> bool | None:
+    """Returns whether something is switched on; not, if nothing is said, and None for "auto": another file says it.
+
+    Args:
+        table: What was read.
+        key: Its key.
+        name: Of the file.
+
+    Raises:
+        UsageError: It is neither yes nor no.
+    """
+    value = table.get(key)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    text = str(value).lower() if isinstance(value, str | int) else ""
+    if text == "auto":
+        return None
+    if text not in _WORDS:
+        raise UsageError(f"{name}: {key} is true or false, not {shown(value)}")
+    return _WORDS[text]
+
+
+def half_of(name: str, *, fp16: bool | None, bf16: bool | None) -> Precision | None:
+    """Returns the format of two switches of which one may be on; None if nobody knows.
+
+    Raises:
+        UsageError: Both are on, with which no framework starts.
+    """
+    if fp16 and bf16:
+        raise UsageError(f"{name}: fp16 and bf16 are both on, and a job has one of them")
+    return "fp16" if fp16 else "bf16" if bf16 else None if None in (fp16, bf16) else "fp32"
 
 
 def table_in(table: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:

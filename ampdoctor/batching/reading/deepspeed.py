@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ampdoctor.batching.reading.counts import count, shown, table_in, word
-from ampdoctor.batching.settings import BatchSettings, Precision
-from ampdoctor.errors import UsageError
+from ampdoctor.batching.reading.counts import count, half_of, table_in, word, yes
+from ampdoctor.batching.reading.sharding import zero_stage
+from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.scaling.shifts import Division
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
 """One of them stands in every DeepSpeed configuration, and in no other framework's."""
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
@@ -20,18 +21,19 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
     Raises:
         UsageError: A number that is none, or a ZeRO stage that there is not.
     """
-    stage = table_in(table, "zero_optimization", name).get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise UsageError(f"{name}: zero_optimization.stage is 0, 1, 2 or 3, not {shown(stage)}")
-    halves: tuple[Precision, ...] = tuple(
-        half for half in ("fp16", "bf16") if table_in(table, half, name).get("enabled")
-    )
+    stage = zero_stage(table_in(table, "zero_optimization", name), "stage", f"{name}: zero_optimization") or 0
+    fp16, bf16 = (yes(table_in(table, half, name), "enabled", name) for half in ("fp16", "bf16"))
     batch = count(table, "train_batch_size", name)
     micro = count(table, "train_micro_batch_size_per_gpu", name)
     steps = count(table, "gradient_accumulation_steps", name)
-    if batch is None or micro is None:
-        steps = steps or 1  # what DeepSpeed itself takes where only one size is said
+    filled = [key for key in _SIZES if table.get(key) == "auto"]
+    if steps is None and not filled and (batch is None or micro is None):
+        steps = 1  # what DeepSpeed itself takes where only one size is said
     notes = []
+    if filled:
+        notes.append(f"auto: Trainer or Accelerate fills in {', '.join(filled)}, and here the command line does.")
+    if fp16 is None or bf16 is None:
+        notes.append("auto: whether it is fp16 or bf16 stands in Trainer's arguments, and --precision says it.")
     if table_in(table, "elasticity", name).get("enabled"):
         notes.append("elasticity is enabled: DeepSpeed then chooses the global batch itself.")
     return BatchSettings(
@@ -41,8 +43,9 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
         accumulation=steps,
         tensor=count(table_in(table, "tensor_parallel", name), "autotp_size", name),
         shard_stage=stage,
-        precision=halves[0] if halves else "fp32",
-        division=_division(table, stage, name) if halves == ("fp16",) else "none",
+        precision=half_of(name, fp16=fp16, bf16=bf16),
+        division="none" if fp16 is False else _division(table, stage, name),
+        filled=bool(filled),
         notes=tuple(notes),
     )
 

@@ -6,18 +6,49 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ampdoctor.batching.reading.counts import count, table_in
+from ampdoctor.batching.reading.counts import count, half_of, table_in, word
+from ampdoctor.batching.reading.sharding import REPLICATED
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
 
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z0-9-]+)(?:=|[ \t]+(?:\\\n\s*)?)?(?P<value>[^\s\\()=-][^\s\\()]*)?")
+_LISTED = re.compile(r"""--[a-z0-9-]+(=[^\s"',]*)?["']\s*,""")
+"""A flag in quotes with a comma behind it, as in Python and JSON."""
+_FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""Megatron-FSDP's strategies, and the stage of ZeRO that cuts as much."""
 
 
-def flags_in(text: str) -> dict[str, str | bool]:
-    """Returns the flags of a shell script, or of a list of arguments; the last of several of one name."""
-    found = _FLAG.finditer(_COMMENT.sub("", text))
-    return {one["name"].replace("-", "_"): (one["value"] or "").strip("\"'") or True for one in found}
+def flags_in(text: str, name: str) -> dict[str, str | bool]:
+    """Returns the flags of a shell script; the last of several of one name.
+
+    Raises:
+        UsageError: They are items of a list in some other language, which nothing here reads.
+    """
+    script = _COMMENT.sub("", text)
+    if _LISTED.search(script):
+        raise UsageError(
+            f"{name} lists arguments in quotes and commas: a JSON list is read, and a shell script's flags"
+        )
+    return {one["name"].replace("-", "_"): _value(one["value"]) for one in _FLAG.finditer(script)}
+
+
+def flags_of(arguments: list[Any]) -> dict[str, str | bool]:
+    """Returns the flags of a list of arguments, as a program gets them; the last of several of one name."""
+    found: dict[str, str | bool] = {}
+    flag = ""
+    for one in map(str, arguments):
+        if one.startswith("--"):
+            flag, _, value = one.removeprefix("--").partition("=")
+            flag = flag.replace("-", "_")
+            found[flag] = value or True
+        elif found.get(flag) is True:
+            found[flag] = one
+    return found
+
+
+def _value(text: str | None) -> str | bool:
+    return (text or "").strip("\"'") or True
 
 
 def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:
@@ -37,11 +68,19 @@ def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:
     micro = count(table, "micro_batch_size", name)
     if micro is None:
         raise UsageError(f"{name}: Megatron-LM does not start without a micro-batch-size")
+    if "gradient_accumulation_steps" in table and "global_batch_size" not in table:
+        raise UsageError(
+            f"{name}: micro_batch_size beside gradient_accumulation_steps is neither Megatron-LM's nor Trainer's: say "
+            "them by --micro-batch and --accumulation"
+        )
     notes = []
     if table.get("rampup_batch_size"):
         notes.append("rampup-batch-size: the plan is for the batch at its end; each one on the way has to divide too.")
-    fp32_reduce = bool(table.get("accumulate_allreduce_grads_in_fp32"))
-    half = bool(parallel.get("fp16"))
+    fp32_reduce = _on(table, "accumulate_allreduce_grads_in_fp32")
+    precision = half_of(name, fp16=_on(parallel, "fp16"), bf16=_on(parallel, "bf16"))
+    half = precision == "fp16"
+    if (count(table, "num_distributed_optimizer_instances", name) or 1) > 1:
+        notes.append(REPLICATED)
     return BatchSettings(
         framework="megatron",
         global_batch=count(table, "global_batch_size", name),
@@ -50,10 +89,26 @@ def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:
         tensor=count(parallel, "tensor_model_parallel_size", name),
         pipeline=count(parallel, "pipeline_model_parallel_size", name),
         context=count(parallel, "context_parallel_size", name),
-        shard_stage=1 if table.get("use_distributed_optimizer") else 0,
-        precision="fp16" if half else "bf16" if parallel.get("bf16") else "fp32",
-        reduction="sum" if table.get("calculate_per_token_loss") else "mean",
+        shard_stage=_stage(table, name),
+        precision=precision,
+        reduction="sum" if _on(table, "calculate_per_token_loss") else "mean",
         division="before" if half and not fp32_reduce else "none",
-        rounds_down=bool(table.get("decrease_batch_size_if_needed")),
+        rounds_down=_on(table, "decrease_batch_size_if_needed"),
         notes=tuple(notes),
     )
+
+
+def _stage(table: Mapping[str, Any], name: str) -> int:
+    if _on(table, "use_torch_fsdp2"):
+        return 2 if _on(table, "torch_fsdp2_no_reshard_after_forward") else 3
+    if _on(table, "use_megatron_fsdp") or _on(table, "use_custom_fsdp"):
+        strategy = word(table, "data_parallel_sharding_strategy", "no_shard")
+        if strategy not in _FSDP:
+            raise UsageError(f"{name}: data_parallel_sharding_strategy is one of {', '.join(_FSDP)}, not {strategy}")
+        return _FSDP[strategy]
+    return 1 if _on(table, "use_distributed_optimizer") else 0
+
+
+def _on(table: Mapping[str, Any], key: str) -> bool:
+    """Whether a switch is there; the word behind it is no value of its, but whatever the script goes on with."""
+    return str(table.get(key)).lower() not in ("none", "false")

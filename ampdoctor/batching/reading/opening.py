@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.batching.reading.deepspeed import KEYS, deepspeed
 from ampdoctor.batching.reading.huggingface import accelerate, trainer_arguments
-from ampdoctor.batching.reading.megatron import flags_in, megatron
+from ampdoctor.batching.reading.megatron import flags_in, flags_of, megatron
 from ampdoctor.batching.reading.torchtitan import torchtitan
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
@@ -40,7 +40,7 @@ def read_settings(text: str, name: str) -> BatchSettings:
     elif ending == ".json" or text.lstrip()[:1] == "{":
         table = _json(text, name)
     else:
-        table = flags_in(text)
+        table = _listed(text) or flags_in(text, name)
     if any(key in table for key in KEYS):
         return deepspeed(table, name)
     if "per_device_train_batch_size" in table:
@@ -56,9 +56,24 @@ def read_settings(text: str, name: str) -> BatchSettings:
 
 def _json(text: str, name: str) -> Mapping[str, Any]:
     try:
-        return _table(json.loads(text), name, "JSON")
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise UsageError(f"{name} is not JSON") from None
+    return _flags(value) or _table(value, name, "JSON")
+
+
+def _listed(text: str) -> Mapping[str, Any]:
+    """The arguments, where what has another file's ending is a JSON list of them all the same."""
+    try:
+        return _flags(json.loads(text)) if text.lstrip()[:1] == "[" else {}
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _flags(value: Any) -> Mapping[str, Any]:
+    return (
+        flags_of(value) if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value) else {}
+    )
 
 
 def _toml(text: str, name: str) -> Mapping[str, Any]:

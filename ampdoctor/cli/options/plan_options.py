@@ -65,7 +65,7 @@ class ClusterOptions:
                 if given is not None and given < 1:
                     raise UsageError(f"the {name} parallel size starts at 1, not {given}")
         then = {name: getattr(self, f"to_{name}") or sizes[name] for name in _SIZES}
-        now = self._devices("--gpus", self.gpus) or ((said.devices, None) if said.devices else None)
+        now = self._devices("--gpus", self.gpus) or ((said.devices, said.per_node) if said.devices else None)
         after = self._devices("--to-gpus", self.to_gpus) or now
         if after is None:
             raise UsageError("no devices are named: --to-gpus says how many there will be, --gpus how many there are")
@@ -183,7 +183,7 @@ class MemoryOptions:
         ONE_RUN,
     ] = "2,2,12"
 
-    def memory(self, said: BatchSettings, before: Cluster | None, micro_batch: int | None) -> Memory:
+    def memory(self, said: BatchSettings, before: Cluster | None, after: Cluster) -> Memory:
         """Return what is known.
 
         Raises:
@@ -193,7 +193,7 @@ class MemoryOptions:
 
         if self.max_micro_batch is not None and self.max_micro_batch < 1:
             raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
-        states = self._states(said)
+        states = self._states(said, (before.per_node if before is not None else None) or after.per_node)
         each = None if self.memory_per_sample is None else bytes_of("--memory-per-sample", self.memory_per_sample)
         device = None if self.device_memory is None else bytes_of("--device-memory", self.device_memory)
         per_sample = None if each is None else float(each)
@@ -201,9 +201,9 @@ class MemoryOptions:
             raise UsageError("--peak-memory and --memory-per-sample both say what a sample takes: give one")
         peak = said.peak_memory if self.peak_memory is None else bytes_of("--peak-memory", self.peak_memory)
         if peak is not None and per_sample is None and (self.peak_memory is not None or device is not None):
-            if before is None or micro_batch is None:
+            if before is None or said.micro_batch is None:
                 raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
-            per_sample = per_sample_of_peak(peak, micro_batch, states, before)
+            per_sample = per_sample_of_peak(peak, said.micro_batch, states, before)
         if device is not None and per_sample is None and self.max_micro_batch is None:
             raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
         return Memory(
@@ -213,7 +213,7 @@ class MemoryOptions:
             known_to_fit=self.max_micro_batch,
         )
 
-    def _states(self, said: BatchSettings) -> States | None:
+    def _states(self, said: BatchSettings, node: int | None) -> States | None:
         from ampdoctor.batching.memory import States
 
         stage = said.shard_stage if self.shard_stage is None else self.shard_stage
@@ -225,6 +225,8 @@ class MemoryOptions:
             parameters=parameters_of("--params", self.params),
             stage=stage or 0,
             bytes_each=bytes_each_of("--state-bytes", self.state_bytes),
+            within_node=said.within_node,
+            node=node,
         )
 
 
@@ -279,7 +281,7 @@ class PlanOptions:
             said=said,
             before=before,
             after=after,
-            memory=fit.memory(said, before, said.micro_batch),
+            memory=fit.memory(said, before, after),
             samples=batch.samples,
             emit=self.emit,
             profile=self.profile,

@@ -13,11 +13,11 @@ from torch.utils.data import DistributedSampler
 
 from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.last_window import left_over
-from ampdoctor.batching.reductions import fsdp_factors
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.reports.forms.formats import FORMATS
+from ampdoctor.scaling.shifts import divisors
 from ampdoctor.workflows.measuring.profile_file import write_profile
 from tests.ranges.known import collected, place, values
 
@@ -193,6 +193,83 @@ def test_a_saved_profile_says_what_is_flushed(plan, tmp_path):
     assert of_fc["kept"] == of_fc["before"]
 
 
+def said_of(section, what):
+    return next(one["said"] for one in section["changes"] if one["what"] == what)
+
+
+def test_the_binades_of_a_split_reduce_are_those_of_its_divisors(plan):
+    job = ["--global-batch", 512 * 509, "--gpus", 512, "--to-gpus", 509, "--micro-batch", 1, "--reduce-fp16", "split"]
+    _, section = plan(*job)
+    assert figures(section)["reduce in fp16"] == "/32 sum /16 -> /2 sum /254.5"
+    said = said_of(section, "reduce in fp16")
+    assert "flushes 5 -> 1 binades" in said
+    assert "overflows 4 -> 7.99 binades" in said
+
+
+def test_what_one_job_of_its_own_can_do(plan):
+    """100 samples on 8 devices nobody can have in force: the question is what comes nearest."""
+    code, section = plan("--global-batch", 100, "--gpus", 8, "--max-micro-batch", 4)
+    assert (code, section["in_force"], section["exact"]) == (1, None, [])
+    assert [one["off"] for one in section["nearest"][:1]] == [-4]
+    assert product(section["fewer"]) == (5, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "figure", "sentence"),
+    [
+        (["--reduction", "sum"], "whole step", "A sum weighs each token alike"),
+        (["--reduction", "tokens"], "whole step", "Divided by the tokens of the whole step"),
+        (["--max-micro-batch", 8], "512 -> 256 means", "Divide by the step's tokens instead"),
+        (["--max-micro-batch", 4], "512 means, as before", "a token weighs what it did"),
+    ],
+)
+def test_what_a_token_weighs(plan, arguments, figure, sentence):
+    _, section = plan(*THE_CASE, "--micro-batch", 4, *arguments)
+    assert figures(section)["token-weighted averages"] == figure
+    assert sentence in said_of(section, "token-weighted averages")
+
+
+def test_megatrons_loss_per_token_is_not_told_to_divide_by_tokens(plan, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text("--micro-batch-size 1 --global-batch-size 1536 --fp16 --calculate-per-token-loss")
+    _, section = plan(file, "--gpus", 64, "--to-gpus", 16)
+    assert "Megatron-LM's per-token loss divides it by the step's tokens" in said_of(section, "token-weighted averages")
+
+
+def test_of_devices_that_stay_no_mistake_is_told(plan):
+    job = ["--global-batch", 256, "--gpus", 64, "--to-gpus", 64, "--tp", 2, "--to-tp", 4, "--micro-batch", 2]
+    _, section = plan(*job)
+    assert said_of(section, "learning rate") == "It follows the global batch, which stays."
+    assert "1 growth interval later" in said_of(section, "loss scale")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "states", "noted"),
+    [(["8x8", "4x8"], (2e9, 2e9), False), (["64", "32"], (0.25e9, 0.5e9), True), (["8x8", "32"], (2e9, 2e9), True)],
+)
+def test_hybrid_shards_are_cut_over_a_node(plan, tmp_path, gpus, states, noted):
+    file = tmp_path / "default_config.json"
+    file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}))
+    job = ["--gpus", gpus[0], "--to-gpus", gpus[1], "--micro-batch", 4, "--accumulation", 1, "--params", "1B"]
+    _, section = plan(file, *job)
+    memory = section["memory"]
+    assert (memory["states_before"], memory["states_after"]) == states
+    assert any("cut over the devices of a node" in note for note in memory["notes"]) is noted
+
+
+def test_a_job_without_fp16_has_no_shares_of_it(capsys, check_report, tmp_path):
+    file = str(tmp_path / "run.ampprofile")
+    write_profile(file, collected([{place("fc"): values(-31)}], loss_scale=2.0**10))
+    job = ["plan", *THE_CASE, "--max-micro-batch", "8", "--profile", file, "--format", "json", "--isolated"]
+    for precision, shown in (("bf16", False), ("fp16", True)):
+        assert main([*job, "--precision", precision]) == 0
+        report = check_report(capsys.readouterr().out)
+        assert bool(report["plan"]["flushed"]) is shown
+        assert [f"a job in {precision} has no loss scale" in one["reason"] for one in report["skipped"]] == [True] * (
+            not shown
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -205,7 +282,12 @@ def test_a_saved_profile_says_what_is_flushed(plan, tmp_path):
         (["--gpus", "8", "--max-micro-batch", "0"], "a micro-batch starts at 1"),
         (["--gpus", "8", "--micro-batch", "3"], "no whole number of micro-batches of 3"),
         (["--gpus", "8", "--micro-batch", "4", "--accumulation", "4"], "= 128, and not the global batch of 64"),
-        (["--gpus", "7", "--max-micro-batch", "8"], "are not even: say what is in force"),
+        (["--gpus", "7", "--to-gpus", "8", "--max-micro-batch", "8"], "are not even, which no job has in force"),
+        (
+            ["--gpus", "8", "--device-memory", "8GB", "--memory-per-sample", "9GB"],
+            "not one sample fits a device of the job",
+        ),
+        (["--gpus", "8", "--params", "1B", "--state-bytes", "1e308,1e308,1e308", "--micro-batch", "1"], "be counted"),
         (["--gpus", "8", "--device-memory", "80GB"], "--device-memory says what fits beside"),
         (["--gpus", "8", "--shard-stage", "3", "--max-micro-batch", "1"], "give both"),
         (
@@ -252,7 +334,7 @@ def test_every_form_shows_it(form, ranks, capsys, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 64, 100, 512, 1000])
 def test_fsdp_divides_as_torch_does(ranks):
-    before, after = fsdp_factors(ranks)
+    before, after = divisors(ranks, "split")
     assert before == DefaultState._get_gradient_predivide_factor(ranks)
     assert before * after == ranks
 
