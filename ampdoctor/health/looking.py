@@ -15,7 +15,7 @@ from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
 from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamped, StepLine
+from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.condenser import Condenser
 from ampdoctor.health.reading.log_kind import Noticed
@@ -119,14 +119,7 @@ class _Reader:
 
     def hear(self, whole: Stamped) -> None:
         stamp, line = whole.stamp, whole.line
-        if self._runs.setdefault(stamp.rank, stamp.run_id) != stamp.run_id:
-            self._runs[stamp.rank] = stamp.run_id
-            if stamp.restarts <= self._restarts.get(stamp.rank, 0):  # no restart of it: another run has another past
-                self.ranks.pop(stamp.rank, None)
-        judge = self._judge_of(stamp.rank)
-        if stamp.restarts > self._restarts.setdefault(stamp.rank, stamp.restarts):
-            judge.resumes()
-        self._restarts[stamp.rank] = stamp.restarts
+        judge = self._judge_of(stamp)
         if self._turn != (turn := (stamp.rank, stamp.run_id, stamp.restarts)):
             self._taken_turns |= turn in self._turns
             self._turns.add(turn)
@@ -144,11 +137,19 @@ class _Reader:
             for finding in found:
                 self._add(whole, finding)
 
-    def _judge_of(self, rank: int) -> Judge:
+    def _judge_of(self, stamp: Stamp) -> Judge:
+        rank, restarts = stamp.rank, self._restarts.get(stamp.rank, stamp.restarts)
+        if self._runs.setdefault(rank, stamp.run_id) != stamp.run_id:
+            self._runs[rank] = stamp.run_id
+            if stamp.restarts <= restarts:  # no restart of it: another run has another past
+                self.ranks.pop(rank, None)
         judge = self.ranks.get(rank)
         if judge is None:
             judge = self.ranks[rank] = Judge(self._thresholds)
             self._shown = rank if self._shown is None else self._shown
+        if stamp.restarts > restarts:
+            judge.resumes()
+        self._restarts[rank] = stamp.restarts
         return judge
 
     def mixed(self, name: str) -> list[Skipped]:
