@@ -78,6 +78,15 @@ def global_batch_of(said: BatchSettings, plan: BatchPlan | None) -> int:
         raise UsageError(
             "the global batch is not known: --global-batch says it, or --micro-batch and --accumulation beside --gpus"
         )
+    return within_bounds(batch)
+
+
+def within_bounds(batch: int) -> int:
+    """Returns a global batch that can be one: of larger ones not even the divisors are asked.
+
+    Raises:
+        UsageError: It counts tokens.
+    """
     if batch > MAX_GLOBAL_BATCH:
         raise UsageError(f"a global batch of {batch} is beyond {MAX_GLOBAL_BATCH}: it counts samples, not tokens")
     return batch
@@ -91,6 +100,8 @@ def _counted(said: BatchSettings) -> None:
     ):
         if value is not None and value < 1:
             raise UsageError(f"the {name} starts at 1, not {value}")
+    if said.global_batch is not None:
+        within_bounds(said.global_batch)
 
 
 def _checked(plan: BatchPlan, batch: int | None) -> BatchPlan:

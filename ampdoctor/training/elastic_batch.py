@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
-from ampdoctor.batching.in_force import MAX_GLOBAL_BATCH
+from ampdoctor.batching.in_force import within_bounds
 from ampdoctor.errors import UsageError
 from ampdoctor.loop.nested import iter_tensors, map_kind
 from ampdoctor.training.cutting import Part, parts_of
@@ -138,10 +138,7 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
     global_batch, max_micro_batch = _samples("global_batch", global_batch), _samples("max_micro_batch", max_micro_batch)
     if global_batch < 1 or max_micro_batch < 1:
         raise UsageError(f"batches start at 1 sample, not {min(global_batch, max_micro_batch)}")
-    if global_batch > MAX_GLOBAL_BATCH:
-        raise UsageError(
-            f"a global batch of {global_batch} is beyond {MAX_GLOBAL_BATCH}: it counts samples, not tokens"
-        )
+    within_bounds(global_batch)
     ranks, rank = _ranks(group)
     if ranks > global_batch:
         raise UsageError(f"a global batch of {global_batch} leaves some of {ranks} ranks without a sample")

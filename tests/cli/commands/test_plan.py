@@ -309,6 +309,12 @@ def test_nonsense_exits_with_2_and_a_sentence(arguments, sentence, capsys):
     assert not said.out
 
 
+def test_a_batch_beyond_all_bounds_is_refused_at_once(capsys):
+    for job in (["--gpus", "8"], ["--gpus", "8", "--to-gpus", "4"], ["--to-gpus", "4"]):
+        assert main(["plan", "--global-batch", str(10**30), *job, "--max-micro-batch", "8", "--isolated"]) == 2
+        assert "counts samples, not tokens" in " ".join(capsys.readouterr().err.split())
+
+
 def test_without_a_batch_it_asks_for_one(capsys):
     assert main(["plan", "--gpus", "8", "--micro-batch", "2", "--max-micro-batch", "8", "--isolated"]) == 2
     assert "the global batch is not known" in capsys.readouterr().err
