@@ -88,16 +88,16 @@ def convolutions(**more):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.inward, self.lstm = nn.Linear(8, 16), nn.LSTM(16, 32, num_layers=2, batch_first=True)
-        self.outward = nn.Linear(32, 8)
+        self.inward, self.lstm = nn.Linear(8, width // 2), nn.LSTM(width // 2, width, num_layers=2, batch_first=True)
+        self.outward = nn.Linear(width, 8)
 
     def forward(self, x):
         return self.outward(self.lstm(self.inward(x))[0])
 
 
-def lstm(**more):
+def lstm(width=32, **more):
     torch.manual_seed(0)
     usual = {
         "batches": noise(16, 12, 8),
@@ -106,7 +106,7 @@ def lstm(**more):
         "precision": "fp16",
         "scaler": {},
     }
-    return TrainingRun(model=Recurrent(), **{**usual, **more})
+    return TrainingRun(model=Recurrent(width), **{**usual, **more})
 
 
 NETWORKS = {"transformer": transformer, "convolutions": convolutions, "lstm": lstm}
