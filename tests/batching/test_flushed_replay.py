@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("flushed replay")  # its profiles are made 
 CLOSE = 0.1
 """Of what is predicted to what is measured, where between 0.1 and 10 % flush."""
 WIDE = {"lstm": {"width": 128}}
-"""So that enough elements flush to be counted: of a width of 32, four in a thousand are a hundred, and chance a fifth."""
+"""So that enough elements flush to be counted: of a width of 32, four in a thousand are a hundred."""
 SAME = 0.02
 """Of what is predicted from another accumulation to what the histograms of the very steps predict."""
 STEPS = 8
