@@ -1,7 +1,8 @@
-"""What the package knows of itself: its version and its folder."""
+"""What the package knows of itself: its version, its folder, and how it is run beside this process."""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -18,3 +19,15 @@ def version() -> str:
         return installed_version("ampdoctor")
     except PackageNotFoundError:
         return "0+unknown"
+
+
+def beside(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs `main` of a module of this package in a Python of its own; [] where there is none.
+
+    It runs this ampdoctor and no other, whose folder it puts behind all others: a library's may lie beside it.
+    """
+    start = (
+        "import sys; place = sys.argv.pop(1); sys.path.insert(0, place); import ampdoctor; del sys.path[0]; "
+        f"sys.path.append(place); from {module} import main; main()"
+    )
+    return [sys.executable, "-P", "-c", start, str(FOLDER.parent), *arguments] if sys.executable else []

@@ -18,6 +18,7 @@ from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.condenser import Condenser
+from ampdoctor.health.reading.ahead import lines_ahead
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog
 
@@ -66,7 +67,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
     """
     noticed = Noticed()
     reader = _Reader(thresholds)
-    for number, whole in enumerate(found.lines(noticed)):
+    for number, whole in enumerate(lines_ahead(found, noticed)):
         reader.hear(whole)
         if told is not None and number % _EVERY == 0:
             told(number)

@@ -140,7 +140,7 @@ def _reader(record: type[T], values: Mapping[str, Any]) -> _Reader[T]:
             limits.append((places[name], least, most))
         if name in _SEVERAL:
             several.append((places[name], _SEVERAL[name]))
-    pick, make, rest = itemgetter(*[places[one.name] for one in of_record]), _opened(record), list(defaults.values())
+    pick, make, rest = itemgetter(*[places[one.name] for one in of_record]), opened(record), list(defaults.values())
 
     def read(row: list[Any]) -> T:
         for place, least, most in limits:
@@ -153,7 +153,7 @@ def _reader(record: type[T], values: Mapping[str, Any]) -> _Reader[T]:
     return read
 
 
-def _opened(record: type[T]) -> Callable[..., T]:
+def opened(record: type[T]) -> Callable[..., T]:
     """Returns what makes a record of a frozen class without the price of one, which sets each field by a call.
 
     A twin with the same slots is filled, and becomes the record by its class. All fields are given, in their order.

@@ -22,7 +22,7 @@ from ampdoctor.evidence.run_log.lines import Stamped
 from ampdoctor.evidence.run_log.text import line_of, text_of
 from ampdoctor.health.sinks.exporting import Exporter, sentence_of
 from ampdoctor.health.sinks.table import Export, export_of
-from ampdoctor.package import FOLDER
+from ampdoctor.package import beside
 
 ORPHAN_S = 60.0
 """How long a sink may finish what it has begun after the training's process has gone without a goodbye."""
@@ -30,10 +30,6 @@ _NAP_S = 0.2
 _LINES = 20_000
 """Lines that wait in the sink's process, while a library is imported or a server asked; more wait in the pipe, and then
 in the training's process."""
-_START = (  # this ampdoctor and no other, and its folder behind all others: a library's may lie beside it
-    "import sys; place = sys.argv.pop(1); sys.path.insert(0, place); import ampdoctor; del sys.path[0]; "
-    "sys.path.append(place); from ampdoctor.health.sinks.apart import main; main()"
-)
 _POLITE = 10
 """Added to its niceness: the cores are the training's."""
 
@@ -164,9 +160,9 @@ def _started(what: Export) -> subprocess.Popen[bytes]:
     Raises:
         OutputError: There is no interpreter to start.
     """
-    if not sys.executable:
+    command = beside("ampdoctor.health.sinks.apart", str(what), str(os.getpid()))
+    if not command:
         raise OutputError("there is no Python that could be started beside this one")
-    command = [sys.executable, "-P", "-c", _START, str(FOLDER.parent), str(what), str(os.getpid())]
     return subprocess.Popen(  # noqa: S603 - our own, with what the user has named as arguments
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
