@@ -31,6 +31,7 @@ class Descent:
         fallen_from: The highest before the lowest; -inf before one is known.
         falls: The lowest is below the first by `FALLEN` deviations.
         fell: So it was before these losses, with batches of another size.
+        came: How far it had come down then.
     """
 
     highest: float = -math.inf
@@ -39,6 +40,7 @@ class Descent:
     fallen_from: float = -math.inf
     falls: bool = False
     fell: bool = False
+    came: float = 0.0
     _first: float = math.nan
     _rises: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH // HOP))
 
@@ -57,9 +59,16 @@ class Descent:
             self.wandered = max(self.wandered, self._rises[0])
         self._rises.append(usual - self.lowest)
 
+    def anew(self) -> Descent:
+        """Returns that of the losses to come, which are of batches of another size and so at another height."""
+        return Descent(fell=self.fell or self.falls, came=self._way())
+
+    def _way(self) -> float:
+        return max(self.came, self.highest - self.lowest)
+
     def is_left_by(self, loss: float, usual: float) -> bool:
         """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
-        return loss - usual >= MATTERS * (self.highest - self.lowest)
+        return loss - usual >= MATTERS * self._way()
 
     def is_undone_by(self, loss: float, accepted: int, began: int) -> bool:
         """Whether a loss that stays there would take back what was learned: it fell, and never rose as high since.

@@ -304,8 +304,8 @@ class StepMoment:
                 self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
             self.norm.add(self._norm, self.norm_above)
-            if self.norm.count % HOP == 0 and self.norm.usual > self._highest_norm:
-                self._highest_norm = self.norm.usual
+            if self.norm.count % LENGTH == 0:  # rarely: it sorts a window, which most hops are spared
+                self._highest_norm = max(self._highest_norm, self.norm.usual)
         if line.seconds is not None and math.isfinite(line.seconds):
             self.seconds.add(line.seconds)
         if line.memory_bytes is not None:
@@ -320,7 +320,7 @@ class StepMoment:
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
-            self.descent = Descent(fell=self.descent.fell or self.descent.falls)
+            self.descent = self.descent.anew()
 
     def _hear_settings(self, line: StepLine) -> None:
         self.decays.hear(line.weight_decays)
