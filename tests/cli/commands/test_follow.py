@@ -71,7 +71,7 @@ class Terminal:
             stderr=self.other,
             env={**clean, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **dict(env)},
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 - under nohup it is ignored
         )
         self.seen = ""
 
