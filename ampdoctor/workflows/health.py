@@ -200,14 +200,14 @@ def _checks(looked: Looked) -> Iterator[Check]:
     steps, skipped = most.steps, most.skipped
     yield Check(name="steps", result="ok", headroom={"steps": steps, "skipped": skipped, "ranks": looked.ranks})
     known = max(map(_accepted, runs))
-    seen = "ok" if known >= LEAST else f"not judged: accepted steps are {known}, and {LEAST} say what is usual"
+    seen = "ok" if known >= LEAST else f"not judged: too few steps ({known} of {LEAST})"
     first = [finding.evidence.get("first") for finding in looked.findings]
     for name, curve, about in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
         result = "found" if about in first else seen if there else _NOT_LOGGED
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
-    seen = "ok" if looks > LEAST_BEFORE else f"not judged: looks are {looks}, and {LEAST_BEFORE + 1} say what is usual"
+    seen = "ok" if looks > LEAST_BEFORE else f"not judged: too few looks ({looks} of {LEAST_BEFORE + 1})"
     tensors = max((one.of for run in runs for one in run.maps), default=0)
     of_tensors = any(finding.where.tensor is not None for finding in looked.findings)
     result = "found" if of_tensors else seen if tensors else _NOT_LOGGED
