@@ -106,7 +106,10 @@ def to_plain(value: Any, path: str = "report") -> Any:
     if isinstance(value, AbstractSet):
         value = sorted(value, key=str)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [to_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [  # a curve's floats are most of a report
+            plain_float(item) if type(item) is float else to_plain(item, f"{path}[{index}]")
+            for index, item in enumerate(value)
+        ]
     raise TypeError(f"{path} is a {type(value).__name__}, which JSON has no form for")
 
 

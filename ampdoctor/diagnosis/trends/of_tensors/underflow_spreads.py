@@ -62,13 +62,19 @@ _LEAST = 1e-4
 
 @RULE.judges(TensorMoment)
 def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    rows = _in_half(moment)
     found = (
-        finding for measure in _SAID for looks in LOOKS for finding in _spreads(moment, measure, looks, thresholds)
+        finding
+        for measure in _SAID
+        for looks in LOOKS
+        for finding in _spreads(moment, rows, measure, looks, thresholds)
     )
     yield from itertools.islice(found, 1)
 
 
-def _spreads(moment: TensorMoment, measure: str, looks: int, thresholds: Thresholds) -> Iterator[Finding]:
+def _spreads(
+    moment: TensorMoment, rows: np.ndarray, measure: str, looks: int, thresholds: Thresholds
+) -> Iterator[Finding]:
     """A warning of those over the harmful share, or a note of those on their way to it, or nothing.
 
     What fp16 has made zero inside a backward cannot be told from other zeros when it arrives: it is of the zeros, whose
@@ -76,10 +82,12 @@ def _spreads(moment: TensorMoment, measure: str, looks: int, thresholds: Thresho
     """
     if moment.seen < looks:
         return
-    rows = _in_half(moment)
     shares = moment.values(measure, rows)[:, -looks:]
-    now, then = shares[:, -1], np.maximum(medians(shares[:, :3]), _LEAST)
-    more = np.flatnonzero((now >= thresholds[RISE] * then) & ~np.isnan(shares).any(axis=1))
+    now, rise = shares[:, -1], thresholds[RISE]
+    if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _LEAST)).any():
+        return  # as at most looks: none is far above the least of its first, nor above their median
+    then = np.maximum(medians(shares[:, :3]), _LEAST)
+    more = np.flatnonzero((now >= rise * then) & ~np.isnan(shares).any(axis=1))
     if not len(more):
         return
     rows, shares, now, then = rows[more], shares[more], now[more], then[more]
