@@ -70,14 +70,11 @@ class Descent:
         """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
         return loss - usual >= MATTERS * self._way()
 
-    def is_undone_by(self, loss: float, accepted: int, began: int) -> bool:
-        """Whether a loss that stays there would take back what was learned: it fell, and never rose as high since.
+    def is_known(self, accepted: int, began: int) -> bool:
+        """Whether a rise says something: the loss has fallen, or is at rest, and is no beginner's.
 
         Args:
-            loss: Where it stays.
             accepted: Accepted steps so far.
             began: The first step that is known.
         """
-        return (
-            self.falls or self.fell or accepted >= UNTRIED or began >= _LATER
-        ) and loss - self.lowest > self.wandered
+        return self.falls or self.fell or accepted >= UNTRIED or began >= _LATER

@@ -253,9 +253,14 @@ class StepMoment:
         """Whether a gradient norm is a part of the highest usual one: one that has all but gone rises by any factor."""
         return norm >= MATTERS * self._highest_norm
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether the loss has fallen, or is at rest: a policy's rises with the returns that it begins to learn of."""
+        return self.descent.is_known(self.accepted, self._began or 0)
+
     def undoes(self, loss: float) -> bool:
-        """Whether it matters, and a loss that stays there would take back what was learned."""
-        return self.matters(loss) and self.descent.is_undone_by(loss, self.accepted, self._began or 0)
+        """Whether a loss that stays there takes back what was learned: it matters, and never rose as high since."""
+        return self.matters(loss) and self.has_learned and loss - self.descent.lowest > self.descent.wandered
 
     def resumes(self) -> None:
         """Steps are counted anew from here on; what was usual still is."""

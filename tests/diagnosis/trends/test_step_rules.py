@@ -132,6 +132,12 @@ def test_a_loss_that_has_never_fallen_may_rise(count):
     assert codes(judged(steps(count, loss=of_returns)), ("error", "warning")) == []
 
 
+def test_and_its_gradient_may_climb_with_what_it_learns_of():
+    climbs = lambda at, n: n * (20 if 230 <= at < 245 else 1)  # noqa: E731 - as a PPO's did in health
+    assert codes(judged(steps(320, loss=of_returns, gradient_norm=climbs))) == [("AMP720", 230)]
+    assert "AMP724" in {f.code for f in judged(steps(320, gradient_norm=climbs))}
+
+
 def test_and_where_it_rises_as_never_before_it_is_told():
     findings = judged(steps(1200, loss=lambda at, v: of_returns(at, v) * (3 if at >= 900 else 1)))
     assert "AMP721" in [f.code for f in findings]

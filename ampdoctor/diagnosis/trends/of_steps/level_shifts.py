@@ -76,13 +76,14 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
     if not moment.moves(moment.norm.latest):
         norms = tuple(0.0 for _ in norms)
+    learned = moment.has_learned
     matters, of_spans = moment.undoes(moment.loss.latest), list(zip(_ROOTS, losses, norms, strict=True))
     of_both, of_loss, of_norm = (
         max(lifts, default=0.0) / thresholds[least]
         for lifts, least in (
             ([matters * root * (loss + norm) for root, loss, norm in of_spans if root * loss >= _BOTH], SUM),
             ([matters * root * loss for root, loss, _ in of_spans], LOSS),
-            ([norm for root, loss, norm in of_spans if loss > _FALLS and root >= _LONG], NORM),
+            ([norm for root, loss, norm in of_spans if learned and loss > _FALLS and root >= _LONG], NORM),
         )
     )
     worst = max(of_both, of_loss, of_norm)
