@@ -135,7 +135,8 @@ def test_a_loss_that_has_never_fallen_may_rise(count):
 def test_and_its_gradient_may_climb_with_what_it_learns_of():
     climbs = lambda at, n: n * (20 if 230 <= at < 245 else 1)  # noqa: E731 - as a PPO's did in health
     assert codes(judged(steps(320, loss=of_returns, gradient_norm=climbs))) == [("AMP720", 230)]
-    assert "AMP724" in {f.code for f in judged(steps(320, gradient_norm=climbs))}
+    later = lambda at, n: climbs(at - 570, n)  # noqa: E731
+    assert "AMP724" in {f.code for f in judged(steps(900, gradient_norm=later))}
 
 
 def test_and_where_it_rises_as_never_before_it_is_told():
