@@ -10,9 +10,10 @@ from typing import Any, TypeAlias, cast
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import Stamp, Stamped, StepLine
 from ampdoctor.evidence.run_log.quick import opened
+from ampdoctor.evidence.run_log.text import line_of, text_of
 
-Row: TypeAlias = tuple[Sequence[Any], Sequence[Any], tuple[Sequence[Any], ...] | None] | Stamped
-"""Values of the stamp, of the line, and of each of its tensors; None for those of a step. Another line is itself."""
+Row: TypeAlias = tuple[Sequence[Any], Sequence[Any], tuple[Sequence[Any], ...] | None] | str
+"""Values of the stamp, of the line, and of each of its tensors; None for those of a step. Another line is its text."""
 
 
 def row_of(whole: Stamped) -> Row:
@@ -22,13 +23,13 @@ def row_of(whole: Stamped) -> Row:
         return _STAMP(whole.stamp), _STEP(line), None
     if isinstance(line, DetailLine):
         return _STAMP(whole.stamp), _DETAIL(line), tuple(map(_TENSOR, line.tensors))
-    return whole
+    return text_of(whole)
 
 
 def line_of_row(row: Row) -> Stamped:
     """Returns the line that `row_of` has been given."""
-    if isinstance(row, Stamped):
-        return row
+    if isinstance(row, str):
+        return cast("Stamped", line_of(row))
     stamp, values, tensors = row
     if tensors is None:
         return Stamped(_make_stamp(*stamp), _make_step(*values))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import marshal
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import astuple
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from ampdoctor.checkpoints.formats.log_files import Left
 from ampdoctor.errors import CheckpointError
@@ -24,10 +26,12 @@ from ampdoctor.package import beside
 
 LEAST_BYTES = 48 * 1024 * 1024
 """Of a log for which a process is started: a smaller one is read in the seconds that it saves."""
-_Batch: TypeAlias = list[Row] | tuple[dict[str, Left], list[Skipped]]
-"""Lines, or what was noticed when the last was read."""
+_Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
+"""Lines, or what was noticed when the last was read: by file what is `Left` of it, and what is `Skipped`."""
 _LINES = 512
 """Lines that go through the pipe at once."""
+_MARSHAL, _SIZE = 2, 8
+"""The version of the values' form: later ones look for what is shared. And the bytes of the size before each batch."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
 """Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
 
@@ -54,8 +58,8 @@ def lines_ahead(found: FoundLog, noticed: Noticed) -> Iterator[Stamped]:
                     yield from map(line_of_row, batch)
                 else:
                     left, skipped = batch
-                    noticed.left.update(left)
-                    noticed.skipped += skipped
+                    noticed.left.update((name, Left(*values)) for name, *values in left)
+                    noticed.skipped += [Skipped(what=what, reason=why, kind=kind) for what, why, kind in skipped]
                     return
         finally:
             process.kill()
@@ -84,9 +88,9 @@ def _cores() -> int:
 def _batches(process: subprocess.Popen[bytes]) -> Iterator[_Batch]:
     """Yields lists of rows, and at last what was noticed; it ends without that where the process has failed."""
     stream = process.stdout
-    with suppress(EOFError, OSError, pickle.UnpicklingError):
-        while stream is not None:
-            batch: _Batch = pickle.load(stream)  # noqa: S301 - from a process that this one has started
+    with suppress(EOFError, OSError, ValueError, TypeError):
+        while stream is not None and (size := stream.read(_SIZE)):
+            batch: _Batch = marshal.loads(stream.read(int.from_bytes(size)))  # noqa: S302 - plain values, and our own
             yield batch
 
 
@@ -98,14 +102,17 @@ def main() -> None:
         import fcntl
 
         fcntl.fcntl(out.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
+    gc.disable()  # lines make no cycles
     folder, *names = sys.argv[1:]
     noticed = Noticed()
     lines = AMPDOCTOR.read(Path(folder), names, noticed)
     with suppress(BrokenPipeError), out:  # nobody listens any more
         while batch := [row_of(whole) for whole in islice(lines, _LINES)]:
             _send(out, batch)
-        _send(out, (dict(noticed.left), noticed.skipped))
+        left = [(name, *astuple(one)) for name, one in noticed.left.items()]
+        _send(out, (left, [(one.what, one.reason, one.kind) for one in noticed.skipped]))
 
 
-def _send(out: BinaryIO, batch: object) -> None:
-    out.write(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
+def _send(out: BinaryIO, batch: _Batch) -> None:
+    said = marshal.dumps(batch, _MARSHAL)
+    out.write(len(said).to_bytes(_SIZE) + said)
