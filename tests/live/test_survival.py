@@ -321,11 +321,11 @@ def test_an_evaluation_under_autograd_lets_its_batches_go(watched):
 
 
 def test_what_an_accumulation_holds_is_bounded_and_that_is_said(watched, monkeypatch):
-    from ampdoctor.live.recording import recorder
+    from ampdoctor.live.recording import journal
 
-    monkeypatch.setattr(recorder, "_MOST_BYTES", 64 * 1024)
+    monkeypatch.setattr(journal, "_MOST_BYTES", 64 * 1024)
     with watched() as seen:
-        seen.doctor._watch.recorder._light = 64 * 1024
+        seen.doctor._watch.recorder._journal._light = 64 * 1024
         model = nn.Linear(256, 1)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         for at in range(100):
