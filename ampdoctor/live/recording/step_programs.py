@@ -117,7 +117,7 @@ class StepPrograms:
     def is_reached(self, optimizer: Any) -> bool:
         """Whether a backward can reach what an optimizer holds: a parameter of a model, or a leaf of the loop's ops."""
         held, tape = {id(p) for p in parameters_of(optimizer)}, self._journal.tape
-        return any(id(one) in held for one in (*tape.given, *(tensor for _, tensor in tape.held())))
+        return any(id(one) in held for one in (*tape.given.values(), *(t for _, t in tape.held())))
 
     def wanted(self, optimizer: Any) -> list[int]:
         """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
