@@ -20,7 +20,11 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("case", "policy"),
-    [of_case(case, policy, slow=case in MORE_OF_A_KIND) for case in SCALED for policy in policies(case)]
+    [
+        of_case(case, policy, slow=case in MORE_OF_A_KIND or policy != "cuda")
+        for case in SCALED
+        for policy in policies(case)
+    ]
     + [of_case(case, "cuda", slow=True) for case in SICK if case not in SCALED],
 )
 def test_what_is_wrong_is_named_with_a_cure(case, policy):

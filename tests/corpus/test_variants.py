@@ -15,7 +15,7 @@ from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus import variants
 from tests.corpus.judging import disagreements_with, worst_finding
-from tests.corpus.reports import CASES, MORE_OF_A_KIND, SICK, policies, text_of, uses_transformers
+from tests.corpus.reports import CASES, SICK, policies, text_of, uses_transformers
 
 FACTORY = "tests/corpus/variants.py:make_run"
 COUNTED = [case for case in SICK if runs.label(case).get("silent_kind") == "stuck_state" and runs.label(case)["step"]]
@@ -25,6 +25,12 @@ DROWNED = ("rotary_positions_bf16", "linear_attention_normaliser_inf")
 LATE = [case for case in SICK if runs.label(case)["step"] > 0 and case not in COUNTED]
 NAMED = [case for case in SICK if runs.label(case)["culprit_module"]]
 DEFAULT_LOOP = [case for case in CASES if "def train_step" not in text_of(case)]
+ONE_OF_A_KIND = {
+    (label["kind"], label.get("silent_kind")): case
+    for case in CASES
+    if not uses_transformers(case) and (label := runs.label(case))
+}.values()
+"""The cases that are grown with every `make test`."""
 SEEDS = 40
 """Seeds tried until enough of them fail as labelled."""
 
@@ -181,7 +187,7 @@ def with_policies(cases):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=slow if uses_transformers(case) or case in MORE_OF_A_KIND else ()) for case in CASES],
+    [pytest.param(case, marks=() if case in ONE_OF_A_KIND else slow) for case in CASES],
 )
 def test_other_names_and_another_seed(case, tmp_path):
     changes = {"wrapped": "net"}

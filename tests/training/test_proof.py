@@ -66,13 +66,14 @@ def from_the_corpus(case, report=None):
             handle.remove()  # another format holds for the whole process
 
 
+QUICK = ("clip_logit_scale_overflow", "cosine_similarity_zero_half", "adam_eps_half_embedding")
+"""A cure of each sort, with every `make test`."""
 MODULES = [case for case in runs.case_ids() if "fp32_modules" in runs.label(case)["fixed_by"]]
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow) if case == "t5_ffn_wo_overflow" else case for case in MODULES]
-    + ["clip_logit_scale_overflow", "cosine_similarity_zero_half", "adam_eps_half_embedding"],
+    [*(pytest.param(case, marks=pytest.mark.slow) for case in MODULES if case not in QUICK), *QUICK],
 )
 def test_a_run_of_the_corpus(case, tmp_path):
     report = report_of(CORPUS, tmp_path / "report.json", case=case)

@@ -28,7 +28,7 @@ DESCENT = [2.0**k for k in range(16, 8, -1)]
         (DESCENT + history(12, 11, 10, 9, 8, hold=300), [("AMP706", "note")]),
         (DESCENT + history(12, *range(11, 3, -1), hold=300), [("AMP706", "warning")]),
         (DESCENT + history(3, 2, 1, 0, -1, hold=300), [("AMP706", "warning")]),
-        (DESCENT + history(8, *range(7, -130, -1), hold=1000), [("AMP706", "error")]),
+        (DESCENT + history(8, *range(7, -130, -1), hold=300), [("AMP706", "error")]),
     ],
 )
 def test_the_history_of_a_scale(scales, expected):

@@ -45,7 +45,7 @@ def test_any_wrong_value_is_a_sentence(bundle, code):
     said = json.loads(file.read_text())
     refused = []
     for turn, at in enumerate(places(said)):
-        for wrong in (GONE, WRONG[turn % len(WRONG)], WRONG[(turn * 7 + 3) % len(WRONG)]):
+        for wrong in (GONE, WRONG[turn % len(WRONG)]):
             file.write_text(json.dumps(put(said, at, wrong)))
             try:
                 load_bundle(str(bundle), model=str(code))
