@@ -417,6 +417,7 @@ class Doctor:
             verdict=report.verdict,
             findings=report.findings,
             bundle=None if bundle is None else bundle.folder.name,
+            model=report.run.get("kept", {}).get("model"),
             reason=what,
             seconds=seconds,
         )

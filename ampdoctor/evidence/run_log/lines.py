@@ -206,6 +206,7 @@ class LookLine:
         verdict: As of the report.
         findings: As of the report.
         bundle: Path of the bundle that was written, relative to the log's folder; null without one.
+        model: What `--model` has to name for the bundle's model to be made again; null where it takes no code.
         reason: What could not be looked at or left behind, in a sentence.
         seconds: How long it took.
     """
@@ -214,6 +215,7 @@ class LookLine:
     verdict: Verdict
     findings: tuple[Finding, ...] = ()
     bundle: str | None = None
+    model: str | None = None
     reason: str = ""
     seconds: float | None = None
 

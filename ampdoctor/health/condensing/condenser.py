@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -169,12 +170,13 @@ def _with_scaler(line: RunLine, before: RunLine) -> RunLine:
 
 def _look(line: LookLine, source: str) -> LookMark:
     bundle = None if line.bundle is None else str(PurePath(source) / line.bundle)
+    code = [] if line.model is None else ["--model", line.model]
     return LookMark(
         step=line.step,
         verdict=line.verdict,
         says=line.findings[0].message if line.findings else "",
         bundle=bundle,
-        command=None if bundle is None else f"ampdoctor bisect-nan {bundle}",
+        command=None if bundle is None else shlex.join(["ampdoctor", "bisect-nan", bundle, *code]),
     )
 
 

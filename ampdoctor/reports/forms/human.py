@@ -83,7 +83,7 @@ def _kept(report: Report, console: Console) -> None:
     if not kept.get("health"):
         return
     heading("kept", console)
-    show(text(f"{kept['health']}: the log; ampdoctor scan judges it"), console, indent=2, hang=2)
+    show(text(f"{kept['health']}: the log; ampdoctor health judges it"), console, indent=2, hang=2)
     if kept.get("bundle"):
         name = str(kept.get("model", "")).rpartition(":")[2]
         maker = f", once {name}() returns its model" if name == "make_model" else ""

@@ -157,7 +157,7 @@ def test_marks_and_what_was_lost():
         *steps(0, 3),
         CheckpointLine(step=1, path="c-1"),
         CheckpointLine(step=1, path="c-1", health="good"),
-        LookLine(step=2, verdict="sick", bundle="bundle-2"),
+        LookLine(step=2, verdict="sick", bundle="bundle-2", model="my train.py"),
         ActionLine(step=2, action="skip", reason="the gradient is not finite"),
         LostLine(details=2),
         LostLine(details=5, steps=1, thinned=9),
@@ -166,7 +166,7 @@ def test_marks_and_what_was_lost():
     assert [(mark.path, mark.health) for mark in run.checkpoints] == [("c-1", "good")]
     assert (run.looks[0].bundle, run.looks[0].command) == (
         "runs/run/bundle-2",
-        "ampdoctor bisect-nan runs/run/bundle-2",
+        "ampdoctor bisect-nan runs/run/bundle-2 --model 'my train.py'",
     )
     assert (run.actions[0].action, run.lost, run.ending) == ("skip", 6, "running")
 

@@ -16,7 +16,7 @@ from ampdoctor.evidence.report.health import (
     ScalerHistory,
 )
 from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.forms.canvas import Canvas
 from ampdoctor.reports.forms.formats import renderer
 from ampdoctor.reports.forms.sections.health_on_page import bundles
@@ -98,6 +98,13 @@ def test_what_moved_first_is_a_line_of_its_own_in_every_form(first):
         assert "what moved first: the " in text
         assert f"first = {first}" not in text
         assert "<dt>first</dt>" not in text
+
+
+def test_what_was_born_in_a_run_is_not_only_met_in_its_log():
+    line = Source(file="train.py", line=14)
+    born = Where(step=1, phase="forward", module="scores", file=RUN.source, nonfinite="inf", source=line)
+    assert "Inf is born here" in words.place(born)
+    assert "Inf is there" in words.place(replace(born, source=None, phase="checkpoint"))
 
 
 def test_a_number_that_is_called_first_stays_a_number():
