@@ -4,7 +4,7 @@ Run: python benchmarks/live.py [--model transformer resnet] [--repeats 7] [--bur
 
 Two trainings: a 12-block transformer language model (width 320, 4 x 384 tokens, AdamW) and a ResNet-18 on 64 x 64
 images (batch 16, SGD with momentum), both in fp32, in which a step is fastest and watching therefore costs most.
-Contestants take turns within a repeat, a burst of steps each after one that is not timed, on the same model and batch.
+Contestants take turns within a repeat, a burst of steps each after two that are not timed, on the same model and batch.
 Ratios are those within a repeat, to the bare loop (where a contestant clips: to the bare loop that clips), and what is
 printed are medians. Times are CPU seconds of the process. Attaching, once a training, is not timed.
 
@@ -42,6 +42,7 @@ from benchmarks.peers.monitoring import (
     LightningNorms,
     Loop,
     Monitor,
+    TrainerMonitor,
     detect_anomaly,
     wandb_watch,
 )
@@ -49,6 +50,8 @@ from benchmarks.training.resnet import Residual
 
 BARE, CLIPS = "bare loop", "bare loop that clips"
 NUMBERS, DETAILS = "norms, loss and scale each step", "details in each step"
+UNTIMED = 2
+"""Steps after attaching: the first shows the model, and at the second what looked for it goes."""
 TARGET = 1.01
 """Of a watched step at the default sampling against a bare one."""
 
@@ -118,12 +121,12 @@ class Contestant:
     """Who watches, and how.
 
     Attributes:
-        attach: A context manager around the loop.
+        attach: A context manager around the loop; it gives another one to time where it cannot let go of its own.
         clips: The loop clips its gradients, and is held beside a bare one that does.
         missing: Says why it cannot take part; None where it can.
     """
 
-    attach: Callable[[Loop], AbstractContextManager[None]]
+    attach: Callable[[Loop], AbstractContextManager[Loop | None]]
     clips: bool = False
     missing: Callable[[], str | None] = lambda: None
 
@@ -147,6 +150,7 @@ CONTESTANTS = {
     "Composer's OptimizerMonitor, NaNMonitor": Contestant(lambda loop: loop.calling(ComposerMonitor(loop))),
     "detect_anomaly": Contestant(detect_anomaly),
     "wandb.watch, offline, log_freq 1": Contestant(wandb_watch, missing=_not_installed("wandb")),
+    "msprobe's TrainerMon, weight gradients": Contestant(TrainerMonitor(), missing=_not_installed("msprobe")),
 }
 
 
@@ -176,14 +180,15 @@ MODELS = {"transformer": transformer, "resnet": resnet}
 
 
 def take(loop: Loop, name: str, burst: int) -> float:
-    """Returns the CPU seconds of a burst of steps; the first step after attaching is not timed."""
+    """Returns the CPU seconds of a burst of steps, after those that meet the model."""
     contestant = CONTESTANTS.get(name)
     loop.max_norm = 1.0 if name == CLIPS or (contestant and contestant.clips) else None
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # of modes that are not ours
         if contestant is not None:
-            stack.enter_context(contestant.attach(loop))
-        loop.step()
+            loop = stack.enter_context(contestant.attach(loop)) or loop
+        for _ in range(UNTIMED):
+            loop.step()
         start = time.process_time()
         for _ in range(burst):
             loop.step()

@@ -5,15 +5,19 @@ The monitors of Lightning and Composer are done again from their source, so that
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from benchmarks.peers.watching import like, trainer_mon
 
 
 class Monitor:
@@ -125,6 +129,23 @@ def detect_anomaly(_: Loop) -> Iterator[None]:
     """Torch's own."""
     with torch.autograd.set_detect_anomaly(True):
         yield
+
+
+@dataclass(eq=False)
+class TrainerMonitor:
+    """msprobe's `TrainerMon` over weight gradients; it cannot be taken off again, and has a copy of each loop."""
+
+    _kept: WeakKeyDictionary[Loop, Loop] = field(default_factory=WeakKeyDictionary)
+
+    @contextmanager
+    def __call__(self, loop: Loop) -> Iterator[Loop]:
+        """Give the copy of this loop."""
+        if loop not in self._kept:
+            model = copy.deepcopy(loop.model)
+            self._kept[loop] = Loop(model, loop.batch, loop.loss, like(loop.optimizer, model))
+            with TemporaryDirectory() as folder, chdir(folder):
+                trainer_mon(model, self._kept[loop].optimizer)
+        yield self._kept[loop]
 
 
 @contextmanager

@@ -252,7 +252,8 @@ def _inspect(model: nn.Module, optimizer: Any) -> Iterator[Watched]:
         yield Watched(model, optimizer, lambda _loss: api.step())
 
 
-def _trainer_mon(model: nn.Module, optimizer: Any) -> Watched:
+def trainer_mon(model: nn.Module, optimizer: Any) -> Watched:
+    """Attach msprobe's monitor of weight gradients, for good; it writes into the working folder."""
     with open("monitor.json", "w", encoding="utf-8") as config:  # noqa: PTH123
         config.write('{"targets": {}, "wg_distribution": true, "format": "csv", "ops": ["norm", "min", "max", "nans"]}')
     monitor = importlib.import_module("msprobe.pytorch").TrainerMon(
@@ -279,6 +280,6 @@ WATCHERS = (
     Watcher("nvdlfw-inspect LogTensorStats", "f+b", _inspect, "nvdlfw_inspect.api"),
     Watcher("unit-scaling track_scales", "f+b", OnCopy(_track_scales), "unit_scaling.transforms"),
     Watcher("fairseq NanDetector", "f+b", _nan_detector, "fairseq_nan_detector"),
-    Watcher("msprobe TrainerMon, weight gradients", "b", OnCopy(_trainer_mon), "msprobe.pytorch"),
+    Watcher("msprobe TrainerMon, weight gradients", "b", OnCopy(trainer_mon), "msprobe.pytorch"),
     Watcher(FLOOR, "f+b", _one_sync),
 )

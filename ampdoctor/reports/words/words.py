@@ -153,7 +153,7 @@ def _what(where: Where) -> str:
         parts.append(f"file {where.file}")
     if where.nonfinite != "none":
         kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
-        of_a_checkpoint = where.file is not None and where.source is None  # which has no code; a run's log may name some
+        of_a_checkpoint = where.file is not None and where.source is None  # which has no code, and a run's log has
         met = where.phase in _FOUND_NOT_MADE or of_a_checkpoint
         parts.append(f"{kind} is {'there' if met else 'born here'}")
     return ", ".join(parts)
