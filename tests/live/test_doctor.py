@@ -441,3 +441,34 @@ def test_an_op_whose_derivative_fails_may_be_the_loops(tmp_path):
     (finding,) = told[0].findings
     assert (finding.where.phase, finding.where.module) == ("backward", "")
     assert "the root module's own code or the loop's" in place(finding.where)
+
+
+def test_of_an_optimizer_that_calls_its_closure_itself_the_last_backward_is_run_again(attended, tmp_path):
+    calls = []
+
+    def loop():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        batch = torch.randn(8, 4)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(batch).abs() * (len(calls) < 8)).log().mean()
+            loss.backward()
+            calls.append(model.weight.grad.isfinite().all())
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure)
+
+    told, watching = attended(loop)
+    assert calls[0]
+    assert not calls[8]
+    ((verdict, step),) = told
+    assert (verdict, step) == ("sick", watching.report.run["step"])
+    (finding,) = watching.report.findings
+    assert (finding.where.phase, finding.where.op) == ("loss", "aten.log")
+    assert "calls the loop's closure itself" in watching.report.skipped[0].reason
+    replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / f"bundle-{step}"), device="cpu", compare_steps=0))
+    assert [one.message for one in replayed.findings] == [finding.message]

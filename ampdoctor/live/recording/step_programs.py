@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ from ampdoctor.probes.ops.source import user_line
 _APART = (
     "the optimizer steps tensors of its own, as master weights are: what the loop makes of the models' gradients for "
     "them, and their update, are not run again"
+)
+_BY_CLOSURE = (
+    "the optimizer calls the loop's closure itself, as often as it likes: the last backward is run again, and not the "
+    "update"
 )
 
 
@@ -70,7 +75,9 @@ class StepPrograms:
         now = dict(model.named_buffers())
         self._gradients.find_edited()
         edited = (name for key, name in tape.names.items() if self._gradients.is_edited(key))
-        doubts = self._doubts(model, indices, calls, failed)
+        doubts = list(self._doubts(model, indices, calls, failed))
+        if optimizer is not None and _needs_closure(optimizer):
+            optimizer, doubts = None, [_BY_CLOSURE, *doubts]
         return Program(
             model=model,
             optimizer=optimizer,
@@ -156,3 +163,9 @@ class StepPrograms:
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:
     return here.shape == there.shape and here.dtype == there.dtype and torch.equal(here, there)
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether an optimizer cannot step without a closure, as LBFGS."""
+    taken = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return taken is not None and taken.default is inspect.Parameter.empty
