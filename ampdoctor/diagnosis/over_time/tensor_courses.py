@@ -31,6 +31,8 @@ MEASURES = (
     "scale",
 )
 _ROBUST = 1.4826
+_SURELY = 0.99
+"""Part of a bound below which no rounding takes a value over it."""
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
@@ -68,6 +70,7 @@ class TensorMoment:
     seen: int = 0
     names: tuple[str, ...] = ()
     _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    _eight_bit: NDArray[np.int64] | None = None
 
     def name(self, row: int) -> str:
         """Returns the name of a row's tensor, or of its module; "" where the log's table lacks it."""
@@ -91,6 +94,7 @@ class TensorMoment:
         new = np.full((len(MEASURES), len(tensors), LOOKS), np.nan)
         self.measures = np.concatenate([self.measures, new], axis=1)
         self._of_role.clear()
+        self._eight_bit = None
 
     def begin(self, step: int) -> None:
         """A look at another step: what was seen last is the one before."""
@@ -100,9 +104,11 @@ class TensorMoment:
         self.steps[-1] = step
         self.seen = min(self.seen + 1, LOOKS)
 
-    def eight_bit(self) -> NDArray[np.bool_]:
-        """Returns (rows) whether a tensor is in a format of 8 bits or less, whose scale is its own."""
-        return np.array([one is not None and one.startswith(_NARROW) for one in self.formats], bool)
+    def eight_bit(self) -> NDArray[np.int64]:
+        """Returns the rows of tensors in a format of 8 bits or less, whose scale is its own."""
+        if self._eight_bit is None:
+            self._eight_bit = np.flatnonzero([one is not None and one.startswith(_NARROW) for one in self.formats])
+        return self._eight_bit
 
     def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
         """Returns (rows, looks) of a measure, the newest at the end; NaN where it was not measured."""
@@ -169,7 +175,7 @@ class Break:
     rate: Matrix
 
 
-def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
+def breaks(values: Matrix, floor: float, new: int = NEW, *, least: float) -> Break:
     """Returns how the growth of positive values has changed of late.
 
     Rates of the logarithm from look to look; the mean of the last ones against the median of at most `MOST_BEFORE`
@@ -179,17 +185,26 @@ def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
         values: (rows, looks), evenly spaced.
         floor: Deviation of a rate that is assumed at least.
         new: The last rates.
+        least: Robust deviations that are asked for: where it is certain that there are fewer, there are 0.
     """
-    rows = len(values)
-    if values.shape[1] < 1 + new + LEAST_BEFORE or not rows:
-        return Break(np.zeros(rows), np.zeros(rows))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates = np.diff(np.log(values[:, -(1 + new + MOST_BEFORE) :]), axis=1)
+    found = Break(np.zeros(len(values)), np.zeros(len(values)))
+    values = values[:, -(1 + new + MOST_BEFORE) :]
+    if values.shape[1] < 1 + new + LEAST_BEFORE or not len(values):
+        return found
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # no rate is above the logarithm of this, and the last ones together are not
+        widest = values.max(axis=1) / values.min(axis=1)
+        some = np.flatnonzero(~(widest < np.exp(_SURELY * least * floor / np.sqrt(new) / (1 + 1 / new))))
+        if not len(some):
+            return found
+        rates = np.diff(np.log(values[some]), axis=1)
         before, last = rates[:, :-new], rates[:, -new:].mean(axis=1)
         middle = medians(before)
         deviation = np.maximum(_ROBUST * medians(np.abs(before - middle[:, None])), floor)
         by = (last - middle) / deviation * np.sqrt(new)
-    return Break(np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0), np.nan_to_num(last))
+    found.by[some] = np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0)
+    found.rate[some] = np.nan_to_num(last)
+    return found
 
 
 def medians(values: Matrix) -> Matrix:
