@@ -18,6 +18,7 @@ from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.run_log.tables import DetailTable
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.condenser import Condenser
 from ampdoctor.health.reading.ahead import lines_ahead
@@ -153,7 +154,7 @@ class _Reader:
         elif kind is LookLine and isinstance(line, LookLine):
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
-        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine):
+        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable):
             for finding in found:
                 self._add(whole, finding)
 
