@@ -340,7 +340,7 @@ class StepMoment:
         if not line.learning_rates:
             return
         rate, before = self.rates.now[0], self.rates.before[0] if self.rates.before else math.nan
-        if before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
+        if rate != before and before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
             if rate > before:
                 self.departs("schedule")
             if rate < _FAR_BEYOND * self.rates.highest[0]:

@@ -32,7 +32,7 @@ def line_of_row(row: Row) -> Stamped:
     if isinstance(row, str):
         return cast("Stamped", line_of(row))
     stamp, values, is_step = row
-    return Stamped(_make_stamp(*stamp), _make_step(*values) if is_step else DetailTable(*values))
+    return _stamped(_make_stamp(*stamp), _make_step(*values) if is_step else DetailTable(*values))
 
 
 def _values(record: type) -> Callable[[Any], Sequence[Any]]:
@@ -40,4 +40,4 @@ def _values(record: type) -> Callable[[Any], Sequence[Any]]:
 
 
 _STAMP, _STEP, _TABLE = _values(Stamp), _values(StepLine), _values(DetailTable)
-_make_stamp, _make_step = opened(Stamp), opened(StepLine)
+_stamped, _make_stamp, _make_step = opened(Stamped), opened(Stamp), opened(StepLine)
