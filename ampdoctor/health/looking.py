@@ -18,6 +18,7 @@ from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.run_log.tables import DetailTable
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.condenser import Condenser
 from ampdoctor.health.reading.ahead import lines_ahead
@@ -130,6 +131,7 @@ class _Reader:
         self._restarts: dict[int, int] = {}
         self._runs: dict[int, str] = {}
         self._turn: tuple[int, str, int] | None = None
+        self._judge: Judge  # of the turn
         self._turns: set[tuple[int, str, int]] = set()
         self._taken_turns = False
         self._shown: int | None = None
@@ -138,11 +140,11 @@ class _Reader:
 
     def hear(self, whole: Stamped) -> None:
         stamp, line = whole.stamp, whole.line
-        judge = self._judge_of(stamp)
         if self._turn != (turn := (stamp.rank, stamp.run_id, stamp.restarts)):
             self._taken_turns |= turn in self._turns
             self._turns.add(turn)
             self._turn = turn
+            self._judge = self._judge_of(stamp)
         if stamp.rank == self._shown:
             self.condenser.hear(whole)
         kind = type(line)
@@ -152,7 +154,7 @@ class _Reader:
         elif kind is LookLine and isinstance(line, LookLine):
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
-        elif (found := judge.hear(line)) and isinstance(line, StepLine | DetailLine):
+        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable):
             for finding in found:
                 self._add(whole, finding)
 

@@ -114,7 +114,8 @@ class Course:
             return 0.0
         if not self._sorted:
             self._sort()
-        return (self._place(value) - self._middle) / self._deviation
+        at = math.log(value) if self._logs and value > 0 else self._place(value)  # every value comes here
+        return (at - self._middle) / self._deviation
 
     def outside(self, value: float) -> float:
         """Returns how far a value lies outside of the window's values, in logarithms (or its own unit); 0 inside.
@@ -145,9 +146,13 @@ class Course:
 
     def _hop(self) -> None:
         """Makes of the last values a new window."""
+        gone = self._values[:-LENGTH]
         del self._values[:-LENGTH]
         self._window, self._sorted = len(self._values), False
-        self.highest, self.lowest = max(self._values), min(self._values)
+        if self.highest in gone:  # the highest of all is seldom among the few that go
+            self.highest = max(self._values)
+        if self.lowest in gone:
+            self.lowest = min(self._values)
 
     def _know(self) -> None:
         if not self._sorted and self.count >= LEAST:
@@ -191,7 +196,8 @@ class LongCourse(Course):
             value: The value.
             above: What `above` has said of it, where it was asked.
         """
-        way = min(max(self.above(value) if above is None else above, 0.0), MOST)
+        way = self.above(value) if above is None else above
+        way = 0.0 if way < 0.0 else MOST if way > MOST else way  # noqa: FURB136 - as above
         self._height += way - self._ways[-RECENT]
         self._ways.append(way)
         super().add(value)
@@ -201,7 +207,8 @@ class LongCourse(Course):
 
         No mean of `lifts` times its span is more.
         """
-        self._know()
+        if not self._sorted:
+            self._know()
         return self._height
 
     def beyond(self, value: float) -> float:
@@ -232,7 +239,8 @@ class LongCourse(Course):
         last = self._values[self._window - RECENT : self._window]
         middle, deviation = self._middle, self._deviation
         places = map(math.log, last) if self._logs else last
-        self._ways = [min(max((at - middle) / deviation, 0.0), MOST) for at in places]
+        ways = [(at - middle) / deviation for at in places]
+        self._ways = [0.0 if way < 0.0 else MOST if way > MOST else way for way in ways]  # noqa: FURB136
         self._height = sum(self._ways)
 
     def _way(self, value: float) -> float:

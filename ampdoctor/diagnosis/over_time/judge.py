@@ -15,6 +15,7 @@ from ampdoctor.diagnosis.over_time.tensor_courses import TensorCourses, TensorMo
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import Line, LookLine, RunLine, Stamped, StepLine
+from ampdoctor.evidence.run_log.tables import DetailTable, table_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 EPISODE = 256
@@ -53,11 +54,11 @@ class Judge:
         self._told: dict[tuple[str, str | None, int], _Told] = {}
         self._looked_at: int | None = None
 
-    def hear(self, line: Line) -> tuple[Finding, ...]:
+    def hear(self, line: Line | DetailTable) -> tuple[Finding, ...]:
         """Takes a line, and returns what is new with it, worst first; nothing for most."""
         if isinstance(line, StepLine):
             return self._hear_step(line)
-        if isinstance(line, DetailLine):
+        if isinstance(line, DetailLine | DetailTable):
             return self._hear_detail(line)
         if isinstance(line, RunLine):
             self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
@@ -102,13 +103,13 @@ class Judge:
                 found += new
         return self._new(found, line.optimizer, line.step) if found else ()
 
-    def _hear_detail(self, line: DetailLine) -> tuple[Finding, ...]:
+    def _hear_detail(self, line: DetailLine | DetailTable) -> tuple[Finding, ...]:
         if line.reason != "sampled":  # the looks that a firing adds are not evenly spaced
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
             courses = self._tensors[line.optimizer] = TensorCourses()
-        courses.hear(line)
+        courses.hear(table_of(line))
         courses.moment.names = self._names
         found: list[Finding] = []
         for find in self._on_tensors:

@@ -69,7 +69,8 @@ class ScaleHistory:
             self.in_a_row = 0
             self.since_fall += 1
             self.settled = True
-            self.highest = max(self.highest, scale)
+            if scale > self.highest:  # noqa: PLR1730 - as in `Course.add`
+                self.highest = scale
 
 
 @dataclass(slots=True)
@@ -121,10 +122,14 @@ class Plateau:
 
     def add(self, loss: float, norm: float) -> None:
         """An accepted step more."""
-        self._loss, self._norm, self._count = self._loss + loss, self._norm + norm, self._count + 1
+        self._loss += loss
+        self._norm += norm
+        self._count += 1
         if self._count < _STRETCH:
             return
-        loss, norm, self._loss, self._norm, self._count = self._loss / _STRETCH, self._norm / _STRETCH, 0.0, 0.0, 0
+        loss, norm = self._loss / _STRETCH, self._norm / _STRETCH
+        self._loss = self._norm = 0.0
+        self._count = 0
         self.norm_now, self.steps = norm, self.steps + _STRETCH
         if not loss >= self.best - _GAIN * abs(self.best):
             self.best, self.steps, self.norm_then, self.told = loss, 0, norm, False
@@ -230,10 +235,10 @@ class StepMoment:
         self._hear_settings(line)
         self._hear_batch(line)
         self.judged = self.accepted - self._since >= LEAST and self._quiet == 0 and not self.batch.size.other
-        self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
-        self.loss_above = 0.0 if self._loss is None else self.loss.above(self._loss)
-        self.norm_above = 0.0 if self._norm is None else self.norm.above(self._norm)
-        ill = self._loss is not line.loss or _finite(line.gradient_norm) is not line.gradient_norm
+        loss, norm = self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
+        self.loss_above = 0.0 if loss is None else self.loss.above(loss)
+        self.norm_above = 0.0 if norm is None else self.norm.above(norm)
+        ill = loss is not line.loss or _finite(line.gradient_norm) is not line.gradient_norm
         self.bad = self.bad + 1 if ill and not line.skipped else 0
         if self.judged:
             if self.loss_above > FAR and self.matters(line.loss):
@@ -242,8 +247,8 @@ class StepMoment:
                 self.departs("gradient")
         if self.scale.in_a_row and self.scale.in_a_row + self.scale.falls > 1:  # one fall is a scaler's routine
             self.departs("scale")
-        if self._loss is not None and not line.skipped:
-            self._follow_spike(line.step, self._loss)
+        if loss is not None and not line.skipped and (self.spike is not None or self.loss_above > FAR):
+            self._follow_spike(line.step, loss)
 
     def matters(self, loss: float | None) -> bool:
         """Whether a loss is above the usual by a part of the way that training has come."""
@@ -334,8 +339,8 @@ class StepMoment:
             self.departs("schedule")
         if not line.learning_rates:
             return
-        rate, before = self.rates.now[0], next(iter(self.rates.before), math.nan)
-        if before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
+        rate, before = self.rates.now[0], self.rates.before[0] if self.rates.before else math.nan
+        if rate != before and before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
             if rate > before:
                 self.departs("schedule")
             if rate < _FAR_BEYOND * self.rates.highest[0]:
@@ -344,7 +349,7 @@ class StepMoment:
         self.rising = rate > self._rates[0] * 1.001
 
     def _follow_spike(self, step: int, loss: float) -> None:
-        if self.spike is None and self.judged and self.alone and self.loss_above > FAR and self.undoes(loss):
+        if self.spike is None and self.judged and self.alone and self.undoes(loss):
             self.spike = Spike(step=step, usual=self.loss.usual, limit=self._limit(), value=loss)
         if self.spike is not None:
             self.spike.above = self.spike.above + 1 if loss > self.spike.limit else 0

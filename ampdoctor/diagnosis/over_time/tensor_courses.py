@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.over_time.arrays import np
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.tables import MEASURES, DetailTable, table_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,25 +19,14 @@ NEW = 3
 """Of these, the last ones, whose course is held against that of those before."""
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
-MEASURES = (
-    "norm",
-    "amax",
-    "flushed_share",
-    "zero_share",
-    "headroom_binades",
-    "update_ratio",
-    "unmoved_share",
-    "elements",
-    "scale",
-)
 _ROBUST = 1.4826
+_SURELY = 0.99
+"""Part of a bound below which no rounding takes a value over it."""
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
 Matrix: TypeAlias = "NDArray[np.float64]"
 Key = tuple[int, str, str, int]
-_ADDRESS: Callable[[TensorDetail], Key] = attrgetter("tensor", "role", "part", "call")
-_VALUES: Callable[[TensorDetail], tuple[float | None, ...]] = attrgetter(*MEASURES)
 
 
 @dataclass(slots=True)
@@ -57,7 +46,7 @@ class TensorMoment:
         seen: How many looks there were, at most `LOOKS`.
     """
 
-    line: DetailLine
+    line: DetailTable
     steps: NDArray[np.int64]
     tensors: list[int]
     roles: NDArray[np.str_]
@@ -68,6 +57,7 @@ class TensorMoment:
     seen: int = 0
     names: tuple[str, ...] = ()
     _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    _eight_bit: NDArray[np.int64] | None = None
 
     def name(self, row: int) -> str:
         """Returns the name of a row's tensor, or of its module; "" where the log's table lacks it."""
@@ -81,16 +71,18 @@ class TensorMoment:
             found = self._of_role[role] = np.flatnonzero(self.roles == role)
         return found
 
-    def add_rows(self, tensors: Sequence[TensorDetail]) -> None:
+    def add_rows(self, keys: Sequence[Key], formats: Sequence[str | None]) -> None:
         """Makes a row for each of some tensors, without a look yet."""
-        self.tensors += [one.tensor for one in tensors]
-        self.parts += [one.part for one in tensors]
-        self.calls += [one.call for one in tensors]
-        self.formats += [one.format for one in tensors]
-        self.roles = np.concatenate([self.roles, np.array([one.role for one in tensors], dtype=self.roles.dtype)])
-        new = np.full((len(MEASURES), len(tensors), LOOKS), np.nan)
+        tensors, roles, parts, calls = zip(*keys, strict=True)
+        self.tensors += tensors
+        self.parts += parts
+        self.calls += calls
+        self.formats += formats
+        self.roles = np.concatenate([self.roles, np.array(roles, dtype=self.roles.dtype)])
+        new = np.full((len(MEASURES), len(keys), LOOKS), np.nan)
         self.measures = np.concatenate([self.measures, new], axis=1)
         self._of_role.clear()
+        self._eight_bit = None
 
     def begin(self, step: int) -> None:
         """A look at another step: what was seen last is the one before."""
@@ -100,9 +92,11 @@ class TensorMoment:
         self.steps[-1] = step
         self.seen = min(self.seen + 1, LOOKS)
 
-    def eight_bit(self) -> NDArray[np.bool_]:
-        """Returns (rows) whether a tensor is in a format of 8 bits or less, whose scale is its own."""
-        return np.array([one is not None and one.startswith(_NARROW) for one in self.formats], bool)
+    def eight_bit(self) -> NDArray[np.int64]:
+        """Returns the rows of tensors in a format of 8 bits or less, whose scale is its own."""
+        if self._eight_bit is None:
+            self._eight_bit = np.flatnonzero([one is not None and one.startswith(_NARROW) for one in self.formats])
+        return self._eight_bit
 
     def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
         """Returns (rows, looks) of a measure, the newest at the end; NaN where it was not measured."""
@@ -115,11 +109,11 @@ class TensorCourses:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
-        self._addresses: list[Key] = []
+        self._addresses: tuple[tuple[int | str, ...], ...] = ()
         self._of_addresses: list[int] = []
         self._step: int | None = None
         self.moment = TensorMoment(
-            line=DetailLine(step=0),
+            line=table_of(DetailLine(step=0)),
             steps=np.zeros(LOOKS, np.int64),
             tensors=[],
             roles=np.array([], dtype="U20"),
@@ -129,7 +123,7 @@ class TensorCourses:
             measures=np.empty((len(MEASURES), 0, LOOKS)),
         )
 
-    def hear(self, line: DetailLine) -> None:
+    def hear(self, line: DetailTable) -> None:
         """A look more; several lines of one step are one look."""
         moment = self.moment
         if line.step != self._step:
@@ -137,21 +131,21 @@ class TensorCourses:
             self._step = line.step
         moment.line = line
         if line.tensors:
-            rows = self._rows_of(line.tensors)
-            values = np.array(list(map(_VALUES, line.tensors)), dtype=np.float64)  # None becomes NaN
-            moment.measures[:, rows, -1] = values.T
+            rows = self._rows_of(line)
+            moment.measures[:, rows, -1] = np.frombuffer(line.measures).reshape(len(MEASURES), -1)
 
-    def _rows_of(self, tensors: Sequence[TensorDetail]) -> list[int]:
-        addresses = list(map(_ADDRESS, tensors))
+    def _rows_of(self, line: DetailTable) -> list[int]:
+        addresses = (line.tensors, line.roles, line.parts, line.calls)
         if addresses != self._addresses:  # most looks are at the same tensors as the last
-            new: dict[Key, TensorDetail] = {}
-            for key, one in zip(addresses, tensors, strict=True):
+            keys = list(zip(*addresses, strict=True))
+            new: dict[Key, str | None] = {}
+            for key, one in zip(keys, line.formats, strict=True):
                 if key not in self._rows:
                     new.setdefault(key, one)
             if new:
-                self.moment.add_rows(list(new.values()))
+                self.moment.add_rows(list(new), list(new.values()))
                 self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
-            self._addresses, self._of_addresses = addresses, [self._rows[key] for key in addresses]
+            self._addresses, self._of_addresses = addresses, [self._rows[key] for key in keys]
         return self._of_addresses
 
 
@@ -169,7 +163,7 @@ class Break:
     rate: Matrix
 
 
-def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
+def breaks(values: Matrix, floor: float, new: int = NEW, *, least: float) -> Break:
     """Returns how the growth of positive values has changed of late.
 
     Rates of the logarithm from look to look; the mean of the last ones against the median of at most `MOST_BEFORE`
@@ -179,17 +173,26 @@ def breaks(values: Matrix, floor: float, new: int = NEW) -> Break:
         values: (rows, looks), evenly spaced.
         floor: Deviation of a rate that is assumed at least.
         new: The last rates.
+        least: Robust deviations that are asked for: where it is certain that there are fewer, there are 0.
     """
-    rows = len(values)
-    if values.shape[1] < 1 + new + LEAST_BEFORE or not rows:
-        return Break(np.zeros(rows), np.zeros(rows))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates = np.diff(np.log(values[:, -(1 + new + MOST_BEFORE) :]), axis=1)
+    found = Break(np.zeros(len(values)), np.zeros(len(values)))
+    values = values[:, -(1 + new + MOST_BEFORE) :]
+    if values.shape[1] < 1 + new + LEAST_BEFORE or not len(values):
+        return found
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # no rate is above the logarithm of this, and the last ones together are not
+        widest = values.max(axis=1) / values.min(axis=1)
+        some = np.flatnonzero(~(widest < np.exp(_SURELY * least * floor / np.sqrt(new) / (1 + 1 / new))))
+        if not len(some):
+            return found
+        rates = np.diff(np.log(values[some]), axis=1)
         before, last = rates[:, :-new], rates[:, -new:].mean(axis=1)
         middle = medians(before)
         deviation = np.maximum(_ROBUST * medians(np.abs(before - middle[:, None])), floor)
         by = (last - middle) / deviation * np.sqrt(new)
-    return Break(np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0), np.nan_to_num(last))
+    found.by[some] = np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0)
+    found.rate[some] = np.nan_to_num(last)
+    return found
 
 
 def medians(values: Matrix) -> Matrix:

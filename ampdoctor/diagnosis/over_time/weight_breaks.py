@@ -50,7 +50,7 @@ def weight_breaks(moment: TensorMoment, *, sign: int, least: float, share: float
     for new in range(1, NEW + 1):
         if norms.shape[1] < 1 + new:
             break
-        broken = breaks(norms, FLOOR, new)
+        broken = breaks(norms, FLOOR, new, least=least)
         was = np.nan_to_num(norms[:, -1 - new])
         large = np.maximum(size, was) >= share * np.sqrt((size**2).sum())
         hit = large & (sign * broken.by >= least) & (sign * broken.rate * new >= change)

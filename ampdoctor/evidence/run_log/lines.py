@@ -14,6 +14,7 @@ from ampdoctor.evidence.codec import Count, Positive, Text, form
 from ampdoctor.evidence.report import Finding, Verdict
 from ampdoctor.evidence.report.health import Health
 from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.tables import DetailTable
 
 SCHEMA_VERSION = 1
 """Raised where a reader of the last one would break; new kinds and keys do not raise it."""
@@ -279,8 +280,8 @@ class Stamped:
 
     Attributes:
         stamp: What every line carries.
-        line: What this one says.
+        line: What this one says; details that were read to be judged are a table of them.
     """
 
     stamp: Stamp
-    line: Line
+    line: Line | DetailTable

@@ -106,10 +106,10 @@ def _line_reader(values: Mapping[str, Any]) -> _Reader[Stamped]:
     record = _QUICK.get(values["kind"])
     if record is None or values["schema_version"] != SCHEMA_VERSION:
         raise _OtherError
-    stamp, line = _reader(Stamp, values), _reader(record, values)
+    stamp, line, stamped = _reader(Stamp, values), _reader(record, values), opened(Stamped)
 
     def read(row: list[Any]) -> Stamped:
-        return Stamped(stamp(row), line(row))
+        return stamped(stamp(row), line(row))
 
     return read
 
@@ -161,9 +161,9 @@ def opened(record: type[T]) -> Callable[..., T]:
     twin = _TWINS[record]
 
     def make(*values: Any) -> T:
-        made = twin(*values)
+        made: Any = twin(*values)
         made.__class__ = record
-        return cast("T", made)
+        return made  # type: ignore[no-any-return]  # cast() is a call, and this one is made for every line
 
     return make
 
@@ -204,7 +204,7 @@ _BOUNDS: Mapping[type, Mapping[str, _Bounds]] = {
 }
 _TWINS: Mapping[type, Any] = {
     record: make_dataclass(f"_{record.__name__}", [one.name for one in fields(cast("Any", record))], slots=True)
-    for record in _BOUNDS
+    for record in (*_BOUNDS, Stamped)
 }
 _ROLES = frozenset(get_args(get_type_hints(TensorDetail)["role"]))
 _QUICK: Mapping[str, type[StepLine | DetailLine]] = MappingProxyType({"step": StepLine, "detail": DetailLine})

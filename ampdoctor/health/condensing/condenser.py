@@ -30,6 +30,7 @@ from ampdoctor.evidence.run_log.lines import (
     Stamped,
     StepLine,
 )
+from ampdoctor.evidence.run_log.tables import DetailTable
 from ampdoctor.health.condensing.columns import Column, Columns
 from ampdoctor.health.condensing.curves import axis_of, curve_of, spans_of
 from ampdoctor.health.condensing.maps import Maps
@@ -67,7 +68,7 @@ class Condenser:
             if columns is None:
                 columns = self._steps[line.optimizer] = Columns()
             columns.add(whole, line, group)
-        elif isinstance(line, DetailLine):
+        elif isinstance(line, DetailLine | DetailTable):
             self._group(whole, line.step)
             self._maps.setdefault(line.optimizer, Maps()).add(line, self.header.tensors)
         elif isinstance(line, RunLine):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.evidence.report.health import HeatMap, MapName
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.tables import MEASURES, DetailTable, table_of
 
 MOST_COLUMNS = 400
 MOST_ROWS = 200
@@ -84,12 +84,12 @@ class Maps:
 
     def __init__(self) -> None:
         self._maps = {key: _Growing(key[0]) for key in SHOWN}
-        self._layouts: dict[tuple[tuple[str, int], ...], _Layout] = {}
+        self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], _Layout] = {}
         self._table: Sequence[str] = ()
         self.headroom: dict[int, float] = {}
         """By step the least headroom of its gradients: of the steps that are looked at, however many."""
 
-    def add(self, line: DetailLine, table: Sequence[str]) -> None:
+    def add(self, line: DetailLine | DetailTable, table: Sequence[str]) -> None:
         """Adds a line.
 
         Args:
@@ -98,15 +98,17 @@ class Maps:
         """
         if table is not self._table:
             self._table, self._layouts = table, {}
-        signature = tuple(map(_ADDRESS, line.tensors))
+        details = table_of(line)
+        signature = (details.tensors, details.roles)
         layout = self._layouts.get(signature)
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts = {}
-            layout = self._layouts[signature] = _Layout(line.tensors, table)
+            layout = self._layouts[signature] = _Layout(details, table)
+        measures = np.frombuffer(details.measures).reshape(len(MEASURES), -1)
         for key, members in layout.members.items():
             growing = self._maps[key]
-            values = np.array([_GET[key[0]](line.tensors[at]) for at in members.at], dtype=np.float64)
+            values = measures[MEASURES.index(key[0]), members.at]
             known = ~np.isnan(values)
             if known.any():
                 rows = members.rows_in(growing)
@@ -149,20 +151,16 @@ class _Members:
 class _Layout:
     """Which tensors a line speaks of; most lines of a log speak of the same."""
 
-    def __init__(self, tensors: Sequence[TensorDetail], table: Sequence[str]) -> None:
+    def __init__(self, details: DetailTable, table: Sequence[str]) -> None:
         self.members: dict[tuple[MapName, str], _Members] = {}
         by_role: dict[str, list[MapName]] = {}
         for name, role in SHOWN:
             by_role.setdefault(role, []).append(name)
-        for at, tensor in enumerate(tensors):
-            for name in by_role.get(tensor.role, ()):
-                members = self.members.setdefault((name, tensor.role), _Members())
+        for at, (tensor, role) in enumerate(zip(details.tensors, details.roles, strict=True)):
+            for name in by_role.get(role, ()):
+                members = self.members.setdefault((name, role), _Members())
                 members.at.append(at)
-                members.names.append(table[tensor.tensor] if tensor.tensor < len(table) else f"#{tensor.tensor}")
-
-
-_ADDRESS = attrgetter("role", "tensor")
-_GET: Mapping[str, attrgetter[float | None]] = {name: attrgetter(name) for name, _ in SHOWN}
+                members.names.append(table[tensor] if tensor < len(table) else f"#{tensor}")
 
 
 def _badness(name: MapName, table: _Values) -> _Values:

@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.rows import line_of_row, row_of
+from ampdoctor.evidence.run_log.tables import DetailTable, table_of
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.health.reading import ahead
 from ampdoctor.health.reading.ahead import lines_ahead
@@ -44,9 +46,14 @@ def started(monkeypatch):
     return found
 
 
+def told(whole):
+    """What a line says to be compared: a NaN is no other NaN, and of details what their table has."""
+    line = whole.line
+    return (whole.stamp, table_of(line)) if isinstance(line, DetailLine | DetailTable) else text_of(whole)
+
+
 def read(lines, noticed):
-    """As texts: a NaN is no other NaN."""
-    return list(map(text_of, lines)), noticed
+    return list(map(told, lines)), noticed
 
 
 def here(log):
@@ -63,7 +70,7 @@ def test_it_yields_the_same_lines_and_notices_the_same(log, started):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_row_is_the_line(name):
-    assert text_of(line_of_row(row_of(EVERY[name]))) == text_of(EVERY[name])
+    assert told(line_of_row(row_of(EVERY[name]))) == told(EVERY[name])
 
 
 def test_what_a_process_that_dies_has_not_read_is_read_here(log, started, monkeypatch):

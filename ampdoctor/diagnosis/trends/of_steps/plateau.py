@@ -35,7 +35,7 @@ RULE = register(
 @RULE.judges(StepMoment)
 def _plateau(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     stretch = moment.plateau
-    if stretch.steps < thresholds[STEPS] or stretch.told or math.isnan(stretch.best):
+    if not stretch.steps or stretch.told or stretch.steps < thresholds[STEPS] or math.isnan(stretch.best):
         return ()
     stretch.told = True
     falling = stretch.norm_now < 0.5 * stretch.norm_then

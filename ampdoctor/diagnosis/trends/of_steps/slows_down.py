@@ -54,7 +54,9 @@ def _slower(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
         (moment.seconds, thresholds[FACTOR], "A step takes", "s"),
         (moment.memory, thresholds[MEMORY], "The peak of memory is", "bytes"),
     ):
-        if course.count < LENGTH or not course.usual > 0 or course.recent < limit * course.usual:
+        if course.count < LENGTH or course.highest < limit * course.lowest:
+            continue  # as most: no two values of the window differ by as much as the medians would have to
+        if not course.usual > 0 or course.recent < limit * course.usual:
             continue
         waits = moment.line.data_seconds
         data = unit == "s" and waits is not None and waits > 0.5 * (moment.line.seconds or 0.0)

@@ -38,13 +38,15 @@ SHRUNK = "its values have shrunk, and small ones of the next step may flush to z
 
 @RULE.judges(TensorMoment)
 def _factor_jumps(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    if moment.seen < LEAST_LOOKS:
+    own = moment.eight_bit()
+    if moment.seen < LEAST_LOOKS or not len(own):
         return
-    scales = moment.values("scale")
-    own = np.flatnonzero(~np.isnan(scales).any(axis=1) & (scales > 0).all(axis=1) & moment.eight_bit())
+    scales = moment.values("scale", own)
+    known = (scales > 0).all(axis=1)
+    own, scales = own[known], scales[known]
     if not len(own):
         return
-    changes = np.diff(np.log2(scales[own]), axis=1)
+    changes = np.diff(np.log2(scales), axis=1)
     last, before = changes[:, -1], np.abs(changes[:, :-1]).max(axis=1)
     hit = np.flatnonzero(np.abs(last) >= before + thresholds[BINADES])
     if not len(hit):
@@ -64,6 +66,6 @@ def _factor_jumps(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
         evidence={
             "binades": float(last[worst]),
             "largest_before": float(before[worst]),
-            "scale": float(scales[own[worst], -1]),
+            "scale": float(scales[worst, -1]),
         },
     )

@@ -50,7 +50,7 @@ def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[
         return
     norms = moment.values("norm", rows)
     yield from _vanished(moment, rows, norms)
-    found = breaks(norms, FLOOR)
+    found = breaks(norms, FLOOR, least=min(thresholds[FALLS], thresholds[GROWS]))
     for grows, limit in ((False, thresholds[FALLS]), (True, thresholds[GROWS])):
         by = found.by if grows else -found.by
         hit = np.flatnonzero(by >= limit)
@@ -79,8 +79,11 @@ def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iter
     before, last = norms[:, :-NEW], norms[:, -NEW:]
     if before.shape[1] < LEAST_BEFORE:
         return
+    zero = (last == 0).all(axis=1)
+    if not zero.any():
+        return
     alive = (before[:, -LEAST_BEFORE:] > 0).all(axis=1) & ~(before == 0).any(axis=1)
-    hit = np.flatnonzero(alive & (last == 0).all(axis=1))
+    hit = np.flatnonzero(alive & zero)
     if not len(hit):
         return
     was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""

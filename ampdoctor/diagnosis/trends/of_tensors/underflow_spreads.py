@@ -66,24 +66,23 @@ def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator
     found = (
         finding
         for measure in _SAID
+        for shares in [moment.values(measure, rows)]
         for looks in LOOKS
-        for finding in _spreads(moment, rows, measure, looks, thresholds)
+        if moment.seen >= looks
+        for finding in _spreads(moment, rows, measure, shares[:, -looks:], thresholds)
     )
     yield from itertools.islice(found, 1)
 
 
 def _spreads(
-    moment: TensorMoment, rows: np.ndarray, measure: str, looks: int, thresholds: Thresholds
+    moment: TensorMoment, rows: np.ndarray, measure: str, shares: np.ndarray, thresholds: Thresholds
 ) -> Iterator[Finding]:
     """A warning of those over the harmful share, or a note of those on their way to it, or nothing.
 
     What fp16 has made zero inside a backward cannot be told from other zeros when it arrives: it is of the zeros, whose
     share was small at first, and rises.
     """
-    if moment.seen < looks:
-        return
-    shares = moment.values(measure, rows)[:, -looks:]
-    now, rise = shares[:, -1], thresholds[RISE]
+    looks, now, rise = shares.shape[1], shares[:, -1], thresholds[RISE]
     if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _LEAST)).any():
         return  # as at most looks: none is far above the least of its first, nor above their median
     then = np.maximum(medians(shares[:, :3]), _LEAST)
