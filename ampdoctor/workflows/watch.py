@@ -58,6 +58,7 @@ def watch(
     guard: bool = False,
     bundle: bool = True,
     bundle_max: int = USUAL_BUNDLE_BYTES,
+    record_batches: int = 0,
     export: Iterable[str | Sink] = (),
     tell: Callable[[Report], None] | None = None,
     on_alert: OnAlert | None = None,
@@ -81,7 +82,9 @@ def watch(
             at the price of one a step. `off`: never run a step again.
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
-        bundle_max: The most bytes that a bundle takes.
+        bundle_max: The most bytes that a bundle takes, and what is kept for one by `record_batches`.
+        record_batches: Keep the batches of this many of the last updates, where a GPU tells that a step is sick only
+            after its update: its bundle is replayed from a checkpoint of before them. They stay on the GPU.
         export: Where the log's numbers and alerts go while the training runs: texts as of `--export`, and objects with
             `log`, `alert`, `flush` and `close`, or with `add_scalar`, which are called on a thread of their own.
         tell: Given the diagnosis, at the sick step; None logs its first sentence.
@@ -112,6 +115,7 @@ def watch(
         guard=guard,
         bundle=bundle,
         bundle_max=bundle_max,
+        record_batches=record_batches,
         export=exports_of(export),
     )
     optimizers = _several(optimizer)
