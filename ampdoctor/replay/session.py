@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import traceback
 import weakref
 from collections import Counter
@@ -397,18 +396,15 @@ class Session:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
 
-    def lead_up(self, steps: Iterable[EarlierStep], say: Callable[[str], None]) -> None:
+    def lead_up(self, steps: Iterable[EarlierStep]) -> None:
         """Make earlier steps again, which lead to the state that the first one begins from; nobody watches them.
 
         Args:
             steps: As a run's `lead_up` yields them.
-            say: Told of one that is not finite.
         """
         for what, step in steps:
             with self._surroundings(what, quiet=True):
-                loss = loss_number(readable_loss(step(self.model, self.scaler)))
-            if loss is not None and not math.isfinite(loss):
-                say("an update that was finite in the training is not finite here: the weights behind it are others")
+                step(self.model, self.scaler)
 
     def _micro_batches(self, batches: list[Any]) -> Iterator[Any]:
         for self.micro_batch, batch in enumerate(batches):

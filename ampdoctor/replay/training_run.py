@@ -61,7 +61,7 @@ class TrainingRun:
             variables of the same names.
         first_step: The step of the training that the run's step 0 is; None: as many as the checkpoint says, or 0.
         lead_up: Of a recorded step whose weights a checkpoint brings: `lead_up(loaded, say)` yields what was recorded
-            between the two, a name and a function `(model, scaler) -> loss` each.
+            between the two, a name and a function of model and scaler each.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.

@@ -475,7 +475,7 @@ class Doctor:
         self._lines.step(reading)
         news = self._blind.arrived(reading)
         if news is None:
-            self._updates.was_sound(reading.optimizer, reading.step)
+            self._updates.was_sound(reading.optimizer, reading.step, reading.loss)
         elif self._late is None:
             self._late = news
 

@@ -140,8 +140,9 @@ def sentence_of(report: Report) -> str:
     """Returns what a report says first, with the bundle's path where there is one."""
     said = [finding.message for finding in report.findings] or [error.message for error in report.errors]
     first = said[0] if said else "nothing more is known of it"
-    bundle = report.run.get("kept", {}).get("bundle")
-    kept = f" (ampdoctor bisect-nan {bundle})" if bundle else ""
+    left = report.run.get("kept", {})
+    whole = "bundle" in left and "from_checkpoint" not in left  # what begins from a checkpoint says so itself
+    kept = f" (ampdoctor bisect-nan {left['bundle']})" if whole else ""
     return f"step {report.run.get('step')} is sick: {first}{kept}"
 
 

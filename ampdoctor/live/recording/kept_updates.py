@@ -33,12 +33,14 @@ class KeptUpdate:
         roots: The loop's models at the time, with what their names begin with.
         optimizer: Its optimizer; None for a program that has none.
         versions: How often each given tensor had been written to.
+        loss: The sum of its losses, once it has arrived.
     """
 
     program: Program
     roots: tuple[tuple[str, weakref.ref[nn.Module]], ...]
     optimizer: weakref.ref[torch.optim.Optimizer] | None
     versions: tuple[int, ...]
+    loss: float | None = None
 
     @classmethod
     def of(cls, program: Program, roots: Iterable[tuple[str, nn.Module]]) -> KeptUpdate:
@@ -74,8 +76,12 @@ class KeptUpdate:
         changed = sum(
             version_of(one) != version for one, version in zip(self.program.given, self.versions, strict=True)
         )
-        doubts = (f"{changed} of the tensors that entered it were written to after its update",) if changed else ()
-        unexplained = (*self.program.unexplained, *doubts)
+        edited = len(self.program.edited)
+        unexplained = (
+            *self.program.unexplained,
+            *([f"{changed} of the tensors that entered it were written to after its update"] if changed else []),
+            *([f"{edited} of its gradients were changed between the backward and the step"] if edited else []),
+        )
         return replace(self.program, model=model, optimizer=optimizer, unexplained=unexplained)
 
     def parts(self) -> Iterator[tuple[int, int]]:
@@ -119,14 +125,17 @@ class KeptUpdates:
             self.crowded_out = True
             self._drop()
 
-    def was_sound(self, optimizer: str, step: int) -> None:
+    def was_sound(self, optimizer: str, step: int, loss: float | None) -> None:
         """The numbers of an update have arrived, which are told in the order of the updates.
 
         Args:
             optimizer: Whose it was.
             step: Its number.
+            loss: The sum of its losses.
         """
         told = next((place for place, one in enumerate(self._updates, 1) if _is(one, optimizer, step)), 0)
+        if told:
+            self._updates[told - 1] = replace(self._updates[told - 1], loss=loss)
         for _ in range(min(told - self._most + 1, told)):
             self._drop()
 
@@ -146,17 +155,20 @@ class KeptUpdates:
         if last is None or sick is None or not sick.calls_models:
             return None
         steps: list[Program] = []
+        losses: list[float | None] = []
         left_out = ["what was before that was let go of, for what it takes (--bundle-max)"] if self.crowded_out else []
         for update in reversed(updates[:last]):
             one = program_of(update) if update.program.optimizer_name == optimizer else None
-            if one is None or one.optimizer is None or not one.calls_models:
+            if one is None or one.optimizer is None or one.optimizer is not sick.optimizer or not one.calls_models:
                 left_out = [f"what was before that is not in it: {_why_not(update, one, optimizer)}"]
                 break
             steps.insert(0, one)
+            losses.insert(0, update.loss)
         made = None if sick.optimizer is None else updates_made(sick.optimizer)
         if made is not None:  # it counts on
-            made = max(made - sum(one.program.optimizer_name == optimizer for one in updates[last:]), len(steps))
-        return sick, Leading(steps=tuple(steps), made=made, left_out=tuple(left_out))
+            made -= sum(one.program.optimizer_name == optimizer for one in updates[last:])
+            made = made if made >= len(steps) else None  # it is no count of these
+        return sick, Leading(steps=tuple(steps), losses=tuple(losses), made=made, left_out=tuple(left_out))
 
     def clear(self) -> None:
         """Let go of them: they lead up to nothing any more."""
@@ -184,7 +196,9 @@ def _why_not(update: KeptUpdate, program: Program | None, optimizer: str) -> str
         return f"an update of another optimizer ({update.program.optimizer_name}) comes between"
     if program is None:
         return "the loop's models or their names were others"
-    return "no call of a model was recorded" if program.optimizer is not None else "it stepped tensors of its own"
+    if program.optimizer is None:
+        return "the optimizer steps tensors of its own"
+    return "another optimizer had its place" if program.calls_models else "no call of a model was recorded"
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

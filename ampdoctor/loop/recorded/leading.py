@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from ampdoctor.loop.recorded.program import Program
 
-    EarlierStep = tuple[str, Callable[[nn.Module, Any], torch.Tensor | None]]
-    """A step that is made again before those of a run: what it is, and `(model, scaler) -> loss`."""
+    EarlierStep = tuple[str, Callable[[nn.Module, Any], None]]
+    """A step that is made again before those of a run: what it is, and what makes it, of model and scaler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,11 +22,13 @@ class Leading:
 
     Attributes:
         steps: The programs of the last updates before it, oldest first, none left out.
+        losses: The sum of each one's losses in the training; None where it is not known.
         made: How many updates its optimizer had made before it, as its state counts them; None where it does not.
         left_out: Why there are no more of them, in sentences.
     """
 
     steps: tuple[Program, ...] = ()
+    losses: tuple[float | None, ...] = ()
     made: int | None = None
     left_out: tuple[str, ...] = ()
 

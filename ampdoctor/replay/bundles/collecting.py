@@ -197,9 +197,11 @@ class Collected:
         self._leave_out_weights()
         room, text = self._room(max_bytes), _MOST_TEXT
         ended = list(leading.left_out)
-        for program in map(with_inner_autocast, reversed(leading.steps)):
+        for program, loss in zip(
+            map(with_inner_autocast, reversed(leading.steps)), reversed(leading.losses), strict=True
+        ):
             step = CollectedStep(program, f"earlier/{program.step}/", self._states, self._known)
-            step.said["settings"] = settings_out(program.settings)
+            step.said |= {"settings": settings_out(program.settings), "loss": loss}
             room, text = room - bytes_of(step.tensors), text - len(json.dumps(step.said, allow_nan=False))
             if step.cannot or room < 0 or text < 0:
                 why = step.cannot[0] if step.cannot else "it is more than a bundle may have"

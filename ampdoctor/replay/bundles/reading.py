@@ -170,7 +170,10 @@ class Bundle:
             raise CheckpointError(f"{name}: its earlier steps do not lead up to step {self.step}.")
         if any(len(one.settings) != groups for one in steps):
             raise CheckpointError(f"{name}: its earlier steps have the settings of another optimizer.")
-        return Leading(steps=steps, made=made)
+        losses = tuple(one.get("loss") for one in said)
+        if not all(one is None or type(one) in (int, float) for one in losses):
+            raise CheckpointError(f"{name}: the losses of its earlier steps are no numbers.")
+        return Leading(steps=steps, losses=losses, made=made)
 
     def _finite_again(self) -> str | None:
         """What was said of a step that was finite when it was run again in its loop."""

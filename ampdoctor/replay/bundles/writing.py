@@ -140,11 +140,17 @@ def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[
     """What is as it was, and what is not, in sentences."""
     yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
     no = list(manifest["unexplained"])
+    if "updates" in manifest and (manifest["scaler"] or {}).get("state"):
+        no.append("the loss scale is the one behind the step")
     if collected.earlier:
         doubts = Counter(doubt for step in collected.earlier for doubt in step.doubts)
         no += [
             f"of {count} of the {len(collected.earlier)} updates before it: {doubt}" for doubt, count in doubts.items()
         ]
+        if manifest["world"] > 1:
+            no.append(
+                "the recorded updates are of this rank's gradients alone: the weights that they lead to are others"
+            )
         no.append(
             "the weights are made again by the recorded updates since the checkpoint: exact where the machine, its "
             "kernels and the updates are those of the training, and near them elsewhere"

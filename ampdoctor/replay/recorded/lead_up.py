@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,10 @@ from ampdoctor.replay.recorded.stepping import RecordedStep
 if TYPE_CHECKING:
     from ampdoctor.loop.recorded.leading import EarlierStep, Leading
     from ampdoctor.loop.recorded.program import Program
+
+AGREE = 1e-3
+"""Relative difference of a loss up to which it is the same: other machines and numbers of threads round otherwise."""
+_LEAST = 1e-30
 
 
 class LeadUp:
@@ -44,9 +49,18 @@ class LeadUp:
         optimizer = self._program.optimizer
         if optimizer is None:
             return
-        for one in self._from(self._updates_of_the_checkpoint(optimizer, loaded), say):
-            yield f"the recorded step {one.step}", partial(_again, one, optimizer)
+        behind = self._from(self._updates_of_the_checkpoint(optimizer, loaded), say)
+        off: list[float] = []
+        for one, loss in zip(behind, self._leading.losses[len(self._leading.losses) - len(behind) :], strict=True):
+            yield f"the recorded step {one.step}", partial(_again, one, loss, off.append)
         _put(optimizer, self._settings)
+        others = [one for one in off if not one <= AGREE]
+        if others:
+            by = f", by up to {max(others):.2g} of it" if all(map(math.isfinite, others)) else ", and not finite"
+            say(
+                f"{len(others)} of the {_counted(len(behind))} have another loss here than in the training{by}: the "
+                "weights before the step are others than it had"
+            )
 
     def _updates_of_the_checkpoint(self, optimizer: torch.optim.Optimizer, loaded: Collection[str]) -> int | None:
         return 0 if "optimizer" in loaded and not optimizer.state else updates_made(optimizer)
@@ -84,11 +98,17 @@ def _counted(updates: int) -> str:
     return f"{updates} recorded update{'' if updates == 1 else 's'}"
 
 
-def _again(program: Program, optimizer: torch.optim.Optimizer, model: nn.Module, scaler: Any) -> torch.Tensor | None:
+def _again(
+    program: Program, then: float | None, differs: Callable[[float], None], model: nn.Module, scaler: Any
+) -> None:
+    """Makes an update again, and tells by how much of it its loss differs from what it was then."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    _put(optimizer, program.settings)
+    if program.optimizer is not None:
+        _put(program.optimizer, program.settings)
     given = list(move_batch(copy_batch(program.given), device))  # a step may write into what several were given
-    return RecordedStep(program).run(model, given, scaler)
+    loss = RecordedStep(program).run(model, given, scaler)
+    if loss is not None and then is not None:
+        differs(abs(float(loss) - then) / max(abs(then), _LEAST))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class OpenReplay:
             )
             session.state_loaded()
             if run.lead_up is not None:
-                session.lead_up(run.lead_up(self.resumed.loaded, self.notes.append), self.notes.append)
+                session.lead_up(run.lead_up(self.resumed.loaded, self.notes.append))
             step = self.resumed.global_step
             self._not_as_it_was = tuple(go_on(session, request, step, state.standing, self.notes.append))
         else:

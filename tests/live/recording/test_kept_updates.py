@@ -7,7 +7,9 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampdoctor.live.recording import kept_updates
 from ampdoctor.live.recording.kept_updates import KeptUpdate, KeptUpdates
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.loop.recorded.program import Program
@@ -38,7 +40,7 @@ def test_those_that_are_sound_are_kept_for_the_next(most, left):
     kept = KeptUpdates(most, 1000)
     for step in range(8):
         kept.keep(update(step))
-        kept.was_sound("optimizer", step)
+        kept.was_sound("optimizer", step, 0.5)
     assert steps(kept) == left
 
 
@@ -47,12 +49,12 @@ def test_those_whose_numbers_are_on_their_way_are_kept_besides():
     for step in range(8):
         kept.keep(update(step))
         if step >= 4:
-            kept.was_sound("optimizer", step - 4)
+            kept.was_sound("optimizer", step - 4, 0.5)
     assert steps(kept) == [3, 4, 5, 6, 7]
-    kept.was_sound("optimizer", 6)  # those between were lost
+    kept.was_sound("optimizer", 6, 0.5)  # those between were lost
     assert steps(kept) == [6, 7]
-    kept.was_sound("optimizer", 1)
-    kept.was_sound("another", 7)
+    kept.was_sound("optimizer", 1, 0.5)
+    kept.was_sound("another", 7, 0.5)
     assert steps(kept) == [6, 7]
 
 
@@ -131,3 +133,33 @@ def test_neither_model_nor_optimizer_is_kept_alive():
     gc.collect()
     assert kept.optimizer() is None
     assert recorder.kept(kept) is None
+
+
+SYNCHRONISES = {"aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item", "aten._to_copy", "aten.copy_"}
+
+
+class Heard(TorchDispatchMode):
+    """Hears which of torch's ops run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.add(str(func).rpartition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_to_keep_an_update_waits_for_no_device_and_copies_nothing(monkeypatch):
+    heard, keepable = Heard(), StepRecorder.keepable
+
+    def hearing(*args, **kwargs):
+        with heard:
+            return keepable(*args, **kwargs)
+
+    monkeypatch.setattr(StepRecorder, "keepable", hearing)
+    monkeypatch.setattr(kept_updates, "unseen", torch.no_grad)  # which no mode would see
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    recorded(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)))
+    assert not heard.ops & SYNCHRONISES
+    assert heard.ops <= {"aten.clone", "aten.detach"}  # of the learning rate
