@@ -399,12 +399,20 @@ class Session:
     def lead_up(self, steps: Iterable[EarlierStep]) -> None:
         """Make earlier steps again, which lead to the state that the first one begins from; nobody watches them.
 
+        They are the training's, in whatever precision the session goes on.
+
         Args:
             steps: As a run's `lead_up` yields them.
         """
-        for what, step in steps:
-            with self._surroundings(what, quiet=True):
-                step(self.model, self.scaler)
+        own: Any = self.run.precision
+        kept = self.precision, self._overridden
+        self.precision, self._overridden = replace(self.precision, compute=own), False
+        try:
+            for what, step in steps:
+                with self._surroundings(what, quiet=True):
+                    step(self.model, self.scaler)
+        finally:
+            self.precision, self._overridden = kept
 
     def _micro_batches(self, batches: list[Any]) -> Iterator[Any]:
         for self.micro_batch, batch in enumerate(batches):

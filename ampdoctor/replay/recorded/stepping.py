@@ -157,7 +157,9 @@ class _Run:
         for reference, root in zip(instruction.roots, roots, strict=True):
             if root.numel() == 1:
                 loss = self._losses.get(reference, root.detach()) if isinstance(reference, Made) else root.detach()
-                self.loss = loss if self.loss is None else self.loss + loss
+                # halves are summed as their numbers are, not as halves
+                wide = torch.promote_types(loss.dtype, torch.float32)
+                self.loss = loss if self.loss is None else self.loss.to(wide) + loss.to(wide)
 
     def _clip(self, instruction: Clipped) -> None:
         parameters = [self._named(parameter) for parameter in instruction.parameters]

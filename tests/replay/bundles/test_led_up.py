@@ -8,6 +8,7 @@ import json
 import shutil
 import textwrap
 import weakref
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from ampdoctor.workflows.doctor import Doctor
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
+from ampdoctor.workflows.recommend import recommend
 from ampdoctor.workflows.watch import sentence_of
 from tests.replay.bundles.test_hostile import edited
 
@@ -83,7 +85,7 @@ class Training:
             self.optimizer.zero_grad()
             for _ in range(2):
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss = self.model(self.batch(step), self.floor(step)).float().pow(2).mean() + self.added(step)
+                    loss = self.model(self.batch(step), self.floor(step)).pow(2).mean() + self.added(step)
                 self.scaler.scale(loss / 2).backward()
             self.update()
             self.schedule.step()
@@ -178,6 +180,7 @@ def test_the_weights_before_the_step_are_come_to_bit_by_bit(step, adam, net):
         same(moments["state"][key], state)
     assert moments["param_groups"][0]["lr"] == before["optimizer"]["param_groups"][0]["lr"]
     made = [note for note in notes if "made again from the checkpoint" in note]
+    assert not any("another loss" in note for note in notes)
     assert [note.split(" were ")[0].split(" was ")[0] for note in made] == (
         [] if step == SICK else [f"{SICK - step} recorded update{'' if step == 8 else 's'}"]
     )
@@ -238,11 +241,21 @@ def test_without_a_checkpoint_one_is_asked_for(adam, net):
         bisect_nan(asked(adam.folder, net))
 
 
-def test_a_profile_is_of_the_step_itself(adam, net):
+def test_a_profile_and_advice_are_of_the_step_itself(adam, net):
     request = replace(asked(adam.folder, net, saved(adam.training, adam.folder, 7)), steps=1)
-    report = profile(request)
-    assert report.run["steps"] == 1
-    assert any("2 recorded updates were made again" in note for note in report.run["notes"])
+    for report in (profile(request), recommend(request)):
+        notes = report.run["notes"]
+        assert report.run["steps"] == 1
+        assert any("2 recorded updates were made again" in note for note in notes)
+        assert not any("another loss" in note for note in notes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_leads_up_is_the_trainings_in_whatever_precision_the_step_is_replayed(precision, adam, net):
+    request = replace(asked(adam.folder, net, saved(adam.training, adam.folder, 7)), precision=precision)
+    session, _ = led_to(request)
+    assert session.precision.compute == precision
+    same(session.model.state_dict(), adam.training.states[SICK]["model"])
 
 
 def test_an_optimizer_that_does_not_count_is_taken_to_stand_before_the_first(net, tmp_path):
@@ -293,6 +306,26 @@ def test_a_scalers_steps_are_made_through_it(net, tmp_path):
     session, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 6)))
     same(session.model.state_dict(), training.states[SICK]["model"])
     assert "the loss scale is the one behind the step" in notes
+
+
+@pytest.mark.parametrize("record", [3, 100])
+def test_numbers_that_arrive_some_updates_later_are_of_their_own_step(record, net, tmp_path, monkeypatch):
+    """The loop is ahead of its device: two updates more are made of what is not finite."""
+    training, read, waiting = Training(net), Doctor._read, deque()
+
+    def later(doctor, reading):
+        waiting.append(reading)
+        if len(waiting) > 2:
+            read(doctor, waiting.popleft())
+
+    monkeypatch.setattr(Doctor, "_read", later)
+    late(training, tmp_path / "health", steps=SICK + 4, record_batches=record)
+    said = manifest(tmp_path)
+    assert (said["step"], said["updates"]) == (SICK, SICK)
+    assert [one["step"] for one in said["earlier"]] == list(range(max(SICK + 1 - record, 0), SICK))
+    session, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 7)))
+    same(session.model.state_dict(), training.states[SICK]["model"])
+    assert not any("another loss" in note for note in notes)
 
 
 def test_an_optimizer_in_anothers_place_begins_anew(net, tmp_path):
