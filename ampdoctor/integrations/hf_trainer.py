@@ -23,7 +23,7 @@ class AmpDoctorCallback(TrainerCallback):
 
     Args:
         settings: Those of `ampdoctor.watch`, by keyword: `folder`, `every`, `on_sick`, `look`, `guard`, `bundle`,
-            `bundle_max`, `tell`.
+            `bundle_max`, `record_batches`, `tell`.
     """
 
     def __init__(self, **settings: Any) -> None:

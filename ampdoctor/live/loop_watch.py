@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
@@ -145,6 +146,10 @@ class LoopWatch:
     def program(self, attempt: Attempt) -> Program:
         """The step that an update is for, as it was recorded."""
         return self.recorder.program(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
+
+    def keepable(self, attempt: Attempt) -> KeptUpdate:
+        """The same, to be kept behind the update."""
+        return self.recorder.keepable(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
     def whose(self, name: str) -> str | None:
         """What the loop calls the optimizer of this name, and of what kind it is; None where it steps no others."""

@@ -6,7 +6,7 @@ import copy
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ampdoctor.loop.probe import Probe
+    from ampdoctor.loop.recorded.leading import EarlierStep
     from ampdoctor.precision.masters import MasterWeights
     from ampdoctor.replay.training_run import TrainingRun
 
@@ -345,7 +346,11 @@ class Session:
         loss: Any = None
         running = False
         try:
-            with self._surroundings(index):
+            # what a step says is read once
+            quiet = self.precision is not self._own_precision or index in self._heard
+            if not quiet:
+                self._heard.add(index)
+            with self._surroundings(f"step {index}", quiet=quiet):
                 self._drawn.clear()
                 self._batches = self.batches_of(index)  # outside the probes: the copying is not the user's step
                 with ExitStack() as stack:
@@ -366,15 +371,18 @@ class Session:
         return loss
 
     @contextmanager
-    def _surroundings(self, index: int) -> Iterator[None]:
-        """Surround a step's user code: compiled parts run eagerly, and the precision is the session's."""
+    def _surroundings(self, what: str, *, quiet: bool) -> Iterator[None]:
+        """Surround a step's user code: compiled parts run eagerly, and the precision is the session's.
+
+        Args:
+            what: The step in words.
+            quiet: What it prints is for nobody.
+        """
         with ExitStack() as stack:
             where = f", replayed in {self.precision.compute}," if self._overridden else ""
-            stack.enter_context(self._user_code(f"step {index}{where}"))
-            if self.precision is not self._own_precision or index in self._heard:  # what a step says is read once
+            stack.enter_context(self._user_code(f"{what}{where}"))
+            if quiet:
                 stack.enter_context(prints_to_nobody())
-            else:
-                self._heard.add(index)
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
@@ -387,6 +395,24 @@ class Session:
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
+
+    def lead_up(self, steps: Iterable[EarlierStep]) -> None:
+        """Make earlier steps again, which lead to the state that the first one begins from; nobody watches them.
+
+        They are the training's, in whatever precision the session goes on.
+
+        Args:
+            steps: As a run's `lead_up` yields them.
+        """
+        own: Any = self.run.precision
+        kept = self.precision, self._overridden
+        self.precision, self._overridden = replace(self.precision, compute=own), False
+        try:
+            for what, step in steps:
+                with self._surroundings(what, quiet=True):
+                    step(self.model, self.scaler)
+        finally:
+            self.precision, self._overridden = kept
 
     def _micro_batches(self, batches: list[Any]) -> Iterator[Any]:
         for self.micro_batch, batch in enumerate(batches):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from ampdoctor.replay.positioning.start import takes_start
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from ampdoctor.loop.recorded.leading import EarlierStep
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
@@ -58,6 +60,8 @@ class TrainingRun:
         counters: `counters(numbers) -> those that were put`, where a checkpoint's numbers have to reach the loop's own
             variables of the same names.
         first_step: The step of the training that the run's step 0 is; None: as many as the checkpoint says, or 0.
+        lead_up: Of a recorded step whose weights a checkpoint brings: `lead_up(loaded, say)` yields what was recorded
+            between the two, a name and a function of model and scaler each.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.
@@ -83,6 +87,7 @@ class TrainingRun:
     finite_again: str | None = None
     counters: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None
     first_step: int | None = None
+    lead_up: Callable[[Collection[str], Callable[[str], None]], Iterator[EarlierStep]] | None = None
 
     @classmethod
     def from_trainer(cls, trainer: Any, **arguments: Any) -> TrainingRun:

@@ -29,11 +29,13 @@ from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.recording.construction import Constructions
+from ampdoctor.live.recording.kept_updates import KeptUpdates
 from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.raised import describe
+from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
@@ -51,8 +53,14 @@ _LAST_LINES = 256
 """Step lines that a bundle holds."""
 _TOO_LATE = (
     "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
-    "nothing was run again. Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one "
-    "synchronisation a step; or the last good checkpoint with the recorded calls since"
+    "nothing was run again"
+)
+_WAYS_OUT = (
+    ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
+    "step; or the last good checkpoint, {from_there}"
+)
+_RECORD = (
+    "where record_batches=K has kept the batches of the last K updates: they are replayed from it up to the sick step"
 )
 _HELD_BACK = (
     "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
@@ -135,6 +143,7 @@ class Doctor:
         self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
         self._blind = BlindSteps()
+        self._updates = KeptUpdates(request.record_batches, request.bundle_max)
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
@@ -161,6 +170,7 @@ class Doctor:
             _standing.append(entry)
             stack.callback(_standing.remove, entry)
             stack.callback(self._guard.release)
+            stack.callback(self._updates.clear)
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
@@ -201,6 +211,7 @@ class Doctor:
         norm = self._measured(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if self._is_readable(attempt):
+            self._updates.clear()
             sick = self._sick_of(losses, norm)
             if sick is not None:
                 self._fall_sick(attempt, sick, settles=_steps_either_way(attempt))
@@ -208,6 +219,7 @@ class Doctor:
                 self._last[attempt.name] = LastUpdate.of(attempt)
         elif self.report is None:
             self._blind.add(attempt, held=held)
+            self._keep(attempt)
         self._attentive = max(self._attentive - 1, 0)
 
     @_harmless
@@ -235,6 +247,16 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+
+    def _keep(self, attempt: Attempt) -> None:
+        """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
+        request, recorder = self._request, self._watch.recorder
+        if not request.record_batches or not request.bundle or request.look == "off":
+            return
+        if recorder.is_crowded or recorder.failed is not None:
+            self._updates.clear()
+        else:
+            self._updates.keep(self._watch.keepable(attempt))
 
     def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
         for loss in losses:
@@ -368,14 +390,17 @@ class Doctor:
             self._told(program, seen, what, None)
             return
         with self._watch.looking_away(), at_its_begin(program):
-            bundle = self._bundled(program, seen) if request.bundle and program.calls_models else None
+            bundle = self._bundled(program, seen.report) if request.bundle and program.calls_models else None
+            if seen.failed and bundle is not None and bundle.replays:
+                elsewhere = f"ampdoctor bisect-nan {bundle.folder}"
+                self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
         self._settling[name] = MOST_BACKOFFS
 
-    def _bundled(self, program: Program, seen: Look) -> Written | None:
+    def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
         folder = Path(self._request.health) / f"bundle-{program.step}"
         try:
             written = write_bundle(
@@ -385,7 +410,8 @@ class Doctor:
                 rank=_number("RANK", 0),
                 world=max(_number("WORLD_SIZE", 1), 1),
                 policy="cuda" if policy_in_force() == "cuda" else None,
-                diagnosis=to_plain(seen.report),
+                leading=leading,
+                diagnosis=to_plain(report),
                 log=[text_of(line) for line in self._log.last(_LAST_LINES)],
                 max_bytes=self._request.bundle_max,
             )
@@ -397,8 +423,6 @@ class Doctor:
             self._say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
         for sentence in written.left_out:
             self._say(f"the bundle of step {program.step}: {sentence}")
-        if seen.failed and written.replays:
-            self._say(f"step {program.step} could not be run again here; elsewhere: ampdoctor bisect-nan {folder}")
         return written
 
     def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
@@ -410,6 +434,7 @@ class Doctor:
 
     def _diagnosed(self, report: Report, what: str, *, bundle: Written | None, seconds: float | None) -> None:
         """Log and tell a diagnosis, whose `run` says of which step and what was kept of it."""
+        self._updates.clear()
         target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
         self.report = replace(report, target=target)
         line = LookLine(
@@ -441,6 +466,8 @@ class Doctor:
             kept["bundle"] = str(health / bundle.folder.name)
             if bundle.code is not None:
                 kept["model"] = bundle.code
+            if bundle.from_checkpoint:
+                kept["from_checkpoint"] = True
         return kept
 
     # -- numbers that arrive after the update ------------------------------------------------------------------------
@@ -448,7 +475,9 @@ class Doctor:
     def _read(self, reading: StepReading) -> None:
         self._lines.step(reading)
         news = self._blind.arrived(reading)
-        if news is not None and self._late is None:
+        if news is None:
+            self._updates.was_sound(reading.optimizer, reading.step, reading.loss)
+        elif self._late is None:
             self._late = news
 
     def _tell_late(self) -> None:
@@ -463,11 +492,28 @@ class Doctor:
                     self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)
-        sentence = _TOO_LATE.format(step=news.step, what=news.what)
-        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=sentence)
-        run: Run = {**self._when(news.step, news.optimizer), "kept": self._kept(None)}
-        report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,), run=run)
-        self._diagnosed(report, news.what, bundle=None, seconds=None)
+        note = ErrorNote(
+            what=f"step {news.step}", kind="too_late", message=_TOO_LATE.format(step=news.step, what=news.what)
+        )
+        report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
+        with self._watch.looking_away():
+            bundle = self._bundled_late(news, report)
+        kept = self._kept(bundle)
+        note = replace(note, message=note.message + _WAYS_OUT.format(from_there=self._from_there(kept)))
+        report = replace(report, errors=(note,), run={**self._when(news.step, news.optimizer), "kept": kept})
+        self._diagnosed(report, news.what, bundle=bundle, seconds=None)
+
+    def _from_there(self, kept: Kept) -> str:
+        """How a sick step is come to again from a checkpoint."""
+        if "bundle" in kept:
+            model = f" --model {kept['model']}" if "model" in kept else ""
+            return f"from which its bundle is replayed: ampdoctor bisect-nan {kept['bundle']} --checkpoint LAST{model}"
+        return "from which the training is run again" if self._request.record_batches else _RECORD
+
+    def _bundled_late(self, news: LateNews, report: Report) -> Written | None:
+        """The bundle of a step that has changed its weights, with the kept updates that lead up to it."""
+        led = self._updates.leading_to(news.optimizer, news.step, self._watch.recorder.kept)
+        return None if led is None else self._bundled(led[0], report, led[1])
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ def watch(
     guard: bool = False,
     bundle: bool = True,
     bundle_max: int = USUAL_BUNDLE_BYTES,
+    record_batches: int = 0,
     export: Iterable[str | Sink] = (),
     tell: Callable[[Report], None] | None = None,
     on_alert: OnAlert | None = None,
@@ -81,7 +82,9 @@ def watch(
             at the price of one a step. `off`: never run a step again.
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
-        bundle_max: The most bytes that a bundle takes.
+        bundle_max: The most bytes that a bundle takes, and what is kept for one by `record_batches`.
+        record_batches: Keep the batches of this many of the last updates, where a GPU tells that a step is sick only
+            after its update: its bundle is replayed from a checkpoint of before them. They stay on the GPU.
         export: Where the log's numbers and alerts go while the training runs: texts as of `--export`, and objects with
             `log`, `alert`, `flush` and `close`, or with `add_scalar`, which are called on a thread of their own.
         tell: Given the diagnosis, at the sick step; None logs its first sentence.
@@ -112,6 +115,7 @@ def watch(
         guard=guard,
         bundle=bundle,
         bundle_max=bundle_max,
+        record_batches=record_batches,
         export=exports_of(export),
     )
     optimizers = _several(optimizer)
@@ -136,8 +140,9 @@ def sentence_of(report: Report) -> str:
     """Returns what a report says first, with the bundle's path where there is one."""
     said = [finding.message for finding in report.findings] or [error.message for error in report.errors]
     first = said[0] if said else "nothing more is known of it"
-    bundle = report.run.get("kept", {}).get("bundle")
-    kept = f" (ampdoctor bisect-nan {bundle})" if bundle else ""
+    left = report.run.get("kept", {})
+    whole = "bundle" in left and "from_checkpoint" not in left  # what begins from a checkpoint says so itself
+    kept = f" (ampdoctor bisect-nan {left['bundle']})" if whole else ""
     return f"step {report.run.get('step')} is sick: {first}{kept}"
 
 

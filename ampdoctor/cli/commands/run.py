@@ -63,6 +63,17 @@ class WatchOptions:
     bundle_max: Annotated[
         str, typer.Option("--bundle-max", metavar="SIZE", help="The most that a bundle takes, as in 512MB.")
     ] = "4GB"
+    record_batches: Annotated[
+        int,
+        typer.Option(
+            "--record-batches",
+            metavar="K",
+            min=0,
+            help="Keep the batches of the last K updates, where a GPU tells that a step is sick only after its update: "
+            "its bundle is then replayed from a checkpoint from before them. They stay on the GPU, and take as much as "
+            "--bundle-max at most. 0 keeps none.",
+        ),
+    ] = 0
     no_bundle: Annotated[bool, typer.Option("--no-bundle", help="Keep no bundle.")] = False
 
     def __post_init__(self) -> None:
@@ -112,6 +123,7 @@ def run(
         guard=watch.guard,
         bundle=not watch.no_bundle,
         bundle_max=bytes_of("--bundle-max", watch.bundle_max),
+        record_batches=watch.record_batches,
         export=exporting.exports(),
         thresholds=limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context)),
     )

@@ -134,11 +134,13 @@ class Kept(TypedDict, total=False):
         health: The folder of the log.
         bundle: The bundle of the sick step; absent where it cannot be replayed.
         model: What `--model` has to name for the bundle's model to be made again; absent where it takes no code.
+        from_checkpoint: Its weights are not in it: `--checkpoint` has to name a checkpoint from before the step.
     """
 
     health: str
     bundle: str
     model: str
+    from_checkpoint: bool
 
 
 class Run(TypedDict, total=False):

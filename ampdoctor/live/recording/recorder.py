@@ -20,10 +20,11 @@ from ampdoctor.live.recording.buffers import Buffers
 from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
 from ampdoctor.live.recording.gradients import Gradients, parameters_of
 from ampdoctor.live.recording.journal import MOST, Journal
+from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.naming import prefixed, together
 from ampdoctor.live.recording.slicing import sliced
-from ampdoctor.live.recording.step_programs import StepPrograms
+from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.tape import mode_now
 from ampdoctor.live.recording.trainers import SEVERAL, Trainers
 from ampdoctor.loop.random_state import RandomState
@@ -401,6 +402,22 @@ class StepRecorder:
             step: The attempted step in the training.
             root: A value that was not differentiated; without an optimizer the program leads up to it.
         """
+        return with_changed_buffers(self._all_of(optimizer, name=name, scaler=scaler, step=step, root=root))
+
+    def keepable(self, optimizer: torch.optim.Optimizer, *, name: str, scaler: Any, step: int) -> KeptUpdate:
+        """The running step of an optimizer, to be kept behind its update: no device is waited for; as in `program`."""
+        program = self._all_of(optimizer, name=name, scaler=scaler, step=step, root=None)
+        return KeptUpdate.of(program, prefixed(self.models.roots))
+
+    def kept(self, update: KeptUpdate) -> Program | None:
+        """The step of a kept update; None where its models or its optimizer are gone, or have other names by now."""
+        roots = self.models.roots
+        found = update.program_of(together(roots), prefixed(roots)) if roots else None
+        return None if found is None else with_changed_buffers(found)
+
+    def _all_of(
+        self, optimizer: torch.optim.Optimizer | None, *, name: str, scaler: Any, step: int, root: torch.Tensor | None
+    ) -> Program:
         return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
 
     @_harmless

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,10 @@ class StepPrograms:
         root: torch.Tensor | None,
         failed: str | None,
     ) -> Program:
-        """As `StepRecorder.program`; `failed` is what has ended the recording, None where nothing has."""
+        """As `StepRecorder.program`, with all buffers of the models that it calls; no device is waited for.
+
+        `failed` is what has ended the recording, None where nothing has.
+        """
         tape, roots = self._journal.tape, self._models.roots
         model = together(roots)
         instructions = tape.instructions
@@ -72,7 +76,6 @@ class StepPrograms:
             inside = f"{call.model}." if call.model else ""
             before = self._journal.buffers_before(call)
             buffers.update((key, value) for key, value in before.items() if key.startswith(inside))
-        now = dict(model.named_buffers())
         self._gradients.find_edited()
         edited = (name for key, name in tape.names.items() if self._gradients.is_edited(key))
         doubts = list(self._doubts(model, indices, calls, failed))
@@ -85,7 +88,7 @@ class StepPrograms:
             scaler=scaler,
             instructions=tuple(renumbered(one, indices) for one in chosen),
             given=tuple(given),
-            buffers={key: value for key, value in buffers.items() if key in now and not _same(now[key], value)},
+            buffers=buffers,
             step=step,
             line=user_line(),
             edited=() if apart else tuple(edited),
@@ -159,6 +162,13 @@ class StepPrograms:
                 or (isinstance(one, Clipped) and any(parameter.name in names for parameter in one.parameters))
             )
         ]
+
+
+def with_changed_buffers(program: Program) -> Program:
+    """The program with those of its buffers that are others now; a device is waited for."""
+    now = dict(program.model.named_buffers())
+    changed = {key: value for key, value in program.buffers.items() if key in now and not _same(now[key], value)}
+    return replace(program, buffers=changed)
 
 
 def _same(here: torch.Tensor, there: torch.Tensor) -> bool:

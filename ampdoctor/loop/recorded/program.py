@@ -203,6 +203,7 @@ class Program:
         edited: Parameters whose gradient the loop has changed between its backward and its step, other than by clipping
             and by a scaler.
         unexplained: What of the step the instructions do not hold, in sentences.
+        settings: Those of each of the optimizer's groups for this update, where they may be others by now.
     """
 
     model: nn.Module
@@ -216,6 +217,7 @@ class Program:
     line: Line
     edited: tuple[str, ...] = ()
     unexplained: tuple[str, ...] = ()
+    settings: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def calls_models(self) -> bool:

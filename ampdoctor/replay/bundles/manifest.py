@@ -12,6 +12,8 @@ from ampdoctor.evidence.unique_keys import DuplicateKeyError
 
 SCHEMA = 1
 """Of the manifest; it rises where an older reader would misread a newer bundle."""
+LED_UP = 2
+"""That of a bundle with earlier steps, without which a reader would begin at another step than its checkpoint."""
 MANIFEST, CALLS, STATE, LOG = "manifest.json", "calls.safetensors", "state.safetensors", "log.jsonl"
 _LARGEST = 32 * 1024 * 1024
 """Bytes of a manifest: a step of a thousand micro-batches with their loss code has a few."""
@@ -46,8 +48,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{name} is not valid JSON ({type(error).__name__}).") from None
     if not isinstance(content, dict) or "schema" not in content:
         raise CheckpointError(f"{name} is no manifest of a bundle.")
-    if content["schema"] != SCHEMA:
+    if content["schema"] not in (SCHEMA, LED_UP):
         raise CheckpointError(
-            f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA}."
+            f"{name} has the schema {str(content['schema'])[:20]!r}, and this ampdoctor reads {SCHEMA} and {LED_UP}."
         )
     return content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ _ON_A_GPU = ("capturable",)
 
 
 def optimizer_out(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], tensor: Callable[[str, torch.Tensor], Entry | None]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    tensor: Callable[[str, torch.Tensor], Entry | None],
+    settings: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Returns an optimizer for a manifest.
 
@@ -26,11 +29,12 @@ def optimizer_out(
         optimizer: The optimizer.
         names: The parameters' names by id.
         tensor: Takes a state tensor's name and the tensor; gives its entry, None where it is left out.
+        settings: Of its groups; none: those that it has now.
     """
     lost: list[str] = []
     groups = [
-        {"params": [names.get(id(p)) for p in group["params"]], "settings": _settings(group, lost)}
-        for group in optimizer.param_groups
+        {"params": [names.get(id(p)) for p in group["params"]], "settings": _settings(kept, lost)}
+        for group, kept in zip(optimizer.param_groups, settings or optimizer.param_groups, strict=True)
     ]
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -50,6 +54,23 @@ def optimizer_out(
                     lost.append(str(key))
         states[name] = kept
     return {"class": class_name(type(optimizer)), "groups": groups, "state": states, "lost": sorted(set(lost))}
+
+
+def settings_out(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the settings of an optimizer's groups for a manifest, those that have a plain value."""
+    return [_settings(group, []) for group in groups]
+
+
+def settings_in(said: Any, find: Callable[[str, str], Any]) -> tuple[dict[str, Any], ...]:
+    """Returns the settings of a manifest.
+
+    Raises:
+        TypeError, AttributeError: It is no list of tables.
+        UnreadableTreeError: One of them is no plain value.
+    """
+    if not isinstance(said, list):
+        raise TypeError("settings")
+    return tuple({key: read(one, find) for key, one in group.items() if key != "params"} for group in said)
 
 
 def _settings(group: Mapping[str, Any], lost: list[str]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,22 +14,31 @@ import torch
 from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
-from ampdoctor.loop.inert.reading import read
-from ampdoctor.loop.recorded.program import Program
+from ampdoctor.loop.inert.reading import UnreadableTreeError, read
+from ampdoctor.loop.recorded.leading import Leading
+from ampdoctor.loop.recorded.program import Call, Instruction, Program
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.named_code import NamedCode
-from ampdoctor.replay.bundles.optimizers import optimizer_in
+from ampdoctor.replay.bundles.optimizers import optimizer_in, settings_in
 from ampdoctor.replay.bundles.random_states import states_in
 from ampdoctor.replay.bundles.rebuilding import Rebuilding
 from ampdoctor.replay.bundles.tensors import made_again
 from ampdoctor.replay.bundles.weights import put_weights
 from ampdoctor.replay.recorded.inner_autocast import converts_outputs
+from ampdoctor.replay.recorded.lead_up import LeadUp
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.replay.training_run import TrainingRun
 
 UserCode = Callable[[str], AbstractContextManager[None]]
 """Surrounds the user's code; its argument says what runs."""
+
+
+_Step = tuple[tuple[Instruction, ...], tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+_FINITE_HERE = (
+    "the step was not finite in its loop, and is finite here: the weights that the checkpoint and the recorded updates "
+    "lead to are others than it had, or what was not recorded made it so"
+)
 
 
 class Bundle:
@@ -63,6 +74,12 @@ class Bundle:
         return self.manifest.get("weights") == "left out"
 
     @property
+    def lacks(self) -> str:
+        """Why it has no parameters, as a part of a sentence."""
+        late = "updates" in self.manifest
+        return "which the step had changed before it was known to be sick" if late else "for its size"
+
+    @property
     def name(self) -> str:
         """Its name in sentences."""
         return self.folder.name or str(self.folder)
@@ -92,8 +109,11 @@ class Bundle:
         with _Tensors(self.folder / CALLS) as calls, _Tensors(self.folder / STATE) as state:
             put_weights(model, said, state.made, whose)
             program = self._program(model, calls, state, making.find, notes.append)
+            late = "updates" in said or "earlier" in said
+            leading = self._leading(program, calls, making.find) if late else None
         notes += self._notes()
         run = run_of(program)
+        run.lead_up = None if leading is None else LeadUp(program, leading)
         run.finite_again = self._finite_again()
         return _with(run, notes)
 
@@ -107,17 +127,7 @@ class Bundle:
     ) -> Program:
         said, name = self.manifest, f"{self.name}/manifest.json"
         try:
-            random = states_in(said["random"], calls.all("random/"), name)
-            given = [_there(calls.made(entry), name) for entry in said["given"]]
-            before = {str(key): _there(calls.made(entry), name) for key, entry in said["before"].items()}
-            reader = InstructionsIn(find, random, len(given), name)
-            instructions = reader.all(said["instructions"])
-            held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-            modules = {key for key, _ in model.named_modules()}
-            absent = [key for key in (*reader.held, *before) if key not in held]
-            absent += [one.model for one in instructions if hasattr(one, "model") and one.model not in modules]
-            if absent:
-                raise FactoryError(f"the bundle's step uses {absent[0]!r}, which the model that was made does not have")
+            instructions, given, before = _Steps(self, model, calls, find).made(said)
             for key in said["prepared"]:
                 converts_outputs(model.get_submodule(key))
             optimizer = None
@@ -132,7 +142,7 @@ class Bundle:
                 optimizer_name="optimizer" if said["optimizer"] is None else str(said["optimizer"]["name"]),
                 scaler=_scaler(said["scaler"]),
                 instructions=instructions,
-                given=tuple(given),
+                given=given,
                 buffers=before,
                 step=self.step,
                 line=line_in(said["line"]),
@@ -141,12 +151,39 @@ class Bundle:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
 
+    def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> Leading:
+        """Returns the updates before the step.
+
+        Raises:
+            CheckpointError: They are malformed.
+            FactoryError: They use what the model does not have.
+        """
+        said, made, name = self.manifest.get("earlier", []), self.manifest.get("updates"), f"{self.name}/manifest.json"
+        groups = 0 if program.optimizer is None else len(program.optimizer.param_groups)
+        try:
+            reader = _Steps(self, program.model, calls, find)
+            steps = tuple(_earlier(program, one, reader.made(one), find) for one in said)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, UnreadableTreeError) as error:
+            raise CheckpointError(f"{name}: its earlier steps are malformed ({type(error).__name__}).") from None
+        numbers = [one.step for one in steps]
+        if numbers != list(range(self.step - len(steps), self.step)) or not _is_count(made):
+            raise CheckpointError(f"{name}: its earlier steps do not lead up to step {self.step}.")
+        if any(len(one.settings) != groups for one in steps):
+            raise CheckpointError(f"{name}: its earlier steps have the settings of another optimizer.")
+        losses = tuple(one.get("loss") for one in said)
+        if not all(one is None or type(one) in (int, float) for one in losses):
+            raise CheckpointError(f"{name}: the losses of its earlier steps are no numbers.")
+        return Leading(steps=steps, losses=losses, made=made)
+
     def _finite_again(self) -> str | None:
         """What was said of a step that was finite when it was run again in its loop."""
         told = self.manifest.get("diagnosis")
         errors = told.get("errors") if isinstance(told, dict) else None
         notes = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
-        return next((str(one.get("message"))[:600] for one in notes if one.get("kind") == "not_reproduced"), None)
+        known = next((str(one.get("message"))[:600] for one in notes if one.get("kind") == "not_reproduced"), None)
+        if known is None and any(one.get("kind") == "too_late" for one in notes):
+            return _FINITE_HERE
+        return known
 
     def _notes(self) -> list[str]:
         said = self.manifest
@@ -179,6 +216,58 @@ def load_bundle(path: str, *, model: str | None = None, app_dir: str | None = No
     return Bundle(path).run(None if model is None else NamedCode(model, app_dir))
 
 
+class _Steps:
+    """Makes what a manifest says of a step: its instructions, what is given to them, and the buffers before them."""
+
+    def __init__(
+        self, bundle: Bundle, model: torch.nn.Module, calls: _Tensors, find: Callable[[str, str], Any]
+    ) -> None:
+        self._name, self._calls, self._find = f"{bundle.name}/manifest.json", calls, find
+        self._random = states_in(bundle.manifest["random"], calls.all("random/"), self._name)
+        self._held = {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        self._modules = {key for key, _ in model.named_modules()}
+        self._known: dict[str, torch.Tensor] = {}  # by entry: what enters several steps is there once
+
+    def made(self, said: Mapping[str, Any]) -> _Step:
+        """Returns the three.
+
+        Raises:
+            CheckpointError: An entry is malformed; so is the step where this raises Python's own errors.
+            FactoryError: The model does not have what the step uses.
+        """
+        given = tuple(map(self._tensor, said["given"]))
+        before = {str(key): self._tensor(entry) for key, entry in said["before"].items()}
+        reader = InstructionsIn(self._find, self._random, len(given), self._name)
+        instructions = reader.all(said["instructions"])
+        absent = [key for key in (*reader.held, *before) if key not in self._held]
+        absent += [one.model for one in instructions if isinstance(one, Call) and one.model not in self._modules]
+        if absent:
+            raise FactoryError(f"the bundle's step uses {absent[0]!r}, which the model that was made does not have")
+        return instructions, given, before
+
+    def _tensor(self, entry: Mapping[str, Any]) -> torch.Tensor:
+        said = json.dumps(entry)
+        if said not in self._known:
+            self._known[said] = _there(self._calls.made(entry), self._name)
+        return self._known[said]
+
+
+def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Callable[[str, str], Any]) -> Program:
+    """The program of an earlier step of the same optimizer's."""
+    instructions, given, before = made
+    if type(said["step"]) is not int:
+        raise TypeError("step")
+    return replace(
+        program,
+        instructions=instructions,
+        given=given,
+        buffers=before,
+        step=said["step"],
+        line=line_in(said["line"]),
+        settings=settings_in(said["settings"], find),
+    )
+
+
 class _Tensors:
     """A safetensors file whose tensors are made by their entries."""
 
@@ -207,6 +296,10 @@ class _Tensors:
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
         """The tensors whose names begin with this."""
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**62)
 
 
 def _listed(said: Any, key: str) -> list[Any]:

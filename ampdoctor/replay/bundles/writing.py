@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
@@ -19,11 +20,12 @@ import torch
 
 from ampdoctor.errors import OutputError
 from ampdoctor.loop.inert.writing import class_name, written
+from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.package import version
 from ampdoctor.replay.bundles.collecting import Collected, bytes_of, shown
 from ampdoctor.replay.bundles.describing import Made
-from ampdoctor.replay.bundles.manifest import CALLS, LOG, MANIFEST, SCHEMA, STATE
+from ampdoctor.replay.bundles.manifest import CALLS, LED_UP, LOG, MANIFEST, SCHEMA, STATE
 from ampdoctor.replay.bundles.safetensors_out import write_safetensors
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 
@@ -40,6 +42,7 @@ class Written:
         left_out: What it lacks, in sentences.
         replays: Whether the step can be run again from it.
         code: What `--model` has to name for its model to be made again; None where it takes no code.
+        from_checkpoint: Its weights are to come from a checkpoint.
     """
 
     folder: Path
@@ -47,6 +50,7 @@ class Written:
     left_out: tuple[str, ...]
     replays: bool
     code: str | None = None
+    from_checkpoint: bool = False
 
 
 def write_bundle(
@@ -58,6 +62,7 @@ def write_bundle(
     world: int = 1,
     policy: Literal["cuda", "native"] | None = None,
     weights_before: bool = True,
+    leading: Leading | None = None,
     scaler_state: Mapping[str, Any] | None = None,
     diagnosis: Mapping[str, Any] | None = None,
     log: Sequence[str] = (),
@@ -75,6 +80,7 @@ def write_bundle(
         world: Number of processes.
         policy: The autocast that it replays under on a CPU; None: CUDA's if a tensor lay on a GPU, else the CPU's own.
         weights_before: Whether the weights are still those that the step began with.
+        leading: What leads up to the step, whose weights and optimizer's state are known no more and are left out.
         scaler_state: The scaler's `state_dict`; None: as it is now.
         diagnosis: What was found in place; strict JSON.
         log: The log's last lines, without their ends.
@@ -84,9 +90,9 @@ def write_bundle(
         OutputError: The calls alone are larger than `max_bytes`, or the disk is full, or refuses; nothing is left then.
     """
     collected = Collected(with_inner_autocast(program), made)
-    left_out = collected.fit(max_bytes)
+    left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
     manifest = {
-        "schema": SCHEMA,
+        "schema": LED_UP if collected.earlier else SCHEMA,
         "ampdoctor": version(),
         "versions": _versions(),
         "step": program.step,
@@ -95,6 +101,8 @@ def write_bundle(
         "policy": policy or collected.own_policy(),
         "weights": ("before the step" if weights_before else "after the step") if collected.has_weights else "left out",
         "scaler": _scaler(program.scaler, scaler_state),
+        **({} if leading is None else {"updates": leading.made}),
+        **({"earlier": [step.said for step in collected.earlier]} if collected.earlier else {}),
         **collected.manifest(),
         "left_out": list(left_out),
         "diagnosis": None if diagnosis is None else dict(diagnosis),
@@ -102,7 +110,14 @@ def write_bundle(
     manifest["exact"] = _exact(manifest, collected)
     text = json.dumps(manifest, allow_nan=False, indent=1)
     size = _write_whole(folder, collected, text, log)
-    return Written(folder=folder, size=size, left_out=left_out, replays=not collected.cannot, code=collected.code())
+    return Written(
+        folder=folder,
+        size=size,
+        left_out=left_out,
+        replays=not collected.cannot,
+        code=collected.code(),
+        from_checkpoint=not collected.has_weights,
+    )
 
 
 def _scaler(scaler: Any, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -125,6 +140,21 @@ def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[
     """What is as it was, and what is not, in sentences."""
     yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
     no = list(manifest["unexplained"])
+    if "updates" in manifest and (manifest["scaler"] or {}).get("state"):
+        no.append("the loss scale is the one behind the step")
+    if collected.earlier:
+        doubts = Counter(doubt for step in collected.earlier for doubt in step.doubts)
+        no += [
+            f"of {count} of the {len(collected.earlier)} updates before it: {doubt}" for doubt, count in doubts.items()
+        ]
+        if manifest["world"] > 1:
+            no.append(
+                "the recorded updates are of this rank's gradients alone: the weights that they lead to are others"
+            )
+        no.append(
+            "the weights are made again by the recorded updates since the checkpoint: exact where the machine, its "
+            "kernels and the updates are those of the training, and near them elsewhere"
+        )
     if manifest["weights"] == "before the step":
         yes.append("the weights, which are those before the step")
     elif manifest["weights"] == "after the step":

@@ -89,8 +89,11 @@ def plan_optimizers(
     states: Mapping[str, dict[str, Any]],
     *,
     allow_partial: bool = False,
+    own_settings: bool = False,
 ) -> OptimizerPlan:
     """Pair the run's optimizers with the file's states and check each pair; nothing is loaded yet.
+
+    With `own_settings` the optimizers keep their learning rate and the like: a recorded step has had them.
 
     Raises:
         CheckpointError: A pair does not fit, or the states cannot be told apart, and `allow_partial` is False.
@@ -113,7 +116,7 @@ def plan_optimizers(
         optimizer, state = optimizers[name], _in_run_order(optimizers[name], states[key], names)
         problem = _problem(optimizer, state, names)
         if problem is None:
-            usable, changes = _usable(optimizer, state)
+            usable, changes = _usable(optimizer, state, own_settings=own_settings)
             planned.append((optimizer, usable))
             notes += changes
             continue
@@ -265,12 +268,14 @@ def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None
     return None
 
 
-def _usable(optimizer: Optimizer, state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _usable(optimizer: Optimizer, state: dict[str, Any], *, own_settings: bool) -> tuple[dict[str, Any], list[str]]:
     """Returns the state in a form that this device can use, and how it differs from what the factory set."""
     notes = []
     # load_state_dict keeps tensors that need no cast as they are: without a copy the replay would train the checkpoint
     state = copy_batch(state)
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        if own_settings:
+            saved.update((key, value) for key, value in group.items() if key != "params")
         on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"])
         if on_cpu and saved.get("capturable"):
             saved["capturable"] = False  # torch asserts that such parameters are on an accelerator

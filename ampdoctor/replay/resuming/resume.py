@@ -147,7 +147,8 @@ def resume(
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
     if not weights.tensors and not allow_partial and run.model.state_dict(keep_vars=True):
         raise CheckpointError(_no_weights(state))
-    plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial)
+    recorded = run.first_step is not None
+    plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial, own_settings=recorded)
     loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
     scaling = None
     given = isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled() and not fresh_scaler

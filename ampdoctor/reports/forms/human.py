@@ -87,7 +87,9 @@ def _kept(report: Report, console: Console) -> None:
     if kept.get("bundle"):
         name = str(kept.get("model", "")).rpartition(":")[2]
         maker = f", once {name}() returns its model" if name == "make_model" else ""
-        show(text(f"{kept['bundle']}: the step, to be replayed on any machine{maker}:"), console, indent=2, hang=2)
+        begins = " from a checkpoint of before it," if kept.get("from_checkpoint") else ""
+        said = f"{kept['bundle']}: the step, to be replayed{begins} on any machine{maker}:"
+        show(text(said), console, indent=2, hang=2)
         console.print(text(f"    {bundle_command(report)}"), soft_wrap=True)
 
 

@@ -71,7 +71,10 @@ def bundle_command(report: Report) -> str:
     kept = report.run.get("kept") or {}
     if not kept.get("bundle"):
         return ""
-    return _command("bisect-nan", kept["bundle"], *(["--model", kept["model"]] if kept.get("model") else []))
+    checkpoint = ["--checkpoint", "CHECKPOINT"] if kept.get("from_checkpoint") else []
+    return _command(
+        "bisect-nan", kept["bundle"], *checkpoint, *(["--model", kept["model"]] if kept.get("model") else [])
+    )
 
 
 def _not_judged(report: Report) -> Step:

@@ -157,6 +157,8 @@ class OpenReplay:
                 fresh_scaler=request.fresh_scaler,
             )
             session.state_loaded()
+            if run.lead_up is not None:
+                session.lead_up(run.lead_up(self.resumed.loaded, self.notes.append))
             step = self.resumed.global_step
             self._not_as_it_was = tuple(go_on(session, request, step, state.standing, self.notes.append))
         else:
@@ -288,7 +290,7 @@ def _usual_policy(request: ReplayRequest) -> Policy:
     bundle = Bundle(request.factory)
     if bundle.needs_checkpoint and request.checkpoint is None:
         raise ReplayError(
-            f"{bundle.name} was written without the parameters, for its size: give a checkpoint of the training from "
+            f"{bundle.name} was written without the parameters, {bundle.lacks}: give a checkpoint of the training from "
             f"before step {bundle.step} with --checkpoint"
         )
     return bundle.policy

@@ -42,7 +42,9 @@ class WatchRequest:
             at the price of one a step. `off`: never run a step again.
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
-        bundle_max: The most bytes that a bundle takes.
+        bundle_max: The most bytes that a bundle takes, and what is kept for one by `record_batches`.
+        record_batches: Of how many of the last updates the batches are kept behind them, where a sick step is known
+            only after its update; 0 for none.
         export: Where the log's numbers and alerts go while the training runs.
         thresholds: What counts as lost, as harmful, as too many.
 
@@ -63,6 +65,7 @@ class WatchRequest:
     guard: bool = False
     bundle: bool = True
     bundle_max: int = USUAL_BUNDLE_BYTES
+    record_batches: int = 0
     export: tuple[Export | Sink, ...] = ()
     thresholds: Thresholds = DEFAULT_THRESHOLDS
 
@@ -77,6 +80,8 @@ class WatchRequest:
             raise UsageError("on_sick stop ends the training after a look, and look off never looks: give one of them")
         if self.bundle_max < 1:
             raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")
+        if self.record_batches < 0:
+            raise UsageError(f"record_batches is {self.record_batches}: it counts updates, and 0 keeps none")
         for one in self.export:
             for file in one.files(Path(self.health).name) if isinstance(one, Export) else ():
                 refuse_of_log(file, self.health)

@@ -82,14 +82,24 @@ def run(monkeypatch, tmp_path, capfd):
 
 def test_what_is_typed_before_the_script_is_ours_and_the_rest_is_its_own(run, watch, tmp_path):
     typed = ["--every", "7", "--on-sick", "stop", "--look", "sync", "--guard"]
-    typed += ["--bundle-max", "512MiB", "--no-bundle", "--health", "kept", "--threshold", "AMP107.saturated=0.1"]
+    typed += [
+        "--bundle-max",
+        "512MiB",
+        "--record-batches",
+        "9",
+        "--no-bundle",
+        "--health",
+        "kept",
+        "--threshold",
+        "AMP107.saturated=0.1",
+    ]
     code, out, err = run(*typed, "train.py", "", "--every", "9", "--", "-m", "--health=x", "--help")
     assert (code, out, err) == (0, "['', '--every', '9', '--', '-m', '--health=x', '--help']\n", "")
     (request,) = watch.requests
     assert (request.script, request.is_module, request.health) == ("train.py", False, str(tmp_path / "kept"))
     assert request.arguments == ("", "--every", "9", "--", "-m", "--health=x", "--help")
     assert (request.every, request.on_sick, request.look, request.guard) == (7, "stop", "sync", True)
-    assert (request.bundle, request.bundle_max) == (False, 512 * 1024**2)
+    assert (request.bundle, request.bundle_max, request.record_batches) == (False, 512 * 1024**2, 9)
     assert [moved.key for moved, _ in request.thresholds.moved] == ["AMP107.saturated"]
     assert watch.open == 0
 

@@ -58,7 +58,14 @@ def test_the_processes_of_a_launcher_share_theirs(monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"every": 0}, {"on_sick": "heal"}, {"look": "closely"}, {"look": "off", "on_sick": "stop"}, {"bundle_max": 0}],
+    [
+        {"every": 0},
+        {"on_sick": "heal"},
+        {"look": "closely"},
+        {"look": "off", "on_sick": "stop"},
+        {"bundle_max": 0},
+        {"record_batches": -1},
+    ],
 )
 def test_a_request_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):

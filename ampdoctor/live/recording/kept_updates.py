@@ -1,0 +1,207 @@
+"""The last updates of a loop, kept behind them: what leads from a checkpoint up to a step that is known late.
+
+All is kept by reference: what it takes is what the batches take. The loop's models and optimizers are not kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampdoctor.loop.recorded.leading import Leading, updates_made
+from ampdoctor.loop.recorded.program import Call, Op, Program
+from ampdoctor.loop.torch_internals import unseen, version_of
+
+_ON_THE_WAY = 16
+"""Updates that are kept besides, as their numbers may still be on their way from a device."""
+_OF_A_STATE = 25_000
+"""Bytes of Python's and numpy's generators in a random state; those of torch's are tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptUpdate:
+    """The program of an update that was made.
+
+    Attributes:
+        program: The program, with an empty module for its model and without its optimizer.
+        roots: The loop's models at the time, with what their names begin with.
+        optimizer: Its optimizer; None for a program that has none.
+        versions: How often each given tensor had been written to.
+        loss: The sum of its losses, once it has arrived.
+    """
+
+    program: Program
+    roots: tuple[tuple[str, weakref.ref[nn.Module]], ...]
+    optimizer: weakref.ref[torch.optim.Optimizer] | None
+    versions: tuple[int, ...]
+    loss: float | None = None
+
+    @classmethod
+    def of(cls, program: Program, roots: Iterable[tuple[str, nn.Module]]) -> KeptUpdate:
+        """Keep a program whose update is about to be made.
+
+        Args:
+            program: The program.
+            roots: The loop's models, with what their names begin with.
+        """
+        optimizer = program.optimizer
+        with unseen():
+            # a graph that hangs on a given tensor would live as long as it
+            given = tuple(one if one.is_leaf else one.detach() for one in program.given)
+            settings = () if optimizer is None else tuple(map(_settings, optimizer.param_groups))
+        return cls(
+            program=replace(program, model=nn.Module(), optimizer=None, given=given, settings=settings),
+            roots=tuple((name, weakref.ref(root)) for name, root in roots),
+            optimizer=None if optimizer is None else weakref.ref(optimizer),
+            versions=tuple(map(version_of, given)),
+        )
+
+    def program_of(self, model: nn.Module, roots: Iterable[tuple[str, nn.Module]]) -> Program | None:
+        """Returns the program as it was recorded; None where the loop has other models, or no such optimizer, by now.
+
+        Args:
+            model: What holds the loop's models now.
+            roots: These, as in `of`.
+        """
+        optimizer = None if self.optimizer is None else self.optimizer()
+        then = [(name, there()) for name, there in self.roots]
+        if then != list(roots) or (optimizer is None) != (self.optimizer is None):
+            return None
+        changed = sum(
+            version_of(one) != version for one, version in zip(self.program.given, self.versions, strict=True)
+        )
+        edited = len(self.program.edited)
+        unexplained = (
+            *self.program.unexplained,
+            *([f"{changed} of the tensors that entered it were written to after its update"] if changed else []),
+            *([f"{edited} of its gradients were changed between the backward and the step"] if edited else []),
+        )
+        return replace(self.program, model=model, optimizer=optimizer, unexplained=unexplained)
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Yields what it holds: the `id` of each part, and its bytes."""
+        for tensor in (*self.program.given, *self.program.buffers.values()):
+            yield id(tensor), tensor.numel() * tensor.element_size()
+        for one in self.program.instructions:
+            state = one.random if isinstance(one, Call | Op) else None
+            if state is not None:
+                yield id(state), _OF_A_STATE + sum(held.nbytes for held in (state.torch_cpu, *state.torch_cuda))
+
+
+class KeptUpdates:
+    """Keeps the last updates that were made before anyone could know their numbers.
+
+    Args:
+        most: How many of them, the one included that is found to be sick; those whose numbers have not arrived besides.
+        max_bytes: What they may take; the oldest go.
+
+    Attributes:
+        crowded_out: Some were let go of for what they take.
+    """
+
+    def __init__(self, most: int, max_bytes: int) -> None:
+        self._most, self._max_bytes = most, max_bytes
+        self._updates: deque[KeptUpdate] = deque()
+        self._parts: dict[int, tuple[int, int]] = {}  # by id: how many updates hold it, and its bytes
+        self._bytes = 0
+        self.crowded_out = False
+
+    def keep(self, update: KeptUpdate) -> None:
+        """An update is about to be made."""
+        self._updates.append(update)
+        for key, size in update.parts():
+            holders, _ = self._parts.get(key, (0, size))
+            self._parts[key] = holders + 1, size
+            self._bytes += 0 if holders else size
+        while len(self._updates) > self._most + _ON_THE_WAY:
+            self._drop()
+        while self._bytes > self._max_bytes:
+            self.crowded_out = True
+            self._drop()
+
+    def was_sound(self, optimizer: str, step: int, loss: float | None) -> None:
+        """The numbers of an update have arrived, which are told in the order of the updates.
+
+        Args:
+            optimizer: Whose it was.
+            step: Its number.
+            loss: The sum of its losses.
+        """
+        told = next((place for place, one in enumerate(self._updates, 1) if _is(one, optimizer, step)), 0)
+        if told:
+            self._updates[told - 1] = replace(self._updates[told - 1], loss=loss)
+        for _ in range(min(told - self._most + 1, told)):
+            self._drop()
+
+    def leading_to(
+        self, optimizer: str, step: int, program_of: Callable[[KeptUpdate], Program | None]
+    ) -> tuple[Program, Leading] | None:
+        """Returns the program of a step, and what leads up to it; None where it was not kept. A device is waited for.
+
+        Args:
+            optimizer: Whose update it was.
+            step: Its number.
+            program_of: Makes the program of a kept update; None for one of which it cannot be made any more.
+        """
+        updates = list(self._updates)
+        last = next((place for place, one in enumerate(updates) if _is(one, optimizer, step)), None)
+        sick = None if last is None else program_of(updates[last])
+        if last is None or sick is None or not sick.calls_models:
+            return None
+        steps: list[Program] = []
+        losses: list[float | None] = []
+        left_out = ["what was before that was let go of, for what it takes (--bundle-max)"] if self.crowded_out else []
+        for update in reversed(updates[:last]):
+            one = program_of(update) if update.program.optimizer_name == optimizer else None
+            if one is None or one.optimizer is None or one.optimizer is not sick.optimizer or not one.calls_models:
+                left_out = [f"what was before that is not in it: {_why_not(update, one, optimizer)}"]
+                break
+            steps.insert(0, one)
+            losses.insert(0, update.loss)
+        made = None if sick.optimizer is None else updates_made(sick.optimizer)
+        if made is not None:  # it counts on
+            made -= sum(one.program.optimizer_name == optimizer for one in updates[last:])
+            made = made if made >= len(steps) else None  # it is no count of these
+        return sick, Leading(steps=tuple(steps), losses=tuple(losses), made=made, left_out=tuple(left_out))
+
+    def clear(self) -> None:
+        """Let go of them: they lead up to nothing any more."""
+        self._updates.clear()
+        self._parts.clear()
+        self._bytes, self.crowded_out = 0, False
+
+    def _drop(self) -> None:
+        for key, size in self._updates.popleft().parts():
+            holders, _ = self._parts[key]
+            if holders > 1:
+                self._parts[key] = holders - 1, size
+            else:
+                del self._parts[key]
+                self._bytes -= size
+
+
+def _is(update: KeptUpdate, optimizer: str, step: int) -> bool:
+    return update.program.optimizer_name == optimizer and update.program.step == step
+
+
+def _why_not(update: KeptUpdate, program: Program | None, optimizer: str) -> str:
+    """Why nothing before a step can begin with this update."""
+    if update.program.optimizer_name != optimizer:
+        return f"an update of another optimizer ({update.program.optimizer_name}) comes between"
+    if program is None:
+        return "the loop's models or their names were others"
+    if program.optimizer is None:
+        return "the optimizer steps tensors of its own"
+    return "another optimizer had its place" if program.calls_models else "no call of a model was recorded"
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler writes into a learning rate that is a tensor."""
+    held = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in held}

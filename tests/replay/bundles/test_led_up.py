@@ -1,0 +1,497 @@
+"""A step that is known to be sick only after its update: its bundle leads from a checkpoint up to it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+import textwrap
+import weakref
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ampdoctor
+from ampdoctor import bisect_nan
+from ampdoctor.errors import AmpdoctorError, CheckpointError, ReplayError
+from ampdoctor.replay.user_modules import Spec, load_object
+from ampdoctor.reports.forms.canvas import Canvas
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.workflows.doctor import Doctor
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.profile import profile
+from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.watch import sentence_of
+from tests.replay.bundles.test_hostile import edited
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, width), nn.BatchNorm1d(width)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(width, 1)
+
+    def forward(self, x, floor):
+        return self.last(self.drop(torch.log(self.norm(self.first(x)).relu() + floor)))
+"""
+SICK = 9
+"""Takes the logarithm of what ReLU has set to 0."""
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    """Returns the user's file and its class."""
+    file = tmp_path_factory.mktemp("code") / "led_up_net.py"
+    file.write_text(textwrap.dedent(NET))
+    spec = Spec.parse(f"{file}:Net")
+    return SimpleNamespace(file=str(file), made=load_object(spec, path=spec.search_path(None), reuse=True))
+
+
+class Training:
+    """A training in bf16 with accumulation and a schedule, whose every state is kept and which is watched or not."""
+
+    def __init__(self, net, kind=torch.optim.AdamW, *, scaler=None, **settings):
+        torch.manual_seed(0)
+        self.model = net.made()
+        self.optimizer = kind(self.model.parameters(), lr=1e-2, **settings)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.states = []
+
+    def batch(self, _step):
+        return torch.randn(16, 4)
+
+    def floor(self, step):
+        return 0.0 if step == SICK else 1e-3
+
+    def added(self, _step):
+        return 0.0
+
+    def __call__(self, steps=SICK + 2):
+        for step in range(steps):
+            self.states.append(
+                copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+            )
+            self.optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = self.model(self.batch(step), self.floor(step)).pow(2).mean() + self.added(step)
+                self.scaler.scale(loss / 2).backward()
+            self.update()
+            self.schedule.step()
+
+    def update(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def late(training, folder, *, steps=SICK + 2, readable=False, **settings):
+    """Trains where the CPU stands in for a device whose numbers come after the update; returns what is told."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        if not readable:
+            patch.setattr(Doctor, "_is_readable", lambda doctor, _: doctor.report is None and doctor._attentive > 0)
+        with ampdoctor.watch(folder=folder, tell=told.append, **{"record_batches": 5, **settings}):
+            training(steps)
+    return told
+
+
+def saved(training, folder, step):
+    """A checkpoint from before a step, as the loop would have saved it."""
+    torch.save(training.states[step], folder / f"{step}.pt")
+    return str(folder / f"{step}.pt")
+
+
+def asked(folder, net, checkpoint=None):
+    bundle = next(folder.glob("health/bundle-*"))
+    return ReplayRequest(factory=str(bundle), model=net.file, checkpoint=checkpoint, device="cpu")
+
+
+def led_to(request):
+    """The weights that a replay begins from, and what it says of the way to them."""
+    with open_replay(request) as replay:
+        session = replay.session()
+        session.close()
+        return session, replay.notes
+
+
+def manifest(folder):
+    return json.loads((folder / "health" / f"bundle-{SICK}" / "manifest.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def adam(net, tmp_path_factory):
+    """Returns a training that was sick at `SICK`, where it lies, and what was told."""
+    folder, training = tmp_path_factory.mktemp("adam"), Training(net)
+    told = late(training, folder / "health")
+    return SimpleNamespace(training=training, folder=folder, told=told)
+
+
+def same(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, msg=name)
+
+
+def test_the_manifest_says_what_leads_up_to_the_step(adam):
+    said = manifest(adam.folder)
+    assert (said["schema"], said["weights"], said["updates"], said["step"]) == (2, "left out", SICK, SICK)
+    assert [one["step"] for one in said["earlier"]] == [5, 6, 7, 8]
+    (why,) = said["left_out"]
+    assert "had changed them before it was known to be sick" in why
+    assert "whose optimizer had made 5 to 9 updates; the updates since, at most 4, are in it" in why
+    assert said["diagnosis"]["errors"][0]["kind"] == "too_late"
+    assert said["optimizer"]["groups"][0]["settings"]["lr"] == pytest.approx(1e-2 / (1 + SICK))
+    assert said["earlier"][0]["settings"][0]["lr"] == pytest.approx(1e-2 / 6)
+
+
+def test_the_report_says_the_command(adam, net):
+    (report,) = adam.told
+    (note,) = report.errors
+    bundle = str(adam.folder / "health" / f"bundle-{SICK}")
+    assert note.message.endswith(f"ampdoctor bisect-nan {bundle} --checkpoint LAST --model {net.file}")
+    assert report.run["kept"] == {
+        "health": str(adam.folder / "health"), "bundle": bundle, "model": net.file, "from_checkpoint": True
+    }  # fmt: skip
+    assert sentence_of(report).endswith(f"--model {net.file}")
+    shown = Canvas(width=200).draw(partial(render_human, report))
+    assert shown.count(f"ampdoctor bisect-nan {bundle} --checkpoint CHECKPOINT --model {net.file}") == 2
+    assert "to be replayed from a checkpoint of before it, on any machine" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("step", [5, 6, 8, SICK])
+def test_the_weights_before_the_step_are_come_to_bit_by_bit(step, adam, net):
+    session, notes = led_to(asked(adam.folder, net, saved(adam.training, adam.folder, step)))
+    before = adam.training.states[SICK]
+    same(session.model.state_dict(), before["model"])
+    (optimizer,) = session.optimizers.values()
+    moments = optimizer.state_dict()
+    for key, state in before["optimizer"]["state"].items():
+        same(moments["state"][key], state)
+    assert moments["param_groups"][0]["lr"] == before["optimizer"]["param_groups"][0]["lr"]
+    made = [note for note in notes if "made again from the checkpoint" in note]
+    assert not any("another loss" in note for note in notes)
+    assert [note.split(" were ")[0].split(" was ")[0] for note in made] == (
+        [] if step == SICK else [f"{SICK - step} recorded update{'' if step == 8 else 's'}"]
+    )
+
+
+@pytest.fixture(scope="module")
+def in_time(net, tmp_path_factory):
+    """Returns what a look in time says of the same step."""
+    (report,) = late(Training(net), tmp_path_factory.mktemp("in_time") / "health", readable=True)
+    return report
+
+
+def named(finding):
+    where = finding.where
+    return finding.code, where.step, where.phase, where.module, where.op, where.source, finding.cause
+
+
+def test_a_replay_says_what_a_look_in_time_would_have_said(adam, net, in_time):
+    report = bisect_nan(asked(adam.folder, net, saved(adam.training, adam.folder, 6)))
+    assert report.verdict == "sick"
+    assert named(report.findings[0]) == named(in_time.findings[0])
+    notes = " ".join(report.run["notes"])
+    assert "the weights are made again by the recorded updates since the checkpoint" in notes
+    assert "learning rate" not in " ".join(one.reason for one in report.skipped)
+
+
+def test_another_process_says_the_same(adam, net, in_time, run_cli):
+    checkpoint = saved(adam.training, adam.folder, 7)
+    bundle = str(adam.folder / "health" / f"bundle-{SICK}")
+    said = run_cli("bisect-nan", bundle, "--model", net.file, "--checkpoint", checkpoint, "--format", "json")
+    assert said.returncode == 1, said.stderr
+    where = json.loads(said.stdout)["findings"][0]["where"]
+    theirs = in_time.findings[0].where
+    assert (where["step"], where["module"], where["op"], where["phase"]) == (
+        SICK, theirs.module, theirs.op, theirs.phase
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (
+            4,
+            "too long before step 9: its optimizer had made 4 updates, and the bundle holds steps 5 to 9, which go on",
+        ),
+        (10, "after the update of step 9: its optimizer had made 10 updates"),
+    ],
+)
+def test_a_checkpoint_from_elsewhere_is_refused(step, sentence, adam, net):
+    with pytest.raises(CheckpointError, match=sentence):
+        led_to(asked(adam.folder, net, saved(adam.training, adam.folder, step)))
+
+
+def test_without_a_checkpoint_one_is_asked_for(adam, net):
+    with pytest.raises(
+        ReplayError, match="which the step had changed before it was known to be sick: give a checkpoint"
+    ):
+        bisect_nan(asked(adam.folder, net))
+
+
+def test_a_profile_and_advice_are_of_the_step_itself(adam, net):
+    request = replace(asked(adam.folder, net, saved(adam.training, adam.folder, 7)), steps=1)
+    for report in (profile(request), recommend(request)):
+        notes = report.run["notes"]
+        assert report.run["steps"] == 1
+        assert any("2 recorded updates were made again" in note for note in notes)
+        assert not any("another loss" in note for note in notes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_leads_up_is_the_trainings_in_whatever_precision_the_step_is_replayed(precision, adam, net):
+    request = replace(asked(adam.folder, net, saved(adam.training, adam.folder, 7)), precision=precision)
+    session, _ = led_to(request)
+    assert session.precision.compute == precision
+    same(session.model.state_dict(), adam.training.states[SICK]["model"])
+
+
+def test_an_optimizer_that_does_not_count_is_taken_to_stand_before_the_first(net, tmp_path):
+    training = Training(net, torch.optim.SGD, momentum=0.9)
+    late(training, tmp_path / "health", record_batches=3)
+    assert manifest(tmp_path)["updates"] is None
+    session, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 7)))
+    same(session.model.state_dict(), training.states[SICK]["model"])
+    assert any("the optimizer does not count its updates" in note for note in notes)
+    assert not any("another loss" in note for note in notes)
+    _, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 3)))  # taken for another, which its losses show
+    assert any(note.startswith("2 of the 2 recorded updates have another loss here") for note in notes)
+
+
+def test_a_checkpoint_without_moments_does_not_count(adam, net, tmp_path):
+    torch.save({"model": adam.training.states[5]["model"]}, tmp_path / "weights.pt")
+    _, notes = led_to(asked(adam.folder, net, str(tmp_path / "weights.pt")))
+    assert any("the checkpoint does not count its updates" in note for note in notes)
+
+
+def test_the_first_step_goes_on_from_a_checkpoint_of_nothing(net, tmp_path):
+    """Adam's state is empty before its first update, and that is a count."""
+    training = Training(net)
+    late(training, tmp_path / "health", record_batches=100)
+    assert manifest(tmp_path)["earlier"][0]["step"] == 0
+    session, _ = led_to(asked(tmp_path, net, saved(training, tmp_path, 0)))
+    same(session.model.state_dict(), training.states[SICK]["model"])
+
+
+def test_a_single_update_is_a_bundle_that_any_reader_knows(net, tmp_path):
+    training = Training(net)
+    late(training, tmp_path / "health", record_batches=1)
+    said = manifest(tmp_path)
+    assert (said["schema"], said["weights"], "earlier" in said) == (1, "left out", False)
+    assert "a checkpoint from right before it" in said["left_out"][0]
+    session, _ = led_to(asked(tmp_path, net, saved(training, tmp_path, SICK)))
+    same(session.model.state_dict(), training.states[SICK]["model"])
+    with pytest.raises(CheckpointError, match="the bundle holds step 9 alone, which go on from 9 updates"):
+        led_to(asked(tmp_path, net, saved(training, tmp_path, 8)))
+
+
+def test_a_scalers_steps_are_made_through_it(net, tmp_path):
+    """A loss alone is not finite, which no scaler sees."""
+    training = Training(net, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**4))
+    training.floor = lambda _step: 1e-3
+    training.added = lambda step: torch.tensor(torch.inf if step == SICK else 0.0)
+    late(training, tmp_path / "health")
+    session, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 6)))
+    same(session.model.state_dict(), training.states[SICK]["model"])
+    assert "the loss scale is the one behind the step" in notes
+
+
+@pytest.mark.parametrize("record", [3, 100])
+def test_numbers_that_arrive_some_updates_later_are_of_their_own_step(record, net, tmp_path, monkeypatch):
+    """The loop is ahead of its device: two updates more are made of what is not finite."""
+    training, read, waiting = Training(net), Doctor._read, deque()
+
+    def later(doctor, reading):
+        waiting.append(reading)
+        if len(waiting) > 2:
+            read(doctor, waiting.popleft())
+
+    monkeypatch.setattr(Doctor, "_read", later)
+    late(training, tmp_path / "health", steps=SICK + 4, record_batches=record)
+    said = manifest(tmp_path)
+    assert (said["step"], said["updates"]) == (SICK, SICK)
+    assert [one["step"] for one in said["earlier"]] == list(range(max(SICK + 1 - record, 0), SICK))
+    session, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 7)))
+    same(session.model.state_dict(), training.states[SICK]["model"])
+    assert not any("another loss" in note for note in notes)
+
+
+def test_an_optimizer_in_anothers_place_begins_anew(net, tmp_path):
+    training = Training(net)
+    update = training.update
+
+    def replaced():
+        update()
+        if len(training.states) == 7:
+            training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
+
+    training.update = replaced
+    late(training, tmp_path / "health")
+    said = manifest(tmp_path)
+    assert (said["updates"], [one["step"] for one in said["earlier"]]) == (2, [7, 8])
+    assert "another optimizer had its place" in said["left_out"][-1]
+
+
+def test_batches_that_were_overwritten_are_named(net, tmp_path):
+    training = Training(net)
+    place = torch.empty(16, 4)
+    training.batch = lambda _step: place.copy_(torch.randn(16, 4))
+    late(training, tmp_path / "health")
+    said = manifest(tmp_path)
+    what = "1 of the tensors that entered it were written to"
+    assert f"{what} afterwards" in said["exact"]["no"]  # the first micro-batch, by the second
+    assert f"of 4 of the 4 updates before it: {what} after its update" in said["exact"]["no"]
+    _, notes = led_to(asked(tmp_path, net, saved(training, tmp_path, 6)))
+    assert f"of 4 of the 4 updates before it: {what} after its update" in notes
+
+
+@pytest.mark.parametrize("record", [0, 5])
+def test_the_training_is_the_same_with_and_without(record, net, tmp_path):
+    bare, watched = Training(net), None
+    bare(SICK)
+    after = torch.get_rng_state()
+    watched = Training(net)
+    late(watched, tmp_path / "health", steps=SICK, record_batches=record)
+    assert torch.equal(after, torch.get_rng_state())
+    same(watched.model.state_dict(), bare.model.state_dict())
+    for mine, theirs in zip(watched.states, bare.states, strict=True):
+        same(mine["model"], theirs["model"])
+
+
+def alive(references):
+    return sum(there() is not None for there in references)
+
+
+@pytest.mark.parametrize("steps", [SICK - 1, SICK + 2])
+def test_all_is_let_go_of(steps, net, tmp_path):
+    batches = []
+
+    def batch(_step):
+        made = torch.randn(16, 4)
+        batches.append(weakref.ref(made))
+        return made
+
+    def train():
+        training = Training(net)
+        training.batch = batch
+        training(steps)
+        return weakref.ref(training.model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Doctor, "_is_readable", lambda doctor, _: False)
+        with ampdoctor.watch(folder=tmp_path / "health", tell=lambda _: None, record_batches=3):
+            model = train()
+            gc.collect()
+            assert model() is None
+            assert alive(batches) == 2 * 2 if steps < SICK else alive(batches) <= 1  # the loop's last call has one
+        gc.collect()
+        assert alive(batches) <= (steps > SICK)
+
+
+def test_more_than_a_bundle_may_have_is_let_go_of(net, tmp_path):
+    training = Training(net)
+    training.batch = lambda _step: torch.randn(16_000, 4)  # 256 kB, twice a step
+    late(training, tmp_path / "health", bundle_max=3_000_000)
+    said = manifest(tmp_path)
+    assert 0 < len(said["earlier"]) < 4
+    assert "(--bundle-max)" in said["left_out"][-1] or "more than a bundle may have" in said["left_out"][-1]
+
+
+def test_an_update_of_another_optimizer_ends_what_leads_up(net, tmp_path):
+    training, other = Training(net), torch.nn.Linear(1, 1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    update = training.update
+
+    def both():
+        update()
+        if len(training.states) == 8:
+            other(torch.ones(1)).sum().backward()
+            second.step()
+
+    training.update = both
+    late(training, tmp_path / "health")
+    said = manifest(tmp_path)
+    assert [one["step"] for one in said.get("earlier", [])] == [8]
+    assert "an update of another optimizer (optimizer2) comes between" in said["left_out"][-1]
+
+
+def test_stop_ends_the_training_behind_the_bundle(net, tmp_path):
+    with pytest.raises(ampdoctor.errors.SickTrainingError):
+        late(Training(net), tmp_path / "health", on_sick="stop")
+    assert len(manifest(tmp_path)["earlier"]) == 4
+
+
+def test_of_several_ranks_it_is_said_that_the_gradients_are_ones_own(net, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    late(Training(net), tmp_path / "health")
+    assert any("this rank's gradients alone" in doubt for doubt in manifest(tmp_path)["exact"]["no"])
+
+
+def test_gradients_that_the_loop_itself_changes_are_named(net, tmp_path):
+    training = Training(net)
+    update = training.update
+
+    def halved():
+        training.model.first.weight.grad.mul_(0.5)
+        update()
+
+    training.update = halved
+    late(training, tmp_path / "health")
+    changed = "1 of its gradients were changed between the backward and the step"
+    assert {changed, f"of 4 of the 4 updates before it: {changed}"} <= set(manifest(tmp_path)["exact"]["no"])
+
+
+@pytest.mark.parametrize("settings", [{"bundle": False}, {"record_batches": 0}])
+def test_without_it_the_option_is_named(settings, net, tmp_path):
+    (report,) = late(Training(net), tmp_path / "health", **settings)
+    assert not list(tmp_path.glob("health/bundle-*"))
+    assert ("record_batches=K" in report.errors[0].message) == ("bundle" not in settings)
+    assert report.run["kept"] == {"health": str(tmp_path / "health")}
+
+
+EDITS = {
+    "a number": lambda said: said.update(earlier=3),
+    "nothing": lambda said: said.update(earlier=None),
+    "a table": lambda said: said.update(earlier={"step": 8}),
+    "numbers": lambda said: said.update(earlier=[1, 2]),
+    "empty tables": lambda said: said.update(earlier=[{}]),
+    "a step less": lambda said: said["earlier"].pop(1),
+    "another order": lambda said: said["earlier"].reverse(),
+    "a step that is none": lambda said: said["earlier"][0].update(step=True),
+    "a loss that is none": lambda said: said["earlier"][0].update(loss="0.5"),
+    "another count": lambda said: said.update(updates="9"),
+    "a count below": lambda said: said.update(updates=-1),
+    "settings of nobody": lambda said: said["earlier"][0].update(settings=[]),
+    "settings that are none": lambda said: said["earlier"][0].update(settings={"lr": 1}),
+    "a setting that is code": lambda said: said["earlier"][0]["settings"][0].update(lr={"kind": "pickle", "value": ""}),
+    "a setting that is a class": lambda said: said["earlier"][0]["settings"][0].update(
+        lr={"kind": "class", "class": "subprocess:Popen"}
+    ),
+    "a function of os": lambda said: said["earlier"][0]["instructions"].append(
+        {"kind": "op", "function": "os.system", "args": ["id"], "kwargs": {}, "results": {}, "line": None,
+         "random": None, "mode": {"autocast": None, "cached": True, "gradients": True}}
+    ),
+    "a tensor that is not there": lambda said: said["earlier"][0]["given"][0].update(key="../../etc/passwd"),
+    "a buffer of nobody": lambda said: said["earlier"][0]["before"].update(nobody=said["earlier"][0]["given"][0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_earlier_steps_that_lie_are_refused_in_a_sentence(edit, adam, net, tmp_path):
+    shutil.copytree(adam.folder / "health" / f"bundle-{SICK}", tmp_path / "health" / f"bundle-{SICK}")
+    edited(tmp_path / "health" / f"bundle-{SICK}", edit)
+    with pytest.raises(AmpdoctorError) as refused:
+        led_to(asked(tmp_path, net, saved(adam.training, adam.folder, 6)))
+    assert "\n" not in str(refused.value)
