@@ -92,7 +92,7 @@ def _not_judged(report: Report) -> Step:
 def _watched(report: Report) -> Step:
     """A training in which nothing was sick."""
     log = (report.run.get("kept") or {}).get("health")
-    return Step("nothing; its log is judged by", _command("scan", log)) if log else Step("nothing")
+    return Step("nothing; its log is judged by", _command("health", log)) if log else Step("nothing")
 
 
 def _left_out(report: Report) -> Step:

@@ -87,7 +87,7 @@ def test_a_step_that_could_not_be_looked_at_in_place_has_its_bundle():
 
 
 @pytest.mark.parametrize(
-    ("kept", "step"), [({"health": "h"}, "nothing; its log is judged by: ampdoctor scan h"), ({}, "nothing")]
+    ("kept", "step"), [({"health": "h"}, "nothing; its log is judged by: ampdoctor health h"), ({}, "nothing")]
 )
 def test_a_training_without_anything_sick_leaves_its_log(kept, step):
     assert said(Report(command="run", target={"factory": "train.py"}, run={"kept": kept}, verdict="not_judged")) == step
