@@ -379,7 +379,7 @@ def test_what_a_script_registers_for_the_end_of_the_process_is_not_done(write, m
 
 
 def test_a_context_around_the_loop_that_is_let_go_of_writes_nothing(write, tmp_path):
-    body = """
+    body = f"""
         import contextlib
 
         @contextlib.contextmanager
@@ -387,7 +387,7 @@ def test_a_context_around_the_loop_that_is_let_go_of_writes_nothing(write, tmp_p
             try:
                 yield
             finally:
-                open("last.txt", "w").write("lost")
+                open({str(tmp_path / "last.txt")!r}, "w").write("lost")  # also at the end of the tests, from elsewhere
 
         with saved():
         """
