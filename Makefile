@@ -19,6 +19,9 @@ TORCH ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
+# Where it is set, each process of the tests compiles every module anew: a second of each, and twenty of each run.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend bench-alerts peers layouts scalers sinks versions docs docs-linkcheck lint format types clean
 

@@ -84,9 +84,9 @@ def allowed(room):
     return reached | EVERYWHERE
 
 
-def imported_modules(tree, module):
-    """Yield (line, absolute name) of each import in the tree, those for type checking included: they are arrows too."""
-    for node in ast.walk(tree):
+def imported_modules(nodes, module):
+    """Yield (line, absolute name) of each import among a tree's nodes, those for type checking too: they are arrows."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -100,17 +100,17 @@ def imported_modules(tree, module):
 
 def violations(package):
     """Return a sentence for each rule of the house that a file below `package` breaks."""
-    found = []
+    found, imports = [], {}
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(package)
         room = relative.parts[0].removesuffix(".py")
         module = ".".join([package.name, *relative.with_suffix("").parts])
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        found += [f"{relative}: {sentence}" for sentence in _broken(package.name, room, module, tree)]
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        imports[path] = [*imported_modules(nodes, module)]
+        found += [f"{relative}: {sentence}" for sentence in _broken(package.name, room, module, nodes, imports[path])]
     shelves = Counter(path.parent.relative_to(package) for path in package.rglob("*.py") if path.name != "__init__.py")
     found += [f"{folder}: {count} files lie flat" for folder, count in shelves.items() if count > MOST_FILES]
-    return found + [f"a circle: {' -> '.join(circle)}" for circle in circles(package)]
+    return found + [f"a circle: {' -> '.join(circle)}" for circle in circles(package, imports)]
 
 
 def test_the_tests_follow_the_house():
@@ -121,10 +121,10 @@ def test_the_tests_follow_the_house():
     assert [storey for room, storey in sorted(of_rooms) if storey not in STOREYS[room]] == []
 
 
-def circles(package):
+def circles(package, imports):
     """Return the circles of files that import each other, imports for type checking and inside functions included."""
     files = {module_of(package, path): path for path in package.rglob("*.py")}
-    arrows = {name: arrows_of(name, path, files) for name, path in files.items()}
+    arrows = {name: arrows_of(name, imports[path], files) for name, path in files.items()}
     found, done = [], set()
 
     def walk(name, way):
@@ -147,24 +147,23 @@ def module_of(package, path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def arrows_of(module, path, files):
+def arrows_of(module, imports, files):
     """Return the modules of the package that a file imports."""
-    inside = f"{module}.__init__" if path.name == "__init__.py" else module
     found = set()
-    for _, name in imported_modules(ast.parse(path.read_text(encoding="utf-8")), inside):
+    for _, name in imports:
         longest = next((n for n in (name, name.rpartition(".")[0]) if n in files), None)
         if longest is not None and longest not in {module, module.partition(".")[0]}:
             found.add(longest)
     return found
 
 
-def _broken(package, room, module, tree):
+def _broken(package, room, module, nodes, imports):
     outside_floors = room in {"__init__", "__main__"}  # the package's own front door, which points at everything
     if not outside_floors and room not in DIRECT.keys() | EVERYWHERE:
         yield f"{room} is no room of the house"
         return
     permitted = EVERYWHERE if room in EVERYWHERE else set() if outside_floors else allowed(room)
-    for line, name in imported_modules(tree, module):
+    for line, name in imports:
         top, _, rest = name.partition(".")
         target = rest.partition(".")[0]
         if top == package and not outside_floors and target in DIRECT and target not in permitted:
@@ -176,7 +175,7 @@ def _broken(package, room, module, tree):
             yield f"line {line}: {room} must not import torch"
         if (top == "typer" and room != "cli") or (top == "rich" and room not in RICH) or top == "click":
             yield f"line {line}: {room} must not import {top}"
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield f"line {node.lineno}: print; results are returned, and only the command line writes"
         writes = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)

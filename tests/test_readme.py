@@ -5,6 +5,7 @@ After a change that is meant, `PYTHONPATH=. python tests/test_readme.py` writes 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.arithmetic import ALIKE
 from tests.docs.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,11 +27,12 @@ TRANSCRIPT, COMMANDS = "<!-- transcript -->", "<!-- commands -->"
 WIDTH = 100
 
 
+@functools.cache
 def ampdoctor(*arguments, python=sys.executable):
     """Standard output and exit code of `ampdoctor`, as on a terminal of the README's width without colour."""
     kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE"}}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
-    env = {**kept, "PYTHONPATH": path, "COLUMNS": str(WIDTH), "NO_COLOR": "1", **ALIKE}
+    env = {**kept, "PYTHONPATH": path, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     done = subprocess.run(
         [python, "-m", "ampdoctor", *arguments],
         cwd=ROOT,

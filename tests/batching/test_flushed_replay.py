@@ -82,7 +82,7 @@ def holds(found, shadow, kind, close=CLOSE):
     return 1
 
 
-@pytest.mark.parametrize("network", ["transformer", "convolutions"])
+@pytest.mark.parametrize("network", [pytest.param("transformer", marks=pytest.mark.slow), "convolutions"])
 def test_what_activation_gradients_lose_with_another_accumulation_is_predicted_to_a_tenth(network):
     held = 0
     for found, shadow in beside(network, 4):

@@ -78,7 +78,7 @@ def test_a_fault_does_nothing_before_its_onset_and_something_from_then_on(name):
     assert not torch.equal(weights(sick), weights(twin))
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "text" else ()) for n in tasks.TASKS])
 def test_a_task_is_learned_and_is_the_same_again(name):
     first, again = (tasks.TASKS[name](Random(5), 100) for _ in range(2))
     before = clean_loss(first)

@@ -28,7 +28,7 @@ def overhead():
     return script("overhead")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_every_contender_takes_a_step_and_leaves_no_hook(precision, overhead, capsys):
     contest = overhead.measure(precision, 2, peers=True, show_parts=True, **SMALL)
     everybody = {overhead.LOOP, overhead.BARE, overhead.PROBED, *(watcher.title for watcher in overhead.WATCHERS)}

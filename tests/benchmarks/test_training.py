@@ -49,8 +49,14 @@ def losses(name, steps, **arguments):
     return [outcome.loss for outcome in outcomes], finite, moved
 
 
-@pytest.mark.parametrize("name", recommend.RUNS)
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        pytest.param(precision, name, marks=pytest.mark.slow if precision == "fp32" and turn > 1 else ())
+        for precision in ("fp32", "fp16")
+        for turn, name in enumerate(recommend.RUNS)
+    ],
+)
 def test_a_run_takes_its_first_steps(name, precision):
     seen, finite, moved = losses(name, 3, precision=precision, scaler={"init_scale": 64.0})
     assert len(seen) == 3
@@ -67,13 +73,16 @@ def test_a_run_learns(name):
     assert statistics.fmean(seen[-10:]) < 0.97 * statistics.fmean(seen[:10])
 
 
-@pytest.mark.parametrize("name", sorted(OF_TEXT))
+@pytest.mark.parametrize(
+    "name", ["half", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(OF_TEXT) if n != "half")]
+)
 def test_a_seed_decides_weights_and_order(name):
     first, again, other = (losses(name, 2, precision="fp32", seed=seed)[0] for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
+@pytest.mark.slow
 def test_a_summed_loss_makes_the_default_scaler_skip():
     trained = train(named("seq2seq"), {"steps": 8, "precision": "fp16"}, compare=True)
     assert trained.failure is None
@@ -102,6 +111,7 @@ def test_what_flushes_is_seen_and_predicted():
         assert 0.0 < shadow.error < 1.0
 
 
+@pytest.mark.slow
 def test_modules_kept_in_fp32_flush_nothing():
     arguments = {"steps": 4, "precision": "fp16", "scaler": {"init_scale": 2.0**-12}}
     sick = train(named("rnn"), arguments, compare=True)

@@ -42,8 +42,17 @@ def test_without_a_decision_the_search_ends_at_the_first_failure(ask):
     assert (code, errors_of(report), report["run"]["steps"]) == (1, [("AMP204", 1)], 2)
 
 
-@pytest.mark.parametrize("command", ["bisect-nan", "recommend"])
-@pytest.mark.parametrize("decided", ["baseline", "ignore", "severity"])
+@pytest.mark.parametrize(
+    ("decided", "command"),
+    [
+        ("baseline", "bisect-nan"),
+        ("ignore", "bisect-nan"),
+        ("severity", "bisect-nan"),
+        ("ignore", "recommend"),
+        pytest.param("baseline", "recommend", marks=pytest.mark.slow),
+        pytest.param("severity", "recommend", marks=pytest.mark.slow),
+    ],
+)
 def test_what_comes_behind_a_failure_that_is_lived_with_is_found(decided, command, ask):
     config = {"baseline": "", "ignore": IGNORE, "severity": SEVERITY}[decided].format("AMP204")
     given = ["--baseline", "known.json"] if decided == "baseline" else []
@@ -61,7 +70,7 @@ def test_the_way_and_the_proof_are_those_of_what_is_new(ask):
     assert report["path"]["step"] == 6
 
 
-@pytest.mark.parametrize("command", ["bisect-nan", "recommend"])
+@pytest.mark.parametrize("command", ["bisect-nan", pytest.param("recommend", marks=pytest.mark.slow)])
 def test_a_baseline_holds_every_failure_of_the_run(command, ask):
     code, report, _ = ask("known_and_new", "--write-baseline", "known.json", command=command)
     assert code == 0

@@ -38,14 +38,29 @@ def _like_an_earlier_one():
 
 
 MORE_OF_A_KIND = frozenset(_like_an_earlier_one())
-"""Silent cases beside the first of their kind and cause: every one is diagnosed with each `make test`; what else is
-asked of it, is asked with the slow tests."""
+"""Silent cases beside the first of their kind and cause: what is asked of them, is asked with the slow tests."""
 
 
 def of_case(case, *values, slow=False):
     """The case, and other values with it, as a parameter of a test."""
     marks = [pytest.mark.xdist_group(case), *([pytest.mark.slow] if slow else [])]
     return pytest.param(case, *values, marks=marks, id="-".join(map(str, (case, *values))))
+
+
+LONG = (
+    "rmsnorm_silent_zero",
+    "no_valid_scale_collapse",
+    "scaler_state_lost_on_resume",
+    "ppo_ratio_exp_half",
+    "infonce_exp_fp32_too",
+    "exp_before_clamp",
+)
+"""Loud cases whose diagnosis takes seconds; each has others of its kind beside it."""
+
+
+def takes_seconds(case):
+    """A long case, or a transformer but for one: they are diagnosed with the slow tests."""
+    return case in LONG or (uses_transformers(case) and case != "gpt2_attn_scale_after_matmul")
 
 
 def policies(case):

@@ -1,5 +1,7 @@
 """Every labelled run: the label's step, phase, module, op, kind of value and cause, under CUDA's policy.
 
+Of the silent ones the first of each kind and cause is looked at with each `make test`, and so are the others that take
+less than seconds; the rest is looked at with the slow tests.
 Where CUDA's casts move what the label says, the CPU's own policy is looked at as well; elsewhere a slow test does.
 """
 
@@ -12,7 +14,17 @@ import pytest
 from ampdoctor.workflows.scan import scan
 from fixtures.corpus import runs
 from tests.corpus.judging import disagreements, remedied, worst_finding
-from tests.corpus.reports import FACTORY, HEALTHY, NOT_FOUND_YET, SICK, diagnosed, of_case, policies
+from tests.corpus.reports import (
+    FACTORY,
+    HEALTHY,
+    MORE_OF_A_KIND,
+    NOT_FOUND_YET,
+    SICK,
+    diagnosed,
+    of_case,
+    policies,
+    takes_seconds,
+)
 
 CASTING = ("same", "moves")
 """What a label says of CUDA's policy where its run casts at all."""
@@ -27,7 +39,11 @@ pytestmark = [
 
 def each(cases):
     """Each case under its policies; the CPU's own where nothing moves under CUDA's runs with the slow ones."""
-    quick = [of_case(case, policy) for case in cases for policy in policies(case)]
+    quick = [
+        of_case(case, policy, slow=case in MORE_OF_A_KIND or takes_seconds(case))
+        for case in cases
+        for policy in policies(case)
+    ]
     casting = [case for case in cases if runs.label(case)["cuda_policy"] in CASTING]
     return quick + [of_case(case, "native", slow=True) for case in casting if "native" not in policies(case)]
 
@@ -58,7 +74,10 @@ def test_what_is_listed_as_not_found_yet_is_not(case):
     assert not found, f"take {case} off {runs.NOT_FOUND_YET.name}"
 
 
-@pytest.mark.parametrize("case", [of_case(case) for case in SICK if "fp32_modules" in runs.label(case)["fixed_by"]])
+@pytest.mark.parametrize(
+    "case",
+    [of_case(case, slow=takes_seconds(case)) for case in SICK if "fp32_modules" in runs.label(case)["fixed_by"]],
+)
 def test_the_labelled_module_in_fp32_is_a_verified_cure(case):
     prescription = worst_finding(diagnosed(case, policies(case)[-1])).prescription
     assert (prescription.kind, prescription.value) == ("fp32_modules", runs.label(case)["fixed_by"]["fp32_modules"])

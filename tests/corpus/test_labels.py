@@ -16,12 +16,7 @@ from fixtures.corpus import runs, verify
 README = runs.CASES.parent / "README.md"
 BEGIN, END = "<!-- silent:begin -->\n", "<!-- silent:end -->"
 SILENT = [case for case in runs.case_ids() if "silent_kind" in runs.label(case)]
-QUICK = (
-    "clip_logit_scale_bf16_frozen",
-    "item_ids_as_float_bf16",
-    "supcon_negatives_sum_inf",
-    "healthy_dead_relu_critic",
-)
+QUICK = ("clip_logit_scale_bf16_frozen", "healthy_dead_relu_critic")
 """Held against plain torch with every `make test`, in one process; the others with the slow tests."""
 
 

@@ -26,7 +26,9 @@ def test_a_failure_that_was_swallowed_is_not_set_aside_after_it(run, aside):
     result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *"])
 
 
-@pytest.mark.parametrize("aside", SET_ASIDE)
+@pytest.mark.parametrize(
+    "aside", [pytest.param(a, marks=pytest.mark.slow if i else ()) for i, a in enumerate(SET_ASIDE)]
+)
 def test_a_healthy_test_may_be_set_aside_after_its_steps(run, aside):
     outcome = "xfailed" if "xfail" in aside else "skipped"
     run(marked(f"train(torch.ones(4, 8))\n    {aside}")).assert_outcomes(**{outcome: 1})

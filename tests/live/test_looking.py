@@ -94,7 +94,7 @@ def trained(tmp_path, monkeypatch, *, fault=None, scale=2.0**10, steps=6, watche
     ("fault", "expected"),
     [
         ("data", ("AMP204", "data", "data")),
-        ("loss", ("AMP201", "loss", "aten.mul")),
+        pytest.param("loss", ("AMP201", "loss", "aten.mul"), marks=pytest.mark.slow),
         ("backward", ("AMP202", "backward", "aten.sqrt")),
     ],
 )

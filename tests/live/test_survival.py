@@ -291,6 +291,7 @@ def test_a_forward_that_raises_or_is_interrupted_is_forgotten(watched, recwarn):
     assert [report.findings[0].code for report in seen.told] == ["AMP204"]
 
 
+@pytest.mark.slow
 def test_without_an_optimizer_of_torchs_nothing_grows(watched):
     with watched() as seen:
         model = nn.Linear(8, 1)

@@ -19,7 +19,7 @@ SCRIPTS = {
     "diffusion.py": ({"optimizer"}, 2),
 }
 """Its optimizers by their own names, and the backwards in one step: micro-steps, networks, epochs of a rollout."""
-FAST = ("nanogpt.py", "gan.py")
+FAST = ("gan.py",)
 
 
 def replayed(script, arguments, policy, folder, steps):

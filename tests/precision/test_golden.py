@@ -66,6 +66,7 @@ def rehearsed(tmp_path_factory):
     return folder / f"cpu-{torch.__version__.partition('+')[0]}.json"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_asks_everything_and_its_file_holds(rehearsed):
     found = golden.read(rehearsed)
     assert set(found.sections) == set(gpu_check.PARTS)

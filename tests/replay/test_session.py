@@ -163,12 +163,20 @@ def run_of(model, *, precision, scale=None, accumulate=1, clip=None, divide=True
     )
 
 
-ALONE = ("fp16", "summed")
+QUICK = {"accumulated": "bare", "scheduled": "bare"}
+"""How recipes are watched with every `make test` where that is not by all; the other way is slow."""
+ALONE = ("fp16",)
 """Recipes under which each probe is attached by itself; elsewhere all are, or none is."""
 
 
 @pytest.mark.parametrize(
-    ("recipe", "watched"), [(r, w) for r in RECIPES for w in PROBES if r in ALONE or w in ("bare", "all")]
+    ("recipe", "watched"),
+    [
+        pytest.param(r, w, marks=() if r in ALONE or w == QUICK.get(r, "all") else pytest.mark.slow)
+        for r in RECIPES
+        for w in PROBES
+        if r in ALONE or w in ("bare", "all")
+    ],
 )
 def test_a_replay_is_the_hand_written_loop_bit_for_bit(recipe, watched):
     hand, ours = network(), network()

@@ -194,6 +194,9 @@ POLICIES = {
 }
 
 
+of_policies = pytest.mark.xdist_group("policies")  # to simulate them takes seconds, in each process that asks
+
+
 @pytest.fixture(scope="module")
 def policies():
     """Return (skips, final log2 scale) of each policy over each trace."""
@@ -213,6 +216,7 @@ def policies():
     return found
 
 
+@of_policies
 def test_short_intervals_and_high_starts_buy_skips_in_every_trace(policies):
     for kind in ("drift", "rare", "bursts", "often"):
         torch, short, shortest = (policies[kind, name][0] for name in ("torch", "N=693", "N=200"))
@@ -220,15 +224,18 @@ def test_short_intervals_and_high_starts_buy_skips_in_every_trace(policies):
         assert policies[kind, "megatron"][0] >= torch + 15
 
 
+@of_policies
 def test_three_quarters_skip_more_often_than_a_half(policies):
     assert all(policies[kind, "0.75"][0] > policies[kind, "torch"][0] for kind in ("drift", "bursts", "often"))
 
 
+@of_policies
 def test_a_static_scale_is_unsafe_under_bursts_alone(policies):
     assert policies["drift", "static"][0] <= policies["drift", "N=200"][0]
     assert policies["bursts", "static"][0] > 200 > 2 * max(policies["bursts", n][0] for n in POLICIES if n != "static")
 
 
+@of_policies
 def test_frequent_spikes_ratchet_long_intervals_down(policies):
     levels = [policies["often", name][1] for name in ("torch", "N=693", "N=200")]
     assert levels == sorted(levels)

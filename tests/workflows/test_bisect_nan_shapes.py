@@ -98,6 +98,22 @@ UPDATED = (
     "loader_generator",
 )
 """Shapes in which parameters have other names or owners, or another step: what the name of a sick update hangs on."""
+OTHERWISE = (
+    "reentrant",
+    "nonreentrant",
+    "called_twice",
+    "tied",
+    "custom_function",
+    "compiled_model",
+    "fast_path",
+    "shared_submodule",
+    "user_hooks",
+    "gradient_penalty",
+    "accumulation",
+    "own_chunks",
+)
+"""Shapes whose backward is no mirror of their forward: both are looked at with every `make test`; of the others every
+second one is with its backward, and the rest with the slow tests."""
 AT_ONCE = ("lstm", "gru")
 """Their cells squash a loud batch, so the birth is in the weights and there from the first step."""
 
@@ -214,7 +230,13 @@ def process_state():
     }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if index % 2 and shape not in (*OTHERWISE, *AT_ONCE) else ())
+        for index, shape in enumerate(SHAPES)
+    ],
+)
 def test_a_forward_birth(shape, shapes):
     finding = only_finding(shape, "forward", shapes)
     where = finding.where
@@ -235,7 +257,13 @@ def test_a_forward_birth(shape, shapes):
     assert finding.prescription.verified
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=() if shape in OTHERWISE or index % 2 else pytest.mark.slow)
+        for index, shape in enumerate(SHAPES)
+    ],
+)
 def test_a_backward_birth(shape, shapes):
     finding = only_finding(shape, "backward", shapes)
     where = finding.where

@@ -101,13 +101,18 @@ def calls_of(callback, factor):
     return interruptible.CALLS[callback].qsize()
 
 
-@pytest.mark.parametrize("factor", [SICK, WELL])
-@pytest.mark.parametrize(
-    ("callback", "error", "every"),
-    [("loss", "ctrl_c", 1)]
-    + [(callback, "ctrl_c", 3) for callback in CALLBACKS if callback != "loss"]
-    + [(callback, error, 3) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")],
-)
+def everywhere():
+    """(callback, error, every how many calls, factor): every second one with every `make test`, and both for a loss."""
+    ends = [("loss", "ctrl_c", 1)]
+    ends += [(callback, "ctrl_c", 3) for callback in CALLBACKS if callback != "loss"]
+    ends += [(callback, error, 3) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")]
+    for turn, end in enumerate(ends):
+        for factor in (SICK, WELL):
+            quick = turn == 0 or (factor == SICK) == (turn % 2 == 0)
+            yield pytest.param(*end, factor, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("callback", "error", "every", "factor"), [*everywhere()])
 def test_at_every_call_of_every_callback(callback, error, every, factor):
     """The calls of a sick run lie in pass 1, the trace, the reference and the trials; of a well one, beside fp32.
 

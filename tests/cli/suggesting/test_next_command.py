@@ -39,7 +39,7 @@ def next_of(capsys):
     return last.rpartition("ampdoctor ")[2]
 
 
-@pytest.mark.parametrize("command", ["bisect-nan", "profile", "recommend"])
+@pytest.mark.parametrize("command", ["bisect-nan", "profile", pytest.param("recommend", marks=pytest.mark.slow)])
 def test_the_command_on_a_run_has_all_that_was_said_of_it(command, folder, capsys):
     given = ["--arg", "width=3", "--arg", 'name="it\'s $HOME"', "--policy", "native", "--steps", "2"]
     assert main([command, "a folder/train_wide.py:make_run", *given]) == 0

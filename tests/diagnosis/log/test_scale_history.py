@@ -15,6 +15,12 @@ from tests.diagnosis.log.logs import diagnosed, entry, found, history, scaled, s
 
 INF = math.inf
 
+
+def seeds(quick, count):
+    """So many seeds, the later ones with the slow tests."""
+    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(count)]
+
+
 DESCENT = [2.0**k for k in range(16, 8, -1)]
 
 
@@ -35,7 +41,7 @@ def test_the_history_of_a_scale(scales, expected):
     assert found(scaled(scales), scale=1024.0) == expected
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.parametrize("every", [1, 10, 50])
 @pytest.mark.parametrize(
     "changes",
@@ -77,7 +83,7 @@ def test_a_fall_by_chance_with_long_rests_is_no_first_descent_either(seed):
     assert ("AMP706", "warning") in found(log, scale=1.0)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(3, 10))
 @pytest.mark.parametrize("hysteresis", [1, 2])
 @pytest.mark.parametrize("scatter", [0.3, 0.7, 1.5])
 @pytest.mark.parametrize("every", [1, 10, 50])

@@ -7,6 +7,8 @@ import copy
 import json
 import traceback
 
+import pytest
+
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.replay.bundles.reading import load_bundle
 
@@ -40,11 +42,12 @@ def of_the_users_code(error, code):
     return str(code) in frames or str(error).startswith("Net.__init__()")
 
 
-def test_any_wrong_value_is_a_sentence(bundle, code):
+@pytest.mark.parametrize("part", [0, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 2))])
+def test_any_wrong_value_is_a_sentence(part, bundle, code):
     file = bundle / "manifest.json"
     said = json.loads(file.read_text())
     refused = []
-    for turn, at in enumerate(places(said)):
+    for turn, at in [*enumerate(places(said))][part::3]:
         for wrong in (GONE, WRONG[turn % len(WRONG)]):
             file.write_text(json.dumps(put(said, at, wrong)))
             try:
@@ -54,7 +57,7 @@ def test_any_wrong_value_is_a_sentence(bundle, code):
             except Exception as error:
                 if not of_the_users_code(error, code):
                     raise
-    assert len(refused) > 100
+    assert len(refused) > 34
     assert not any("\n" in sentence for sentence in refused)
 
 

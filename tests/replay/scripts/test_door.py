@@ -223,7 +223,11 @@ def test_several_models_and_optimizers_have_their_names(write):
     [
         ("for epoch in range(9):\n    for part in range(3):\n        update()\n", list(range(9))),
         ("for epoch in range(2):\n    for part in range(3):\n        update()\n", [0, 1, 2] * 3),
-        ("for epoch in range(2):\n    for part in range(30):\n        update()\n", [*range(30), *range(30)]),
+        pytest.param(
+            "for epoch in range(2):\n    for part in range(30):\n        update()\n",
+            [*range(30), *range(30)],
+            marks=pytest.mark.slow,
+        ),
         ("for epoch in ampdoctor.steps(range(5)):\n    for part in range(30):\n        update()\n", list(range(5))),
     ],
     ids=["minibatches", "a short training", "epochs", "marked"],
@@ -352,8 +356,15 @@ def test_replayed_steps_change_no_file_that_is_there(write, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("end", ["continue", "assert loss.isfinite()", "sys.exit(1)"])
-@pytest.mark.parametrize("around", ["for epoch in range(2):", "if True:"])
+@pytest.mark.parametrize(
+    ("around", "end"),
+    [
+        ("for epoch in range(2):", "continue"),
+        ("for epoch in range(2):", "assert loss.isfinite()"),
+        ("if True:", "continue"),
+        ("if True:", "sys.exit(1)"),
+    ],
+)
 def test_a_script_that_comes_to_no_step_for_a_loss_that_is_not_finite(write, around, end):
     loop = LOOP.replace("torch.randn(8, 4)", "3e38 * torch.ones(8, 4)")
     loop = loop.replace("    loss.backward()", f"    if not loss.isfinite(): {end}\n    loss.backward()")

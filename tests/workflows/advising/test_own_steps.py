@@ -89,6 +89,7 @@ def test_underflow_in_a_run_that_does_not_come_back_is_found(name):
     assert harms(report) == ["AMP301"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK_WORLDS)
 def test_a_departure_in_a_run_that_does_not_come_back_is_found(name):
     report = recommended(name, departs=True)

@@ -16,8 +16,6 @@ from fixtures.corpus import runs
 from tests.corpus.reports import (
     FACTORY,
     HEALTHY,
-    LARGE,
-    MORE_OF_A_KIND,
     of_case,
     policies,
     recommended,
@@ -26,6 +24,15 @@ from tests.corpus.reports import (
 
 ROOT = Path(__file__).parents[3]
 RUNS = str(Path(__file__).parents[1] / "measuring" / "ranges_runs.py")
+
+
+QUICK = (
+    "healthy_bf16_beyond_fp16",
+    "healthy_dead_relu_zero_grads",
+    "healthy_initial_scale_skips",
+    "healthy_sparse_embedding",
+)
+"""Healthy cases of which other tests look at the same report, and one; the others are looked at with the slow tests."""
 
 
 def for_case(case, policy="cuda", **options):
@@ -43,13 +50,13 @@ def codes(report):
 
 
 def under(case):
-    """The policies under which a test of the case runs, in the group of the case."""
-    return pytest.mark.parametrize(
-        "policy", [pytest.param(p, marks=pytest.mark.xdist_group(case)) for p in policies(case)]
-    )
+    """The policies under which a test of the case runs, in the group of the case; the CPU's own with the slow tests."""
+    group = pytest.mark.xdist_group(case)
+    marks = {policy: [group, *([pytest.mark.slow] if policy != "cuda" else [])] for policy in policies(case)}
+    return pytest.mark.parametrize("policy", [pytest.param(policy, marks=of) for policy, of in marks.items()])
 
 
-@pytest.mark.parametrize("case", [of_case(case, slow=case in (*LARGE, *MORE_OF_A_KIND)) for case in HEALTHY])
+@pytest.mark.parametrize("case", [of_case(case, slow=case not in QUICK) for case in HEALTHY])
 def test_a_healthy_run_keeps_what_it_has(case, check_report):
     report = for_case(case)
     assert report.verdict == "healthy"
@@ -122,7 +129,10 @@ def test_a_scaler_that_finds_its_level_is_left_alone():
     assert report.scaler.observed.skip_rate == pytest.approx(3 / 8)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "tf32"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(other, marks=slow) for other in ("fp32", "tf32"))])
 def test_outside_fp16_no_scaler_is_needed(precision, check_report):
     report = for_run("tied", options={"precision": precision})
     assert report.verdict == "healthy"
@@ -170,6 +180,7 @@ def test_a_dead_scaler_in_a_checkpoint(tmp_path, check_report):
     check_report(render_json(report))
 
 
+@slow
 def test_predicted_activation_underflow_is_what_is_observed():
     # 2^-12: about a third of the activation gradients of this net flush; the prediction is held to a tenth
     report = for_run("deep", scale=2.0**-12)
@@ -190,11 +201,13 @@ def test_modules_that_no_scale_serves_go_to_fp32(check_report):
 
 
 def test_a_small_module_that_no_scale_serves_is_an_island():
-    report = for_run("two_worlds", wide=64)
+    report = for_run("two_worlds", wide=64, options={"emit": "torch"})
     finding = next(f for f in report.findings if f.code == "AMP303")
     assert finding.evidence["modules"] == ["quiet"]
     assert (finding.prescription.kind, finding.prescription.value) == ("fp32_modules", ["quiet"])
     assert finding.prescription.verified
+    assert report.precision.precision == "fp16"
+    assert '["quiet"]' in report.scaler.emit.text
 
 
 def test_noise_in_a_key_bias_changes_nothing():
@@ -226,9 +239,9 @@ def from_file(*paths):
         of_case("grad_underflow_no_scaler", ["AMP301"]),
         of_case("scale_collapsed_then_underflow", ["AMP301"], slow=True),
         of_case("no_valid_scale_collapse", ["AMP406"], slow=True),
-        of_case("static_loss_scale_overflow", ["AMP405"]),
+        of_case("static_loss_scale_overflow", ["AMP405"], slow=True),
         of_case("healthy_dead_relu_zero_grads", []),
-        of_case("healthy_initial_scale_skips", []),
+        of_case("healthy_initial_scale_skips", [], slow=True),
         of_case("nan_pixel_in_batch", ["AMP206"]),
     ],
 )
@@ -277,10 +290,9 @@ def test_a_run_that_converges_is_left_alone(horizon, check_report):
 @pytest.mark.parametrize(
     ("run", "arguments", "framework", "words"),
     [
-        ("tied", {"scale": 2.0**-20}, "torch", "torch.amp.GradScaler"),
+        pytest.param("tied", {"scale": 2.0**-20}, "torch", "torch.amp.GradScaler", marks=slow),
         ("tied", {"scale": None}, "torch", "torch.amp.GradScaler"),  # fp16 stays, so a scaler that fits
         ("odd_scaler", {"init_scale": 1024.0, "backoff_factor": 0.0}, "accelerate", "GradScalerKwargs"),
-        ("tied", {"precision": "bf16"}, "deepspeed", '"bf16"'),
     ],
 )
 def test_what_is_emitted_is_what_is_to_be_used(run, arguments, framework, words, check_report):
@@ -294,9 +306,12 @@ def test_what_is_emitted_is_what_is_to_be_used(run, arguments, framework, words,
 
 
 def test_the_hardware_decides_over_the_precision():
-    old, new = (for_run("tied", options={"target": target, "precision": "bf16"}) for target in ("v100", "a100"))
+    emitted = {"emit": "deepspeed", "precision": "bf16"}
+    old, new = (for_run("tied", options={"target": target, **emitted}) for target in ("v100", "a100"))
     assert old.precision.precision == "fp16"
+    assert '"fp16": {\n    "enabled": true' in old.scaler.emit.text  # no native bf16 there
     assert new.precision.precision == "bf16"
+    assert '"bf16": {' in new.scaler.emit.text
 
 
 @pytest.mark.xdist_group("healthy_initial_scale_skips")
@@ -309,15 +324,7 @@ def test_fewer_steps_left_make_the_skips_at_the_start_matter():
     assert not many.scaler.change
 
 
-def test_what_is_emitted_has_the_precision_that_is_recommended():
-    kept = for_run("tied", options={"emit": "deepspeed", "target": "v100", "precision": "bf16"})
-    assert '"fp16": {\n    "enabled": true' in kept.scaler.emit.text  # no native bf16 there
-    island = for_run("two_worlds", wide=64, options={"emit": "torch"})
-    assert island.precision.precision == "fp16"
-    assert '["quiet"]' in island.scaler.emit.text
-
-
-@pytest.mark.parametrize("target", ["a100", "v100"])
+@pytest.mark.parametrize("target", ["a100", pytest.param("v100", marks=slow)])
 def test_a_step_that_both_scalers_skip_before_they_find_their_level(target):
     """What is said of the scaler, of the precision and in the finding agrees."""
     report = for_run("detour", options={"target": target, "steps": 14})
@@ -333,7 +340,7 @@ def test_a_step_that_both_scalers_skip_before_they_find_their_level(target):
     assert report.precision.precision == "fp16", "a scaler that finds its level is no reason for another format"
 
 
-@pytest.mark.parametrize(("target", "precision"), [("a100", "bf16"), ("v100", "fp32")])
+@pytest.mark.parametrize(("target", "precision"), [("a100", "bf16"), pytest.param("v100", "fp32", marks=slow)])
 def test_a_step_that_both_scalers_skip_to_the_end(target, precision):
     report = for_run("detour", options={"target": target, "steps": 4}, binades=15, steps=4)
     (finding,) = report.findings
@@ -345,6 +352,7 @@ def test_a_step_that_both_scalers_skip_to_the_end(target, precision):
     assert "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision.why
 
 
+@slow
 def test_a_scaler_that_skips_to_the_end_gives_way_to_one_that_finds_its_level():
     report = for_run("detour", options={"steps": 14}, scale=2.0**40)
     (finding,) = report.findings

@@ -83,11 +83,12 @@ def test_of_two_checkpoints(tmp_path, check_report):
             "AMP301",
             {"AMP301": {"error_warning": 1.0, "error_bad": 1.0}, "AMP207": {"relative_error": 1.0}},
         ),
-        (
+        pytest.param(
             "small_loss",
             {"factor": 1e-6, "scale": None, "hidden": True},
             "AMP301",
             {"AMP301": {"error_warning": 1.0, "error_bad": 1.0}, "AMP207": {"relative_error": 1.0}},
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -16,7 +16,7 @@ from ampdoctor.reports.forms.to_markdown import render_markdown
 from ampdoctor.workflows.measuring.measure import hand_scale
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
-from tests.corpus.reports import FACTORY, HEALTHY, LARGE, MORE_OF_A_KIND, of_case, profiled
+from tests.corpus.reports import FACTORY, HEALTHY, of_case, profiled
 
 ROOT = Path(__file__).parents[3]
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
@@ -36,7 +36,11 @@ def site(report, name, kind, part="output"):
     return next(s for s in report.profile["sites"] if (s["name"], s["kind"], s["part"]) == (name, kind, part))
 
 
-@pytest.mark.parametrize("case", [of_case(case, slow=case in (*LARGE, *MORE_OF_A_KIND)) for case in HEALTHY])
+QUICK = ("healthy_dead_relu_zero_grads", "healthy_initial_scale_skips", "healthy_sparse_embedding")
+"""Healthy cases that other tests ask for as well; the others with the slow tests."""
+
+
+@pytest.mark.parametrize("case", [of_case(case, slow=case not in QUICK) for case in HEALTHY])
 def test_a_healthy_run_has_no_error_and_no_warning(case, check_report):
     report = profiled(case)
     assert report.verdict == "healthy"

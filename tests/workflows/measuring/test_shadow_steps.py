@@ -75,7 +75,9 @@ def test_what_activation_gradients_lose_is_predicted_to_a_tenth(network):
     assert measured[0] > 5.0 * measured[1]
 
 
-@pytest.mark.parametrize("loop", ["two_optimizers", "scaled_by_hand", "pure_half"])
+@pytest.mark.parametrize(
+    "loop", ["two_optimizers", "pure_half", pytest.param("scaled_by_hand", marks=pytest.mark.slow)]
+)
 def test_it_is_predicted_in_other_loops_as_well(loop):
     ranges = usual(loop)
     assert holds(ranges) >= 2
@@ -107,7 +109,7 @@ def test_a_loss_scaled_by_hand_has_the_same_shadows_as_a_scaler():
     assert holds(odd) >= 2
 
 
-@pytest.mark.parametrize("scale", [0.0, math.inf, -1024.0])
+@pytest.mark.parametrize("scale", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, math.inf)), -1024.0])
 def test_a_dead_scale_is_not_what_the_shadow_computes_with(scale):
     dead, session = shadowed_run(runs.lstm(scaler={"init_scale": scale}))
     assert shown(dead) == shown(usual("lstm"))
@@ -170,7 +172,15 @@ def raising():
 
 @pytest.mark.parametrize(
     "make",
-    [runs.transformer, runs.convolutions, runs.two_optimizers, runs.scaled_by_hand, runs.pure_half, raising],
+    [
+        runs.transformer,
+        runs.two_optimizers,
+        raising,
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in (runs.convolutions, runs.scaled_by_hand, runs.pure_half)
+        ),
+    ],
     ids=lambda make: make.__name__,
 )
 def test_everything_is_as_before(make):

@@ -45,7 +45,7 @@ def test_the_stretch_between_two_snapshots(steps, length):
     assert way_back.stretch(steps) == length
 
 
-@pytest.mark.parametrize("bad", [0, 4, 103, 104, 119])
+@pytest.mark.parametrize("bad", [0, 4, 103, 104, pytest.param(119, marks=pytest.mark.slow)])
 def test_the_way_back_is_short_and_exact(bad):
     steps = 120
     report = replay("large_at", steps, bad=bad, compare_steps=0)
@@ -100,7 +100,9 @@ def test_random_states_share_what_did_not_change():
     assert torch.equal(torch.get_rng_state(), second.torch_cpu)
 
 
-@pytest.mark.parametrize("function", ["shuffled", "large_at", "healthy"])
+@pytest.mark.parametrize(
+    "function", ["shuffled", *(pytest.param(f, marks=pytest.mark.slow) for f in ("large_at", "healthy"))]
+)
 def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatch):
     arguments = {"steps": 24, **({"bad": 18, "loader": True} if function == "large_at" else {})}
     request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=24)

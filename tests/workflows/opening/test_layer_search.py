@@ -22,6 +22,7 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
+from fixtures.corpus import runs
 from tests.corpus.reports import SICK, policies, uses_transformers
 from tests.corpus.reports import request_of as request_of_case
 from tests.workflows.test_bisect_nan_shapes import FILE as SHAPES_FILE
@@ -97,11 +98,19 @@ def both_in(case, policy="cuda"):
         return both(request_of_case(case, policy, folder))
 
 
+ONE_OF_A_KIND = {
+    (label["kind"], label["phase"]): case
+    for case in reversed(SICK)
+    if not uses_transformers(case) and (label := runs.label(case))["nonfinite"]
+}.values()
+"""Cases that are searched with every `make test`; a slow test searches them all, and the others beside it cost none."""
+
+
 @pytest.mark.xdist_group("search")
 @pytest.mark.parametrize(
     ("case", "policy"),
     [
-        pytest.param(case, policy, marks=pytest.mark.slow if uses_transformers(case) else ())
+        pytest.param(case, policy, marks=() if case in ONE_OF_A_KIND else pytest.mark.slow)
         for case in SICK
         for policy in policies(case)
     ],
@@ -129,7 +138,12 @@ IN_BOTH = ("called_twice", "shared_submodule", "reentrant", "nonreentrant", "acc
 
 @pytest.mark.parametrize(
     ("shape", "birth"),
-    [(s, birth) for i, s in enumerate(SHAPES) for j, birth in enumerate(BIRTHS) if s in IN_BOTH or (i + j) % 2 == 0],
+    [
+        pytest.param(shape, birth, marks=() if shape in IN_BOTH or i % 3 == 0 else pytest.mark.slow)
+        for i, shape in enumerate(SHAPES)
+        for j, birth in enumerate(BIRTHS)
+        if shape in IN_BOTH or (i + j) % 2 == 0
+    ],
 )
 def test_both_strategies_agree_on_every_shape(shape, birth):
     request = ReplayRequest(factory=f"{SHAPES_FILE}:make_run", arguments={"shape": shape, "birth": birth})
@@ -177,8 +191,11 @@ def calls():
     return found[-1]
 
 
-@pytest.mark.parametrize("birth", ["forward", "backward"])
-@pytest.mark.parametrize("layers", [3, 4, 7, 16, 33])
+@pytest.mark.parametrize(
+    ("birth", "layers"),
+    [(birth, layers) for birth in ("forward", "backward") for layers in (3, 7, 33)]
+    + [("backward", 4), ("forward", 16)],
+)
 def test_no_layer_past_the_probe_runs(layers, birth, monkeypatch):
     at = random.Random(layers).randrange(layers)
     search, trace, replays = calls_of(request_of(layers=layers, at=at, birth=birth), monkeypatch)
@@ -224,7 +241,7 @@ def test_pass_one_hooks_no_module_for_a_search():
 # -- where the premise fails -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", [0, 2, 3])
 def test_a_masked_nan_is_not_taken_for_the_culprit(at):
     report = bisect_nan(request_of(kind="masked", layers=4, at=at))
     assert report.findings[0].where.module == f"layers.{at}"

@@ -137,7 +137,9 @@ def test_updates_that_are_skipped_until_a_scale_settles_are_healthy(case):
     assert report.verdict == "healthy"
 
 
-@pytest.mark.parametrize("case", ["the first epoch is skipped", "one scaler for two"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("the first epoch is skipped", marks=pytest.mark.slow), "one scaler for two"]
+)
 def test_updates_that_are_skipped_until_a_scale_settles_need_no_other_scale(case):
     factory, arguments = HEALTHY[case]
     report = recommend(ReplayRequest(factory=factory, arguments=arguments))
@@ -151,7 +153,7 @@ def test_a_scaler_in_the_loops_own_code_that_starts_too_high_is_that_and_no_coll
     assert report.findings[0].prescription.verified
 
 
-@pytest.mark.parametrize("init", [1024.0, 2.0**18])
+@pytest.mark.parametrize("init", [1024.0, pytest.param(2.0**18, marks=pytest.mark.slow)])
 def test_an_epoch_whose_gradient_is_lost_at_every_scale_is_sick_though_the_others_are_taken(init):
     finding = report_of(epochs, init=init, lost=(2,)).findings[0]
     assert (finding.code, finding.severity, finding.where.phase) == ("AMP202", "error", "backward")

@@ -46,6 +46,7 @@ class MainModule:
             {"__file__": str(file), "__cached__": None, "__loader__": loader, "__package__": package}
         )
         self._own: dict[str, ModuleType] = {_MAIN: self._module}
+        self._others: dict[str, ModuleType] = {}
         self._inside = False
 
     def run(self) -> None:
@@ -68,7 +69,8 @@ class MainModule:
             yield
             return
         before = sys.modules.copy()
-        hidden = [name for name, module in before.items() if self._hides(name, module)]
+        unknown = [(name, module) for name, module in before.items() if self._others.get(name) is not module]
+        hidden = [name for name, module in unknown if self._hides(name, module)]
         finder = _Finder(self._edits, self._otherwise, self._seam)
         for name in hidden:
             del sys.modules[name]
@@ -87,7 +89,10 @@ class MainModule:
 
     def _hides(self, name: str, module: Any) -> bool:
         """Would the script load this module anew, or another one by its name?"""
-        if name == _MAIN or not _is_users(module):
+        if name == _MAIN:
+            return False
+        if not _is_users(module):
+            self._others[name] = module  # thousands, and each step comes here
             return False
         folder = str(self._file.parent) + os.sep
         top = folder + name.partition(".")[0]
