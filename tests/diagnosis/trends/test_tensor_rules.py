@@ -155,6 +155,18 @@ def test_zeros_that_spread_where_gradients_come_out_of_fp16():
     assert found(changed("zero_share", 0, "gradient", shares(0.5))) == []  # a ReLU's
 
 
+@pytest.mark.parametrize(("computes", "told"), [("fp16", True), ("bf16", False), ("fp32", False)])
+def test_zeros_that_spread_without_a_scaler_are_told_where_the_run_computes_in_fp16(computes, told):
+    zeros = changed("zero_share", 0, "gradient", lambda look, _: min(0.002 * 1.6 ** max(0, look - 8), 1.0))
+
+    def of_format(look, one):
+        one = zeros(look, one)
+        return replace(one, format=computes) if one.role == "activation" else one
+
+    findings = judged(replace(line, loss_scale=None) for line in details(change=of_format))
+    assert ("AMP725", "warning") in {(f.code, f.severity) for f in findings} if told else findings == []
+
+
 def test_another_run_in_the_same_log_has_another_past():
     """Its first details come before its first step."""
     first, second = details(20), details(20, change=lambda look, one: replace(one, norm=one.norm and one.norm / 3))
