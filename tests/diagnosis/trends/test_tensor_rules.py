@@ -195,6 +195,17 @@ def test_a_scale_that_falls_follows_the_drift_that_was_told(lost, first):
     assert {f.evidence["first"] for f in findings if f.code == "AMP723"} == {first}
 
 
+@pytest.mark.parametrize(("nonfinite", "said"), [(3, "has overflowed"), (0, "it overflows in about")])
+def test_an_output_that_has_overflowed_is_forecast_no_more(nonfinite, said):
+    def drifts(look, one):
+        ill = nonfinite if look == 7 else 0
+        return replace(one, headroom_binades=8 - look, nonfinite=ill) if one.role == "activation" else one
+
+    (finding,) = judged(details(8, change=drifts))
+    assert (finding.code, finding.severity) == ("AMP726", "warning")
+    assert said in finding.message
+
+
 def test_a_parameter_that_stands_still_though_its_gradient_arrives():
     (finding,) = found(changed("update_ratio", 2, "parameter", lambda look, v: 0.0 if look >= SICK else v))
     assert (finding.code, finding.where.tensor) == ("AMP727", NAMES[2])
