@@ -198,6 +198,7 @@ class StepMoment:
         loss: Course of the loss, without this step's where it is out of the usual.
         norm: Course of the gradient norm before clipping.
         seconds: Course of the time of a step.
+        early_seconds: What a step usually took in the first whole window with batches of this size; inf before.
         memory: Course of the memory.
         batch: What the batches usually are.
         scale: The loss scale.
@@ -224,6 +225,7 @@ class StepMoment:
     loss: LongCourse = field(default_factory=LongCourse)
     norm: LongCourse = field(default_factory=LongCourse)
     seconds: Course = field(default_factory=Course)
+    early_seconds: float = math.inf
     memory: Course = field(default_factory=Course)
     batch: BatchCourses = field(default_factory=BatchCourses)
     scale: ScaleHistory = field(default_factory=ScaleHistory)
@@ -343,8 +345,13 @@ class StepMoment:
             self.norm.add(self._norm, self.norm_above)
             if self.norm.count % LENGTH == 0:  # rarely: it sorts a window, which most hops are spared
                 self._highest_norm = max(self._highest_norm, self.norm.usual)
+        self._end_of_costs(line)
+
+    def _end_of_costs(self, line: StepLine) -> None:
         if line.seconds is not None and math.isfinite(line.seconds):
             self.seconds.add(line.seconds)
+            if self.seconds.count == LENGTH:
+                self.early_seconds = self.seconds.usual
         if line.memory_bytes is not None:
             self.memory.add(line.memory_bytes)
 
@@ -353,11 +360,12 @@ class StepMoment:
         if line.micro_steps is not None:
             if self._micro_steps is not None and line.micro_steps != self._micro_steps:
                 self._quiet = QUIET
+                self.seconds, self.early_seconds = Course(), math.inf
             self._micro_steps = line.micro_steps
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
-            self.descent = self.descent.anew()
+            self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _hear_settings(self, line: StepLine) -> None:
         self.decays.hear(line.weight_decays)

@@ -326,6 +326,17 @@ def test_steps_that_slow_down_are_a_note():
     assert [(f.code, f.evidence["first"]) for f in waits] == [("AMP730", "data")]
 
 
+def test_steps_that_slow_down_little_by_little_are_one_note():
+    findings = judged(steps(1200, seconds=lambda at, value: value * 1.002 ** max(0, at - 300)))
+    assert [(f.code, f.severity) for f in findings] == [("AMP730", "note")]
+
+
+@pytest.mark.parametrize("what", ["batch_elements", "micro_steps"])
+def test_steps_that_have_more_to_do_are_no_slower(what):
+    grown = {what: lambda at, value: value * 4 if at >= BAD else value}
+    assert judged(steps(1200, seconds=lambda at, value: value * (4 if at >= BAD else 1), **grown)) == []
+
+
 def test_memory_that_grows_is_a_note():
     findings = judged(steps(memory_bytes=lambda at, _: int(1e9 * (1 + max(0, at - 300) / 300))))
     assert {f.code for f in findings} == {"AMP730"}
