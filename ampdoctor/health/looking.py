@@ -152,6 +152,7 @@ class _Reader:
             if line.finding.code not in self._judged:  # those are found anew, with the thresholds in force
                 self._add(whole, line.finding)
         elif kind is LookLine and isinstance(line, LookLine):
+            self._judge.knows(line)
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
         elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable):

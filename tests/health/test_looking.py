@@ -95,6 +95,16 @@ def test_looks_of_the_log_count_and_alerts_of_the_judge_are_found_anew(tmp_path)
     assert report.health.runs[0].looks[0].says == "An op overflows."
 
 
+def test_what_a_look_has_found_is_said_to_have_moved_first(tmp_path):
+    born = replace(BORN, where=replace(BORN.where, nonfinite="inf"))
+    look = LookLine(step=40, verdict="sick", findings=(born,))
+    taken = [StepLine(step=at, loss=1.0, loss_scale=1024.0, skipped=False) for at in range(40)]
+    falls = [StepLine(step=at, loss=1.0, loss_scale=1024.0 * 0.5 ** (at - 40), skipped=True) for at in range(40, 60)]
+    write(tmp_path / "log.jsonl", [HEADER, *taken, look, *falls])
+    found = [one.evidence["first"] for one in health([tmp_path]).findings if one.code == "AMP723"]
+    assert set(found) == {"forward"}
+
+
 def test_each_rank_is_judged_and_what_several_see_is_said_once(tmp_path):
     sick = [HEADER, *steps(0, 40), nan_at(40)]
     write(tmp_path / "log.jsonl", sick, world_size=3)

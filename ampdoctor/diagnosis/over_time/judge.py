@@ -10,7 +10,7 @@ from typing import Any
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.catalogue.rule import FINDERS
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR
-from ampdoctor.diagnosis.over_time.step_courses import StepMoment
+from ampdoctor.diagnosis.over_time.step_courses import EPISODE, StepMoment
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorCourses, TensorMoment
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.run_log.details import DetailLine
@@ -18,10 +18,10 @@ from ampdoctor.evidence.run_log.lines import Line, LookLine, RunLine, Stamped, S
 from ampdoctor.evidence.run_log.tables import DetailTable, table_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
-EPISODE = 256
-"""Steps without the same finding after which it is told again: what goes on is one alert."""
 _ROOT = 16
 """Optimizers that are followed; further ones are not judged."""
+_DEPARTS = {"data": "batch", "forward": "forward", "loss": "forward"}
+"""What departs where a look in place has found that a number of a phase is not finite."""
 
 _Find = Callable[[Any, Thresholds], Iterable[Finding]]
 
@@ -64,6 +64,7 @@ class Judge:
             self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
         elif isinstance(line, LookLine):
             self._looked_at = line.step
+            self.knows(line)
         return ()
 
     def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
@@ -103,6 +104,13 @@ class Judge:
                 found += new
         return self._new(found, line.optimizer, line.step) if found else ()
 
+    def knows(self, line: LookLine) -> None:
+        """Counts what a look in place has found among what moved first, and goes on telling of its step."""
+        born = {one.where.phase for one in line.findings if one.where.nonfinite != "none"}
+        for what in {_DEPARTS[phase] for phase in born & _DEPARTS.keys()}:
+            for moment in self._steps.values():
+                moment.departs(what, line.step)
+
     def _hear_detail(self, line: DetailLine | DetailTable) -> tuple[Finding, ...]:
         if line.reason != "sampled":  # the looks that a firing adds are not evenly spaced
             return ()
@@ -110,10 +118,13 @@ class Judge:
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
             courses = self._tensors[line.optimizer] = TensorCourses()
         courses.hear(table_of(line))
-        courses.moment.names = self._names
+        courses.moment.names, courses.moment.of_steps = self._names, self._steps.get(line.optimizer)
         found: list[Finding] = []
         for find in self._on_tensors:
             found += find(courses.moment, self._thresholds)
+        if any(one.evidence["first"] == "logits" and one.severity == "warning" for one in found):
+            for moment in self._steps.values():
+                moment.drifts(line.step)
         return self._new(found, line.optimizer, line.step) if found else ()
 
     def _named(self, finding: Finding) -> Finding:

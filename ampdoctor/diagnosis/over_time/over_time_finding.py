@@ -10,7 +10,7 @@ from ampdoctor.diagnosis.catalogue.rule import Rule
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 
-First = Literal["data", "gradient", "optimizer", "scale", "logits", "hardware"]
+First = Literal["data", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
 """What moved first."""
 TENSOR = "{tensor}"
 """Stands in the message of a rule on tensors where the worst tensor's name belongs."""

@@ -21,6 +21,17 @@ _FAR_BEYOND = 10.0
 """Factor beyond every learning rate before from which a jump is no restart, whose losses come back by themselves."""
 _LOOK_BACK = 32
 """Steps within which one departure is held to belong to another."""
+EPISODE = 256
+"""Steps without the same finding after which it is told again: what goes on is one alert."""
+_SAID = {
+    "schedule": "optimizer",
+    "batch": "data",
+    "forward": "forward",
+    "loss": "data",
+    "gradient": "gradient",
+    "scale": "scale",
+}
+"""What is said to have moved first where this has departed; of several in one step, the first here."""
 
 
 @dataclass(slots=True)
@@ -166,6 +177,12 @@ class Setting:
             now > factor * before for before, now in zip(self.before, self.now, strict=False)
         )
 
+    def falls(self, factor: float) -> bool:
+        """Whether that of a group is lower than in the step before by a factor, or was none and is below zero."""
+        return self.now != self.before and any(
+            now < before / factor for before, now in zip(self.before, self.now, strict=False)
+        )
+
 
 @dataclass(slots=True)
 class StepMoment:
@@ -181,6 +198,7 @@ class StepMoment:
         loss: Course of the loss, without this step's where it is out of the usual.
         norm: Course of the gradient norm before clipping.
         seconds: Course of the time of a step.
+        early_seconds: What a step usually took in the first whole window with batches of this size; inf before.
         memory: Course of the memory.
         batch: What the batches usually are.
         scale: The loss scale.
@@ -191,7 +209,10 @@ class StepMoment:
         plateau: How long the loss has not fallen.
         descent: How far it has come down.
         spike: The last departure of the loss that has not come back; None without.
-        departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule".
+        departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule"; or at
+            which a look in place has found that it has: "forward", "batch".
+        drift: The steps at which tensors were first and last seen to drift towards an overflow of the forward, in this
+            episode; None before one.
         bad: Steps in a row, up to this one, that were taken with a loss or a norm that is not finite.
     """
 
@@ -204,6 +225,7 @@ class StepMoment:
     loss: LongCourse = field(default_factory=LongCourse)
     norm: LongCourse = field(default_factory=LongCourse)
     seconds: Course = field(default_factory=Course)
+    early_seconds: float = math.inf
     memory: Course = field(default_factory=Course)
     batch: BatchCourses = field(default_factory=BatchCourses)
     scale: ScaleHistory = field(default_factory=ScaleHistory)
@@ -215,6 +237,7 @@ class StepMoment:
     descent: Descent = field(default_factory=Descent)
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
+    drift: tuple[int, int] | None = None
     bad: int = 0
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _began: int | None = None
@@ -271,19 +294,24 @@ class StepMoment:
         """Steps are counted anew from here on; what was usual still is."""
         self._end_of_last()
         self.line = StepLine(step=-1)
-        self.departed, self.spike, self.bad = {}, None, 0
+        self.departed, self.drift, self.spike, self.bad = {}, None, None, 0
 
-    def departs(self, what: str) -> None:
-        """Notes the beginning of a departure; one that goes on keeps its beginning."""
-        step, since = self.line.step, self.departed.get(what)
+    def departs(self, what: str, step: int | None = None) -> None:
+        """Notes the beginning of a departure, at this step or at an earlier one; one that goes on keeps its own."""
+        step, since = self.line.step if step is None else step, self.departed.get(what)
         if since is None or step - since > _LOOK_BACK:
             self.departed[what] = step
+
+    def drifts(self, step: int) -> None:
+        """Notes that tensors of the forward were seen at a step on their way to an overflow."""
+        goes_on = self.drift is not None and step - self.drift[1] < EPISODE
+        self.drift = (self.drift[0] if self.drift is not None and goes_on else step, step)
 
     def first(self, otherwise: str = "gradient", since: int | None = None) -> str:
         """Returns what left the usual first, of what has done so up to this step and shortly before it.
 
         A loss is computed before the step's update: where it departs together with its gradient, the batch is what was
-        new.
+        new. A scale that falls follows an overflow, and so the drift towards one that was seen before.
 
         Args:
             otherwise: Said where nothing has left the usual.
@@ -294,8 +322,9 @@ class StepMoment:
         if not seen:
             return otherwise
         earliest = min(seen.values())
-        first = [what for what in ("schedule", "loss", "gradient", "scale") if seen.get(what) == earliest]
-        return {"schedule": "optimizer", "loss": "data"}.get(first[0], first[0])
+        if "scale" in seen and self.drift is not None and self.drift[0] < earliest and began - self.drift[1] < EPISODE:
+            return "logits"
+        return next(said for what, said in _SAID.items() if seen.get(what) == earliest)
 
     def _end_of_last(self) -> None:
         """What was heard last becomes part of what is usual."""
@@ -316,8 +345,13 @@ class StepMoment:
             self.norm.add(self._norm, self.norm_above)
             if self.norm.count % LENGTH == 0:  # rarely: it sorts a window, which most hops are spared
                 self._highest_norm = max(self._highest_norm, self.norm.usual)
+        self._end_of_costs(line)
+
+    def _end_of_costs(self, line: StepLine) -> None:
         if line.seconds is not None and math.isfinite(line.seconds):
             self.seconds.add(line.seconds)
+            if self.seconds.count == LENGTH:
+                self.early_seconds = self.seconds.usual
         if line.memory_bytes is not None:
             self.memory.add(line.memory_bytes)
 
@@ -326,25 +360,24 @@ class StepMoment:
         if line.micro_steps is not None:
             if self._micro_steps is not None and line.micro_steps != self._micro_steps:
                 self._quiet = QUIET
+                self.seconds, self.early_seconds = Course(), math.inf
             self._micro_steps = line.micro_steps
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
-            self.descent = self.descent.anew()
+            self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _hear_settings(self, line: StepLine) -> None:
         self.decays.hear(line.weight_decays)
         self.rates.hear(line.learning_rates)
-        if self.decays.rises(_AT_ONCE):
+        if self.decays.rises(_AT_ONCE) or self.decays.falls(_AT_ONCE) or self.rates.rises(_AT_ONCE):
             self.departs("schedule")
         if not line.learning_rates:
             return
         rate, before = self.rates.now[0], self.rates.before[0] if self.rates.before else math.nan
-        if rate != before and before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE:
-            if rate > before:
-                self.departs("schedule")
-            if rate < _FAR_BEYOND * self.rates.highest[0]:
-                self._quiet = QUIET
+        at_once = rate != before and before > 0 and rate > 0 and not 1 / _AT_ONCE < rate / before < _AT_ONCE
+        if at_once and rate < _FAR_BEYOND * self.rates.highest[0]:
+            self._quiet = QUIET
         self._rates.append(rate)
         self.rising = rate > self._rates[0] * 1.001
 

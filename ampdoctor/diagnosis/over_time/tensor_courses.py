@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.over_time.arrays import np
+from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.tables import MEASURES, DetailTable, table_of
 
@@ -44,6 +45,7 @@ class TensorMoment:
         formats: Each row's format; null where it is not known.
         measures: (`MEASURES`, rows, `LOOKS`), the newest look at the end; NaN where it was not measured.
         seen: How many looks there were, at most `LOOKS`.
+        of_steps: The steps of the same optimizer before the last look; None where none are known.
     """
 
     line: DetailTable
@@ -56,6 +58,7 @@ class TensorMoment:
     measures: Matrix
     seen: int = 0
     names: tuple[str, ...] = ()
+    of_steps: StepMoment | None = None
     _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     _eight_bit: NDArray[np.int64] | None = None
 

@@ -30,6 +30,15 @@ class WeightBreak:
     now: float
 
 
+def moved_first(moment: TensorMoment, found: WeightBreak) -> str:
+    """Returns what left the usual first over the looks of a break and shortly before: the settings only if they did."""
+    steps = moment.of_steps
+    if steps is None:
+        return "weights"
+    since = int(moment.steps[-1 - found.looks])
+    return steps.first("optimizer" if steps.rising else "weights", since=since)
+
+
 def weight_breaks(moment: TensorMoment, *, sign: int, least: float, share: float, change: float) -> list[WeightBreak]:
     """Returns the weights that depart, the one that does so most first.
 

@@ -14,6 +14,7 @@ from ampdoctor.evidence.run_log.details import DetailLine
 MEASURES = (
     "norm",
     "amax",
+    "nonfinite",
     "flushed_share",
     "zero_share",
     "headroom_binades",

@@ -22,10 +22,12 @@ from ampdoctor.evidence.where import Source, Where
 
 _MOVED_FIRST = {
     "data": "the data",
+    "forward": "the forward",
     "gradient": "the gradients",
     "optimizer": "the optimizer's settings",
     "scale": "the loss scale",
     "logits": "the logits",
+    "weights": "the weights",
     "hardware": "the hardware",
 }
 """What the rules on runs over time say in their evidence, under `first`."""

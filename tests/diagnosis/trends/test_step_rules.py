@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.evidence.run_log.lines import RunLine
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.run_log.lines import LookLine, RunLine
+from ampdoctor.evidence.where import Where
 from tests.diagnosis.trends.lines import judged, steps
 
 BAD = 400
@@ -155,6 +157,23 @@ def test_a_step_that_is_taken_with_a_gradient_that_is_not_finite(value):
     assert [(f.code, f.severity, f.where.step) for f in findings] == [("AMP722", "error", BAD)]
 
 
+def test_a_loss_that_is_not_finite_is_the_forwards_and_of_a_finite_one_the_gradients():
+    def ill(at, value):
+        return math.nan if at == BAD else value
+
+    (both,) = judged(steps(loss=ill, gradient_norm=ill))
+    assert both.evidence["first"] == "forward"
+    assert "of its batch or its weights" in both.message
+    (alone,) = judged(steps(gradient_norm=ill))
+    assert alone.evidence["first"] == "gradient"
+
+
+def test_a_loss_that_is_not_finite_once_the_rate_has_leapt_is_the_optimizers():
+    rates = {"learning_rates": lambda at, _: (1e-2 if at >= BAD - 2 else 1e-3,)}
+    findings = judged(steps(loss=lambda at, value: math.nan if at == BAD else value, **rates))
+    assert [(f.code, f.evidence["first"]) for f in findings] == [("AMP729", "optimizer"), ("AMP722", "optimizer")]
+
+
 def test_a_skipped_overflow_is_the_scalers_business():
     assert (
         judged(steps(gradient_norm=lambda at, n: math.inf if at == BAD else n, skipped=lambda at, _: at == BAD)) == []
@@ -180,6 +199,27 @@ def test_a_scale_that_ratchets():
     findings = judged(steps(**scale([100, 200, 300, BAD])))
     assert [(f.code, f.severity, f.where.step) for f in findings] == [("AMP723", "warning", BAD + 1)]
     assert findings[0].evidence["falls"] == 4
+
+
+@pytest.mark.parametrize(("phase", "first"), [("forward", "forward"), ("data", "data"), ("backward", "scale")])
+def test_what_a_look_has_found_at_the_first_overflow_moved_before_the_scale(phase, first):
+    lines = steps(**scale(range(BAD, BAD + 20)))
+    born = Finding(
+        code="AMP201", name="x", severity="error", message="Is.", where=Where(step=0, phase=phase, nonfinite="inf")
+    )
+    look = LookLine(step=BAD, verdict="sick", findings=(born,))
+    findings = judged([*lines[: BAD + 1], look, *lines[BAD + 1 :]])
+    assert {(f.code, f.evidence["first"]) for f in findings} == {("AMP723", first)}
+
+
+def test_a_look_long_before_has_not_moved_the_scale():
+    lines = steps(**scale(range(BAD, BAD + 20)))
+    born = Finding(
+        code="AMP201", name="x", severity="error", message="Is.", where=Where(step=0, phase="forward", nonfinite="inf")
+    )
+    look = LookLine(step=BAD - 100, verdict="sick", findings=(born,))
+    findings = judged([*lines[: BAD - 99], look, *lines[BAD - 99 :]])
+    assert {(f.code, f.evidence["first"]) for f in findings} == {("AMP723", "scale")}
 
 
 def test_a_scale_that_settles_at_the_start_and_one_that_probes_its_limit():
@@ -284,6 +324,17 @@ def test_steps_that_slow_down_are_a_note():
         )
     )
     assert [(f.code, f.evidence["first"]) for f in waits] == [("AMP730", "data")]
+
+
+def test_steps_that_slow_down_little_by_little_are_one_note():
+    findings = judged(steps(1200, seconds=lambda at, value: value * 1.002 ** max(0, at - 300)))
+    assert [(f.code, f.severity) for f in findings] == [("AMP730", "note")]
+
+
+@pytest.mark.parametrize("what", ["batch_elements", "micro_steps"])
+def test_steps_that_have_more_to_do_are_no_slower(what):
+    grown = {what: lambda at, value: value * 4 if at >= BAD else value}
+    assert judged(steps(1200, seconds=lambda at, value: value * (4 if at >= BAD else 1), **grown)) == []
 
 
 def test_memory_that_grows_is_a_note():

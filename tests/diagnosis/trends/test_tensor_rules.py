@@ -10,6 +10,7 @@ import pytest
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.evidence.run_log.lines import RunLine
 from tests.diagnosis.trends.lines import NAMES, changed, details, judged, steps
+from tests.diagnosis.trends.test_step_rules import scale
 
 SICK = 20
 """The look at which a sick run falls sick."""
@@ -51,6 +52,23 @@ def test_a_weight_that_begins_to_shrink():
     assert (finding.code, finding.severity, finding.where.tensor) == ("AMP737", "warning", NAMES[2])
     assert SICK * 20 <= finding.where.step <= (SICK + 3) * 20
     assert found(changed("norm", 2, "parameter", lambda look, value: value * 0.9**look)) == []
+
+
+def breaks_of(change, **steps_changed):
+    """Of a weight that breaks at the sick look: what is said to have moved it, beside the steps."""
+    lines = sorted([*details(change=change), *steps(600, **steps_changed)], key=lambda line: line.step)
+    return {f.evidence["first"] for f in judged(lines) if f.code in {"AMP733", "AMP737"}}
+
+
+@pytest.mark.parametrize("factor", [1.1, 0.9])
+def test_weights_are_moved_by_the_settings_only_where_these_have_changed(factor):
+    change, sick = changed("norm", 2, "parameter", since(factor)), SICK * 20
+    assert breaks_of(change) == {"weights"}
+    assert breaks_of(change, learning_rates=lambda at, _: (1e-1 if at >= sick - 10 else 1e-3,)) == {"optimizer"}
+    assert breaks_of(change, weight_decays=lambda at, _: (-0.1 if at >= sick - 10 else 0.01,)) == {"optimizer"}
+    assert breaks_of(change, learning_rates=lambda at, _: (1e-3 * min(1, at / 500),)) == {"optimizer"}
+    assert breaks_of(change, learning_rates=lambda at, _: (1e-3 * (1 - at / 700),)) == {"weights"}
+    assert breaks_of(change, loss=lambda at, value: value * 3 if at >= sick - 10 else value) == {"data"}
 
 
 def test_weights_of_batches_of_another_size_begin_anew():
@@ -137,6 +155,18 @@ def test_zeros_that_spread_where_gradients_come_out_of_fp16():
     assert found(changed("zero_share", 0, "gradient", shares(0.5))) == []  # a ReLU's
 
 
+@pytest.mark.parametrize(("computes", "told"), [("fp16", True), ("bf16", False), ("fp32", False)])
+def test_zeros_that_spread_without_a_scaler_are_told_where_the_run_computes_in_fp16(computes, told):
+    zeros = changed("zero_share", 0, "gradient", lambda look, _: min(0.002 * 1.6 ** max(0, look - 8), 1.0))
+
+    def of_format(look, one):
+        one = zeros(look, one)
+        return replace(one, format=computes) if one.role == "activation" else one
+
+    findings = judged(replace(line, loss_scale=None) for line in details(change=of_format))
+    assert ("AMP725", "warning") in {(f.code, f.severity) for f in findings} if told else findings == []
+
+
 def test_another_run_in_the_same_log_has_another_past():
     """Its first details come before its first step."""
     first, second = details(20), details(20, change=lambda look, one: replace(one, norm=one.norm and one.norm / 3))
@@ -155,6 +185,25 @@ def test_headroom_that_runs_out():
     note = findings[0]
     assert (note.where.tensor, note.evidence["first"]) == (NAMES[4], "logits")
     assert note.evidence["steps_left"] == pytest.approx(note.evidence["headroom_binades"] / 0.3 * 20, rel=0.1)
+
+
+@pytest.mark.parametrize(("lost", "first"), [(0.35, "logits"), (0.0, "scale")])
+def test_a_scale_that_falls_follows_the_drift_that_was_told(lost, first):
+    drift = lambda look, one: replace(one, headroom_binades=8 - lost * look) if one.role == "activation" else one  # noqa: E731
+    lines = [*details(23, change=drift), *steps(600, **scale(range(480, 500)))]
+    findings = judged(sorted(lines, key=lambda line: line.step))
+    assert {f.evidence["first"] for f in findings if f.code == "AMP723"} == {first}
+
+
+@pytest.mark.parametrize(("nonfinite", "said"), [(3, "has overflowed"), (0, "it overflows in about")])
+def test_an_output_that_has_overflowed_is_forecast_no_more(nonfinite, said):
+    def drifts(look, one):
+        ill = nonfinite if look == 7 else 0
+        return replace(one, headroom_binades=8 - look, nonfinite=ill) if one.role == "activation" else one
+
+    (finding,) = judged(details(8, change=drifts))
+    assert (finding.code, finding.severity) == ("AMP726", "warning")
+    assert said in finding.message
 
 
 def test_a_parameter_that_stands_still_though_its_gradient_arrives():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
@@ -50,27 +51,28 @@ def _slows_down(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]
 
 
 def _slower(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
-    for course, limit, what, unit in (
-        (moment.seconds, thresholds[FACTOR], "A step takes", "s"),
-        (moment.memory, thresholds[MEMORY], "The peak of memory is", "bytes"),
+    for course, early, limit, what, unit in (
+        (moment.seconds, moment.early_seconds, thresholds[FACTOR], "A step takes", "s"),
+        (moment.memory, math.inf, thresholds[MEMORY], "The peak of memory is", "bytes"),
     ):
-        if course.count < LENGTH or course.highest < limit * course.lowest:
-            continue  # as most: no two values of the window differ by as much as the medians would have to
-        if not course.usual > 0 or course.recent < limit * course.usual:
+        if course.count < LENGTH or course.highest < limit * min(course.lowest, early):
+            continue  # as most: no values differ by as much as the medians would have to
+        usual = min(course.usual, early)
+        if not usual > 0 or course.recent < limit * usual:
             continue
         waits = moment.line.data_seconds
         data = unit == "s" and waits is not None and waits > 0.5 * (moment.line.seconds or 0.0)
         yield over_time_finding(
             RULE,
             "note",
-            f"{what} {course.recent:.3g} {unit} at step {moment.line.step}, {course.recent / course.usual:.2g} times "
-            f"the usual {course.usual:.3g}{'; most of it is waiting for data' if data else ''}.",
+            f"{what} {course.recent:.3g} {unit} at step {moment.line.step}, {course.recent / usual:.2g} times "
+            f"the usual {usual:.3g}{'; most of it is waiting for data' if data else ''}.",
             step=moment.line.step,
             first="data" if data else "hardware",
             phase="data" if data else "optimizer",
             evidence={
                 "what": "seconds" if unit == "s" else "memory_bytes",
                 "recent": course.recent,
-                "usual": course.usual,
+                "usual": usual,
             },
         )

@@ -66,12 +66,18 @@ def _headroom_runs_out(moment: TensorMoment, thresholds: Thresholds) -> Iterator
         return
     worst = hit[np.argmin(left[hit])]
     now = float(rooms[worst, -1])
+    overflowed = now <= 0 or bool((moment.values("nonfinite", rows[worst : worst + 1])[:, -LOOKS:] > 0).any())
+    said = (
+        "has overflowed its format's largest number"
+        if overflowed
+        else f"is {now:.1f} binades below its format's largest number, and loses {-drift[worst] * 1000:.2g} in 1,000 "
+        f"steps: it overflows {ahead(float(left[worst]))}"
+    )
     severity: Severity = "warning" if now < thresholds[NEAR] else "note"
     yield over_time_finding(
         RULE,
         severity,
-        f"The output of {TENSOR} is {now:.1f} binades below its format's largest number, and loses "
-        f"{-drift[worst] * 1000:.2g} in 1,000 steps: it overflows {ahead(float(left[worst]))}.",
+        f"The output of {TENSOR} {said}.",
         step=moment.line.step,
         first="logits",
         phase="forward",

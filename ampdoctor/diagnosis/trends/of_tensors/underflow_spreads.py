@@ -128,9 +128,12 @@ def _spreads(
 
 
 def _in_half(moment: TensorMoment) -> np.ndarray:
-    """Rows of gradients that are half on their way: by their format, or as the loss is scaled, for nothing else."""
+    """Rows of gradients that are half on their way: by their format, or all where the run computes in fp16.
+
+    Autocast in fp16 gives outputs in fp16, and a loss is scaled for nothing else.
+    """
     rows = np.concatenate([moment.rows(role) for role in ("gradient", "activation_gradient")])
-    if moment.line.loss_scale is not None:
+    if moment.line.loss_scale is not None or any(moment.formats[row] == "fp16" for row in moment.rows("activation")):
         return rows
     return rows[[moment.formats[row] not in _WIDE for row in rows]] if len(rows) else rows
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_finding
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment
-from ampdoctor.diagnosis.over_time.weight_breaks import weight_breaks
+from ampdoctor.diagnosis.over_time.weight_breaks import moved_first, weight_breaks
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -73,7 +73,7 @@ def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
         f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations above its growth "
         f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
         step=moment.line.step,
-        first="logits" if all(_LOGITS.search(moment.name(one.row)) for one in found) else "optimizer",
+        first="logits" if all(_LOGITS.search(moment.name(one.row)) for one in found) else moved_first(moment, worst),
         tensor=moment.tensors[worst.row],
         also=[moment.tensors[one.row] for one in found[1:]],
         evidence={
