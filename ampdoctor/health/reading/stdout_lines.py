@@ -43,9 +43,9 @@ def _megatron_rows(lines: Iterator[bytes]) -> Iterator[Row]:
     """Yields the rows of Megatron-LM's lines, each the mean over the iterations since the one before it.
 
     Megatron-LM leaves a loss that is not finite out of the mean. Only where a line is one iteration, which iteration
-    was skipped or had no finite loss is known.
+    was skipped or had no finite loss is known; a line of iteration 1 is one.
     """
-    before: int | None = None
+    before = 0
     for line in lines:
         found = _ITERATION.search(line)
         if found is None:
@@ -59,7 +59,7 @@ def _megatron_rows(lines: Iterator[bytes]) -> Iterator[Row]:
         if "milliseconds" in values:
             values["seconds"] = values.pop("milliseconds") / 1000
         skips, nans = values.pop("skips", None), values.pop("nans", 0.0)
-        single = before is not None and step == before + 1
+        single = step in {1, before + 1}
         if skips == 0 or (single and skips is not None):
             values["skipped"] = float(skips > 0)
         if single and nans:

@@ -10,6 +10,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.lines import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
+from ampdoctor.workflows.health import health
 from tests.health.logs import HEADER, write
 from tests.health.logs import steps as of_steps
 
@@ -109,6 +110,30 @@ def test_megatrons_lines(tmp_path):
         assert math.isnan(second.loss)
         # three of ten iterations were skipped: which, the line does not say
         assert (third.step, third.loss, third.skipped) == (12, 9.0, None)
+
+
+def line_of_megatron(iteration, scale, skipped):
+    loss = "" if skipped else f"lm loss: {9.0 - iteration / 100:.6E} | "
+    return (
+        f" iteration {iteration:8}/     500 | learning rate: 1.5E-05 | {loss}loss scale: {scale} | "
+        f"number of skipped iterations: {skipped:3} | number of nan iterations:   0 |\n"
+    )
+
+
+def test_a_scaler_of_megatron_settles_from_the_first_iteration_on(tmp_path):
+    settling = [line_of_megatron(1 + at, 2.0 ** (31 - at), 1) for at in range(17)]
+    taken = [line_of_megatron(18 + at, 2.0**15, 0) for at in range(40)]
+    (tmp_path / "job.out").write_text("".join([*settling, *taken]))
+    assert [one.skipped for one in steps(read(tmp_path)[1])] == [True] * 17 + [False] * 40
+    assert health([tmp_path]).findings == ()
+    falling = [line_of_megatron(58 + at, 2.0 ** (14 - at), 1) for at in range(4)]
+    (tmp_path / "job.out").write_text("".join([*settling, *taken, *falling]))
+    assert {finding.code for finding in health([tmp_path]).findings} == {"AMP723"}
+
+
+def test_what_a_first_line_of_megatron_at_another_iteration_has_skipped_is_not_known(tmp_path):
+    (tmp_path / "job.out").write_text(line_of_megatron(2001, 2.0**31, 1) + line_of_megatron(2002, 2.0**30, 1))
+    assert [one.skipped for one in steps(read(tmp_path)[1])] == [None, True]
 
 
 DEEPSPEED = """\
