@@ -13,6 +13,7 @@ from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.health.reading.order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,12 @@ class Noticed:
     Attributes:
         left: By file, which of its lines were left out.
         skipped: What else was left out, and why.
+        order: In which order the rows of another's log have come.
     """
 
     left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
     skipped: list[Skipped] = field(default_factory=list)
+    order: Order = field(default_factory=Order)
 
     def lines_lost(self) -> list[Skipped]:
         """Returns of each file that has lost lines, which."""

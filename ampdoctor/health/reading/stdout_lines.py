@@ -105,7 +105,7 @@ def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Patte
         (name,) = names
         left = Left()
         with RegularFile(folder / name, name) as file:
-            yield from lines_of(rows(lines_in(file, left=left)), RunLine(name=Path(name).stem))
+            yield from lines_of(rows(lines_in(file, left=left)), RunLine(name=Path(name).stem), noticed.order)
         if pattern.search(left.unfinished):  # else it is no step, nor does a line too long matter here
             noticed.left[name].unfinished = left.unfinished
 

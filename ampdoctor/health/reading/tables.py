@@ -75,7 +75,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     with RegularFile(folder / name, name) as file:
         found: Iterator[Row | None] = (row_of(known_fields(row)) for row in _rows(file, noticed.left[name]))
         run = RunLine(name=folder.name if name == _LIGHTNING else Path(name).stem)
-        yield from lines_of((row for row in found if row is not None), run)
+        yield from lines_of((row for row in found if row is not None), run, noticed.order)
 
 
 LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=_read)
