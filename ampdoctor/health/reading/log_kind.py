@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -40,6 +40,17 @@ class Place:
         except CheckpointError as error:
             self.refused[name] = str(error)
             return b""
+
+    def latest(self, names: Iterable[str]) -> list[str]:
+        """Returns files by the last change of their contents, the latest first; of equal ones the last by name."""
+
+        def written(name: str) -> tuple[int, str]:
+            try:
+                return (self.folder / name).stat().st_mtime_ns, name
+            except OSError:
+                return 0, name
+
+        return sorted(names, key=written, reverse=True)
 
 
 @dataclass(slots=True)
@@ -90,3 +101,20 @@ class LogKind:
     claims: Callable[[Place], Sequence[str]]
     read: Read
     lacks: Callable[[Place], Iterator[ErrorNote | Skipped]] = _nothing
+
+
+def kind_of_one_file(format: str, of_place: Callable[[Place], Iterable[str]], read: Read) -> LogKind:  # noqa: A002
+    """Returns a kind of which each file is a log: of a folder's the latest is read, and the others are named.
+
+    Args:
+        format: As in `LogKind`.
+        of_place: Returns those files of a place that are such a log.
+        read: As in `LogKind`.
+    """
+
+    def lacks(place: Place) -> Iterator[Skipped]:
+        latest, *others = place.latest(of_place(place))
+        for name in others:
+            yield Skipped(what=name, reason=f"a log that was written before {latest}")
+
+    return LogKind(format=format, claims=lambda place: place.latest(of_place(place))[:1], read=read, lacks=lacks)

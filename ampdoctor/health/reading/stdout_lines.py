@@ -10,7 +10,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.formats.log_files import Left, as_number, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
-from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, Read
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, Read, kind_of_one_file
 from ampdoctor.health.reading.rows import Row, lines_of
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
@@ -95,9 +95,9 @@ def _deepspeed_rows(lines: Iterator[bytes]) -> Iterator[Row]:
         yield Row(step, values)
 
 
-def _claims(place: Place, *, pattern: re.Pattern[bytes]) -> Sequence[str]:
+def _logs_of(place: Place, *, pattern: re.Pattern[bytes]) -> list[str]:
     likely = [name for name in place.names if place.named or Path(name).suffix in _SUFFIXES]
-    return next(([name] for name in likely if pattern.search(place.head(name, _HEAD))), ())
+    return [name for name in likely if pattern.search(place.head(name, _HEAD))]
 
 
 def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Pattern[bytes]) -> Read:
@@ -113,7 +113,7 @@ def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Patte
 
 
 def _kind(name: str, rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Pattern[bytes]) -> LogKind:
-    return LogKind(format=name, claims=partial(_claims, pattern=pattern), read=_reading(rows, pattern))
+    return kind_of_one_file(name, partial(_logs_of, pattern=pattern), _reading(rows, pattern))
 
 
 MEGATRON = _kind("megatron", _megatron_rows, _ITERATION)

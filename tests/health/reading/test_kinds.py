@@ -220,3 +220,26 @@ def test_a_folder_of_runs_stands_for_the_run_that_was_written_last(tmp_path):
     found = find_log(tmp_path)
     assert found.folder.name == "a-new"
     assert [(one.what, one.reason) for one in found.skipped] == [("b-old", "a log that was written before a-new's")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        ("jsonl", '{"step": 1, "loss": 2.0}\n'),
+        ("csv", "step,loss\n1,2.0\n"),
+        ("out", MEGATRON),
+        ("log", DEEPSPEED),
+    ],
+)
+def test_of_several_logs_in_a_folder_the_latest_is_read_and_the_others_are_named(tmp_path, suffix, text):
+    for at, name in enumerate(("b-old", "c-older", "a-new")):
+        path = tmp_path / f"{name}.{suffix}"
+        path.write_text(text)
+        os.utime(path, (1_700_000_000 + at, 1_700_000_000 + at))
+    (tmp_path / f"z-notes.{suffix}").write_text("nothing of a training\n")
+    found = find_log(tmp_path)
+    assert found.names == (f"a-new.{suffix}",)
+    assert [(one.what, one.reason) for one in found.skipped] == [
+        (f"{name}.{suffix}", f"a log that was written before a-new.{suffix}") for name in ("c-older", "b-old")
+    ]
+    assert find_log(tmp_path / f"b-old.{suffix}").skipped == ()
