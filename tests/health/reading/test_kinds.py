@@ -159,6 +159,12 @@ def test_deepspeeds_lines(tmp_path):
     ]
 
 
+def test_deepspeeds_skipped_steps_are_a_share_of_all_and_not_of_the_lines(tmp_path):
+    (tmp_path / "out.log").write_text(DEEPSPEED)
+    (run,) = health([tmp_path]).health.runs
+    assert (run.steps, run.skipped, run.skip_share) == (4, 2, 2 / 20)
+
+
 def test_deepspeeds_monitor_has_a_table_for_each_number(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
