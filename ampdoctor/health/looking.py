@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.codec import Positive
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Finding, Skipped
+from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
 from ampdoctor.evidence.run_log.details import DetailLine
 from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamp, Stamped, StepLine
@@ -45,6 +45,7 @@ class Looked:
         ranks: How many ranks the log has lines of.
         detail_every: Steps from one look at single tensors to the next, where the log says it.
         skipped: What was left out.
+        errors: What keeps the log from being judged.
         unfinished: Files whose last line was left out, because nothing ends it.
     """
 
@@ -54,6 +55,7 @@ class Looked:
     ranks: Positive = 1
     detail_every: Positive | None = None
     skipped: tuple[Skipped, ...] = ()
+    errors: tuple[ErrorNote, ...] = ()
     unfinished: tuple[str, ...] = ()
 
 
@@ -95,7 +97,8 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         undone=undone,
         ranks=max(len(reader.ranks), 1),
         detail_every=reader.condenser.header.detail_every,
-        skipped=(*found.skipped, *noticed.skipped, *lost, *reader.mixed(found.name)),
+        skipped=(*found.skipped, *noticed.skipped, *lost, *noticed.order.left_out(), *reader.mixed(found.name)),
+        errors=tuple(noticed.order.errors(found.name)),
         unfinished=noticed.unfinished(),
     )
 

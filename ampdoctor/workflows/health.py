@@ -94,7 +94,10 @@ def health(
             refuse_log(export, found)
             looked = look_again(found, thresholds, _told(progress, shown if len(given) > 1 else ""))
             read.append(_Read(shown, found, _as_of_now(looked, found)))
-            errors += [replace(one, what=f"{shown}: {one.what}") if len(given) > 1 else one for one in found.errors]
+            errors += [
+                replace(one, what=f"{shown}: {one.what}") if len(given) > 1 else one
+                for one in (*found.errors, *looked.errors)
+            ]
         except CheckpointError as error:
             if len(given) == 1:
                 raise

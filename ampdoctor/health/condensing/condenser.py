@@ -121,7 +121,8 @@ class Condenser:
         columns = standing(self._steps[optimizer].whole(), self.groups)
         steps, names = columns["step"], self.header.optimizers
         skipped = int((columns["skipped"] == 1).sum())
-        told = int((~np.isnan(columns["skipped"])).sum())
+        since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)  # a line stands for the steps since the one before
+        told = int(since[~np.isnan(columns["skipped"])].sum())
         maps = self._maps.get(optimizer) or Maps()
         spans = spans_of(steps)
         return HealthRun(

@@ -31,7 +31,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
             _column(stack.enter_context(RegularFile(folder / name, name)), _FILES[name], noticed) for name in names
         ]
         rows = _by_samples(merge(*tables, key=lambda one: one[0]))
-        yield from lines_of(rows, RunLine(name=folder.name))
+        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
 
 
 def _column(file: RegularFile, field: str, noticed: Noticed) -> Iterator[tuple[int, int, str, float]]:

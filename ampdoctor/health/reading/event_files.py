@@ -26,7 +26,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
             for event in scalars_in(files, noticed.skipped)
             if (fields := known_fields(event.values))
         )
-        yield from lines_of(rows, RunLine(name=folder.name))
+        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
 
 
 TENSORBOARD = LogKind(format="tensorboard", claims=_claims, read=_read)

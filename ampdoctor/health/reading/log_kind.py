@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +13,7 @@ from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.health.reading.order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,17 @@ class Place:
             self.refused[name] = str(error)
             return b""
 
+    def latest(self, names: Iterable[str]) -> list[str]:
+        """Returns files by the last change of their contents, the latest first; of equal ones the last by name."""
+
+        def written(name: str) -> tuple[int, str]:
+            try:
+                return (self.folder / name).stat().st_mtime_ns, name
+            except OSError:
+                return 0, name
+
+        return sorted(names, key=written, reverse=True)
+
 
 @dataclass(slots=True)
 class Noticed:
@@ -48,10 +60,12 @@ class Noticed:
     Attributes:
         left: By file, which of its lines were left out.
         skipped: What else was left out, and why.
+        order: In which order the rows of another's log have come.
     """
 
     left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
     skipped: list[Skipped] = field(default_factory=list)
+    order: Order = field(default_factory=Order)
 
     def lines_lost(self) -> list[Skipped]:
         """Returns of each file that has lost lines, which."""
@@ -87,3 +101,20 @@ class LogKind:
     claims: Callable[[Place], Sequence[str]]
     read: Read
     lacks: Callable[[Place], Iterator[ErrorNote | Skipped]] = _nothing
+
+
+def kind_of_one_file(format: str, of_place: Callable[[Place], Iterable[str]], read: Read) -> LogKind:  # noqa: A002
+    """Returns a kind of which each file is a log: of a folder's the latest is read, and the others are named.
+
+    Args:
+        format: As in `LogKind`.
+        of_place: Returns those files of a place that are such a log.
+        read: As in `LogKind`.
+    """
+
+    def lacks(place: Place) -> Iterator[Skipped]:
+        latest, *others = place.latest(of_place(place))
+        for name in others:
+            yield Skipped(what=name, reason=f"a log that was written before {latest}")
+
+    return LogKind(format=format, claims=lambda place: place.latest(of_place(place))[:1], read=read, lacks=lacks)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from ampdoctor.checkpoints.formats.log_files import step_of
 from ampdoctor.evidence.run_log.lines import EndLine, Line, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.health.reading.order import LATE, Order
 
-_LATE = 8
-"""Steps that still wait for numbers that are logged late: a norm that is written after the next step's loss."""
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
 _LARGEST = 2.0**63
 _MOST_STEPS = 2**53
@@ -47,7 +46,7 @@ def milliseconds(seconds: object) -> int:
     return int(seconds * 1000)
 
 
-def lines_of(rows: Iterable[Row], run: RunLine, *, ended: bool = False) -> Iterator[Stamped]:
+def lines_of(rows: Iterable[Row], run: RunLine, order: Order, *, ended: bool = False) -> Iterator[Stamped]:
     """Yields the lines of a run; rows of one step become one step, and a number that is no step's makes no line.
 
     Where the step falls back, and the row is no late one that only adds to its step, the run was started again from an
@@ -56,12 +55,13 @@ def lines_of(rows: Iterable[Row], run: RunLine, *, ended: bool = False) -> Itera
     Args:
         rows: In the order in which they were logged.
         run: What is known of the run.
+        order: Told in which order they come.
         ended: Whether the log says that the run has ended in order.
     """
     stamps = _Stamps(run.name)
     yield stamps.stamped(run, 0)
     steps = 0
-    for attempt, row in _in_order(row for row in rows if 0 <= row.step < _MOST_STEPS):
+    for attempt, row in _in_order((row for row in rows if 0 <= row.step < _MOST_STEPS), order):
         line = _step(row)
         if line is not None:
             stamps.attempt = attempt
@@ -83,13 +83,17 @@ class _Stamps:
         return Stamped(Stamp(run_id=self.name or "-", attempt=self.attempt, branch=branch, time_ms=time_ms), line)
 
 
-def _in_order(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
+def _in_order(rows: Iterable[Row], order: Order) -> Iterator[tuple[int, Row]]:
     """Yields each step once, with the attempt that it belongs to."""
     waiting: list[Row] = []
     attempt = 0
     for row in rows:
         known = next((one for one in reversed(waiting) if one.step == row.step), None)
         if known is not None and (known is waiting[-1] or _adds(known, row)):
+            if told := known.values.keys() & row.values.keys() & _SAYS_SOMETHING:
+                alike = all(_same(known.values[name], row.values[name]) for name in told)
+                if known is waiting[-1] and (not alike or not row.values.keys() - known.values.keys()):
+                    order.repeats(alike=alike)
             known.values |= row.values
             known.time_ms = row.time_ms or known.time_ms
             continue
@@ -98,8 +102,9 @@ def _in_order(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
                 continue
             yield from ((attempt, one) for one in waiting)
             waiting, attempt = [], attempt + 1
+        order.goes_on(row.step)
         waiting.append(row)
-        if len(waiting) > _LATE:
+        if len(waiting) > LATE:
             yield attempt, waiting.pop(0)
     yield from ((attempt, one) for one in waiting)
 
@@ -108,6 +113,10 @@ def _adds(known: Row, late: Row) -> bool:
     """Does a row add new values to its step, and contradict none?"""
     new = late.values.keys() - known.values.keys()
     return bool(new) and all(known.values[name] == late.values[name] for name in late.values.keys() - new)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def _step(row: Row) -> StepLine | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.formats.log_files import Left, as_number, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
-from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, Read
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, Read, kind_of_one_file
 from ampdoctor.health.reading.rows import Row, lines_of
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr"})
@@ -43,9 +43,9 @@ def _megatron_rows(lines: Iterator[bytes]) -> Iterator[Row]:
     """Yields the rows of Megatron-LM's lines, each the mean over the iterations since the one before it.
 
     Megatron-LM leaves a loss that is not finite out of the mean. Only where a line is one iteration, which iteration
-    was skipped or had no finite loss is known.
+    was skipped or had no finite loss is known; a line of iteration 1 is one.
     """
-    before: int | None = None
+    before = 0
     for line in lines:
         found = _ITERATION.search(line)
         if found is None:
@@ -59,7 +59,7 @@ def _megatron_rows(lines: Iterator[bytes]) -> Iterator[Row]:
         if "milliseconds" in values:
             values["seconds"] = values.pop("milliseconds") / 1000
         skips, nans = values.pop("skips", None), values.pop("nans", 0.0)
-        single = before is not None and step == before + 1
+        single = step in {1, before + 1}
         if skips == 0 or (single and skips is not None):
             values["skipped"] = float(skips > 0)
         if single and nans:
@@ -95,9 +95,9 @@ def _deepspeed_rows(lines: Iterator[bytes]) -> Iterator[Row]:
         yield Row(step, values)
 
 
-def _claims(place: Place, *, pattern: re.Pattern[bytes]) -> Sequence[str]:
+def _logs_of(place: Place, *, pattern: re.Pattern[bytes]) -> list[str]:
     likely = [name for name in place.names if place.named or Path(name).suffix in _SUFFIXES]
-    return next(([name] for name in likely if pattern.search(place.head(name, _HEAD))), ())
+    return [name for name in likely if pattern.search(place.head(name, _HEAD))]
 
 
 def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Pattern[bytes]) -> Read:
@@ -105,7 +105,7 @@ def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Patte
         (name,) = names
         left = Left()
         with RegularFile(folder / name, name) as file:
-            yield from lines_of(rows(lines_in(file, left=left)), RunLine(name=Path(name).stem))
+            yield from lines_of(rows(lines_in(file, left=left)), RunLine(name=Path(name).stem), noticed.order)
         if pattern.search(left.unfinished):  # else it is no step, nor does a line too long matter here
             noticed.left[name].unfinished = left.unfinished
 
@@ -113,7 +113,7 @@ def _reading(rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Patte
 
 
 def _kind(name: str, rows: Callable[[Iterator[bytes]], Iterator[Row]], pattern: re.Pattern[bytes]) -> LogKind:
-    return LogKind(format=name, claims=partial(_claims, pattern=pattern), read=_reading(rows, pattern))
+    return kind_of_one_file(name, partial(_logs_of, pattern=pattern), _reading(rows, pattern))
 
 
 MEGATRON = _kind("megatron", _megatron_rows, _ITERATION)

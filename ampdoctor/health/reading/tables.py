@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.formats.log_files import (
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
-from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
+from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, kind_of_one_file
 from ampdoctor.health.reading.rows import Row, lines_of, row_of
 
 _LIGHTNING = "metrics.csv"
@@ -65,9 +65,9 @@ def _claims_lightning(place: Place) -> Sequence[str]:
     return [_LIGHTNING] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
 
 
-def _claims(place: Place) -> Sequence[str]:
+def _logs_of(place: Place) -> list[str]:
     likely = [name for name in place.names if place.named or is_log(name) or _is_table(name)]
-    return next(([name] for name in likely if _is_a_log(place, name)), ())
+    return [name for name in likely if _is_a_log(place, name)]
 
 
 def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
@@ -75,8 +75,8 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     with RegularFile(folder / name, name) as file:
         found: Iterator[Row | None] = (row_of(known_fields(row)) for row in _rows(file, noticed.left[name]))
         run = RunLine(name=folder.name if name == _LIGHTNING else Path(name).stem)
-        yield from lines_of((row for row in found if row is not None), run)
+        yield from lines_of((row for row in found if row is not None), run, noticed.order)
 
 
 LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=_read)
-ANY_TABLE = LogKind(format="table", claims=_claims, read=_read)
+ANY_TABLE = kind_of_one_file("table", _logs_of, _read)

@@ -59,7 +59,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     if any("loss" in row.values for row in rows):
         noticed.skipped.append(Skipped(what=f"{name}: losses that are not finite", reason=_HIDES))
     ended = any(_SUMMARY in values for values in known)
-    yield from lines_of(rows, RunLine(name=folder.name), ended=ended)
+    yield from lines_of(rows, RunLine(name=folder.name), noticed.order, ended=ended)
 
 
 TRANSFORMERS = LogKind(format="transformers", claims=_claims, read=_read)

@@ -36,7 +36,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     with RegularFile(folder / name, name) as file:
         run = _Run(name.removesuffix(".wandb").removeprefix("run-"))
         damaged: list[Skipped] = []
-        yield from lines_of(run.rows(framed_records(file, _HEADER, damaged)), RunLine(name=run.name))
+        yield from lines_of(run.rows(framed_records(file, _HEADER, damaged)), RunLine(name=run.name), noticed.order)
         noticed.skipped += damaged
     if run.exit_code is not None:
         yield Stamped(Stamp(run_id=run.name, time_ms=run.time_ms), EndLine(exit_code=run.exit_code))

@@ -10,6 +10,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.lines import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
+from ampdoctor.workflows.health import health
 from tests.health.logs import HEADER, write
 from tests.health.logs import steps as of_steps
 
@@ -111,6 +112,30 @@ def test_megatrons_lines(tmp_path):
         assert (third.step, third.loss, third.skipped) == (12, 9.0, None)
 
 
+def line_of_megatron(iteration, scale, skipped):
+    loss = "" if skipped else f"lm loss: {9.0 - iteration / 100:.6E} | "
+    return (
+        f" iteration {iteration:8}/     500 | learning rate: 1.5E-05 | {loss}loss scale: {scale} | "
+        f"number of skipped iterations: {skipped:3} | number of nan iterations:   0 |\n"
+    )
+
+
+def test_a_scaler_of_megatron_settles_from_the_first_iteration_on(tmp_path):
+    settling = [line_of_megatron(1 + at, 2.0 ** (31 - at), 1) for at in range(17)]
+    taken = [line_of_megatron(18 + at, 2.0**15, 0) for at in range(40)]
+    (tmp_path / "job.out").write_text("".join([*settling, *taken]))
+    assert [one.skipped for one in steps(read(tmp_path)[1])] == [True] * 17 + [False] * 40
+    assert health([tmp_path]).findings == ()
+    falling = [line_of_megatron(58 + at, 2.0 ** (14 - at), 1) for at in range(4)]
+    (tmp_path / "job.out").write_text("".join([*settling, *taken, *falling]))
+    assert {finding.code for finding in health([tmp_path]).findings} == {"AMP723"}
+
+
+def test_what_a_first_line_of_megatron_at_another_iteration_has_skipped_is_not_known(tmp_path):
+    (tmp_path / "job.out").write_text(line_of_megatron(2001, 2.0**31, 1) + line_of_megatron(2002, 2.0**30, 1))
+    assert [one.skipped for one in steps(read(tmp_path)[1])] == [None, True]
+
+
 DEEPSPEED = """\
 [2024-07-17 19:44:06,829] [INFO] [loss_scaler.py:190:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. \
 Attempted loss scale: 65536, but hysteresis is 2. Reducing hysteresis to 1
@@ -132,6 +157,12 @@ def test_deepspeeds_lines(tmp_path):
         (10, False, 32768.0, (0.001,)),
         (20, False, 32768.0, (0.0005,)),
     ]
+
+
+def test_deepspeeds_skipped_steps_are_a_share_of_all_and_not_of_the_lines(tmp_path):
+    (tmp_path / "out.log").write_text(DEEPSPEED)
+    (run,) = health([tmp_path]).health.runs
+    assert (run.steps, run.skipped, run.skip_share) == (4, 2, 2 / 20)
 
 
 def test_deepspeeds_monitor_has_a_table_for_each_number(tmp_path):
@@ -195,3 +226,26 @@ def test_a_folder_of_runs_stands_for_the_run_that_was_written_last(tmp_path):
     found = find_log(tmp_path)
     assert found.folder.name == "a-new"
     assert [(one.what, one.reason) for one in found.skipped] == [("b-old", "a log that was written before a-new's")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        ("jsonl", '{"step": 1, "loss": 2.0}\n'),
+        ("csv", "step,loss\n1,2.0\n"),
+        ("out", MEGATRON),
+        ("log", DEEPSPEED),
+    ],
+)
+def test_of_several_logs_in_a_folder_the_latest_is_read_and_the_others_are_named(tmp_path, suffix, text):
+    for at, name in enumerate(("b-old", "c-older", "a-new")):
+        path = tmp_path / f"{name}.{suffix}"
+        path.write_text(text)
+        os.utime(path, (1_700_000_000 + at, 1_700_000_000 + at))
+    (tmp_path / f"z-notes.{suffix}").write_text("nothing of a training\n")
+    found = find_log(tmp_path)
+    assert found.names == (f"a-new.{suffix}",)
+    assert [(one.what, one.reason) for one in found.skipped] == [
+        (f"{name}.{suffix}", f"a log that was written before a-new.{suffix}") for name in ("c-older", "b-old")
+    ]
+    assert find_log(tmp_path / f"b-old.{suffix}").skipped == ()

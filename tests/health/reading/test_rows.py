@@ -5,11 +5,12 @@ import math
 import pytest
 
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine, StepLine
+from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.rows import Row, lines_of, milliseconds
 
 
 def read(*rows, **more):
-    lines = lines_of((Row(step, dict(values)) for step, values in rows), RunLine(name="run"), **more)
+    lines = lines_of((Row(step, dict(values)) for step, values in rows), RunLine(name="run"), Order(), **more)
     return list(lines)
 
 
