@@ -223,6 +223,30 @@ def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, sett
     assert high - low < 0.1 * RUN.last_step
 
 
+def test_an_alert_is_shown_at_its_step_on_every_chart_also_on_those_not_yet_in_view(visit):
+    page = visit("watched", viewport={"width": 1280, "height": 500})
+    page.get_by_role("button", name=re.compile("open AMP721")).click()
+    page.get_by_role("button", name="Show on the charts").click()
+    step = next(f.where.step for f in EVERY_VIEW["watched"].findings if f.code == "AMP721")
+    for chart in page.locator("#lanes-view .chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.and_(page.locator("[data-drawn]")).wait_for()
+    off = page.evaluate(
+        """(step) => [...document.querySelectorAll("#lanes-view .chart")].map((chart) => {
+            const cross = chart.querySelector(".cross");
+            const wanted = echarts.getInstanceByDom(chart).convertToPixel({ xAxisIndex: 0 }, step);
+            return cross.hidden ? 1e6 : Math.abs(parseFloat(cross.style.left) - wanted); })""",
+        step,
+    )
+    assert max(off) <= 1
+    cursor = page.get_by_label("Read at", exact=True)
+    assert cursor.get_attribute("aria-valuetext") == f"step {step:,}"
+    assert float(cursor.input_value()) == pytest.approx(500, abs=1)
+    zoomed(page, step - 10, step + 30)
+    ((low, high),) = windows(page)
+    assert float(cursor.input_value()) == pytest.approx(1000 * (step - low) / (high - low), abs=20)
+
+
 def test_a_bundle_stands_under_the_alert_of_its_own_step_and_under_no_other(drawn):
     run = health_run()
     before = alert(run, 0.3)
