@@ -247,6 +247,23 @@ def test_an_alert_is_shown_at_its_step_on_every_chart_also_on_those_not_yet_in_v
     assert float(cursor.input_value()) == pytest.approx(1000 * (step - low) / (high - low), abs=20)
 
 
+def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_alert_that_is_shown(drawn):
+    run = health_run()
+    about = {name: run.maps[0].tensors[row] for name, row in (("flushed_share", 3), ("headroom_binades", 5))}
+    worst = replace(alert(run, 0.9, tensor=about["flushed_share"]), evidence={"flushed_share_before": 0.1})
+    other = replace(
+        alert(run, 0.3, "note", "AMP725", tensor=about["headroom_binades"]), evidence={"headroom_binades": 1}
+    )
+    page = drawn(health_report(run, findings=(worst, other)), DESK)
+    chosen = page.locator("#maps-view").get_by_label("Show", exact=True).locator("option:checked")
+    assert chosen.inner_text() == "share flushed to zero of gradients"
+    assert about["flushed_share"] in page.locator("#map-about").inner_text()
+    page.get_by_role("button", name=re.compile("open AMP725")).click()
+    page.get_by_role("button", name="Show on the charts").click()
+    assert chosen.inner_text() == "headroom in binades of gradients"
+    assert about["headroom_binades"] in page.locator("#map-about").inner_text()
+
+
 def test_a_bundle_stands_under_the_alert_of_its_own_step_and_under_no_other(drawn):
     run = health_run()
     before = alert(run, 0.3)
