@@ -264,6 +264,17 @@ def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_a
     assert about["headroom_binades"] in page.locator("#map-about").inner_text()
 
 
+def test_the_worst_finding_stands_under_the_verdict_and_leads_to_its_evidence(visit):
+    page = visit("watched", viewport=PHONE)
+    headline = page.locator(".headline a")
+    box = headline.bounding_box()
+    assert box["y"] + box["height"] < PHONE["height"]
+    headline.click()
+    finding = page.locator(page.evaluate("location.hash"))
+    assert EVERY_VIEW["watched"].findings[0].message == headline.inner_text()
+    assert headline.inner_text() in finding.inner_text()
+
+
 def test_a_bundle_stands_under_the_alert_of_its_own_step_and_under_no_other(drawn):
     run = health_run()
     before = alert(run, 0.3)

@@ -27,7 +27,7 @@ _SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "backward": (("gradient", "activation_gradient"), "norm"),
     "optimizer": (("parameter", "gradient"), "norm"),
 }
-"""Of each phase the roles whose maps may show what a finding is about, and the map for one whose evidence names none."""
+"""Of each phase the roles whose maps may show a finding, and the map for one whose evidence names none."""
 _PACKED = frozenset({"axis", "curves", "maps"})
 
 
