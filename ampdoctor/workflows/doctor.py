@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -445,6 +445,9 @@ class Doctor:
             model=report.run.get("kept", {}).get("model"),
             reason=what,
             seconds=seconds,
+            device=_trained_on(report.run),
+            precision=report.run.get("precision"),
+            autocast=report.run.get("autocast"),
         )
         self._log.write(line)
         try:
@@ -571,6 +574,14 @@ def _number(variable: str, otherwise: int) -> int:
     """A number that a launcher has put into the environment."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else otherwise
+
+
+def _trained_on(run: Mapping[str, Any]) -> str | None:
+    """The device type of the training behind a replay; None where none was made."""
+    device = run.get("device")
+    if device is None:
+        return None
+    return "cuda" if run.get("policy") == "cuda" else str(device).partition(":")[0]
 
 
 def _device_of(program: Program) -> str:

@@ -223,6 +223,58 @@ def test_a_flag_and_the_list_open_the_alerts_finding_and_its_command(visit, sett
     assert high - low < 0.1 * RUN.last_step
 
 
+def test_an_alert_is_shown_at_its_step_on_every_chart_also_on_those_not_yet_in_view(visit):
+    page = visit("watched", viewport={"width": 1280, "height": 500})
+    page.get_by_role("button", name=re.compile("open AMP721")).click()
+    page.get_by_role("button", name="Show on the charts").click()
+    step = next(f.where.step for f in EVERY_VIEW["watched"].findings if f.code == "AMP721")
+    for chart in page.locator("#lanes-view .chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.and_(page.locator("[data-drawn]")).wait_for()
+    off = page.evaluate(
+        """(step) => [...document.querySelectorAll("#lanes-view .chart")].map((chart) => {
+            const cross = chart.querySelector(".cross");
+            const wanted = echarts.getInstanceByDom(chart).convertToPixel({ xAxisIndex: 0 }, step);
+            return cross.hidden ? 1e6 : Math.abs(parseFloat(cross.style.left) - wanted); })""",
+        step,
+    )
+    assert max(off) <= 1
+    cursor = page.get_by_label("Read at", exact=True)
+    assert cursor.get_attribute("aria-valuetext") == f"step {step:,}"
+    assert float(cursor.input_value()) == pytest.approx(500, abs=1)
+    zoomed(page, step - 10, step + 30)
+    ((low, high),) = windows(page)
+    assert float(cursor.input_value()) == pytest.approx(1000 * (step - low) / (high - low), abs=20)
+
+
+def test_the_heat_map_opens_on_what_the_worst_finding_is_about_and_turns_to_an_alert_that_is_shown(drawn):
+    run = health_run()
+    about = {name: run.maps[0].tensors[row] for name, row in (("flushed_share", 3), ("headroom_binades", 5))}
+    worst = replace(alert(run, 0.9, tensor=about["flushed_share"]), evidence={"flushed_share_before": 0.1})
+    other = replace(
+        alert(run, 0.3, "note", "AMP725", tensor=about["headroom_binades"]), evidence={"headroom_binades": 1}
+    )
+    page = drawn(health_report(run, findings=(worst, other)), DESK)
+    chosen = page.locator("#maps-view").get_by_label("Show", exact=True).locator("option:checked")
+    assert chosen.inner_text() == "share flushed to zero of gradients"
+    assert about["flushed_share"] in page.locator("#map-about").inner_text()
+    page.get_by_role("button", name=re.compile("open AMP725")).click()
+    page.get_by_role("button", name="Show on the charts").click()
+    assert chosen.inner_text() == "headroom in binades of gradients"
+    assert about["headroom_binades"] in page.locator("#map-about").inner_text()
+
+
+def test_the_worst_finding_stands_under_the_verdict_and_leads_to_its_evidence(visit):
+    page = visit("watched", viewport=PHONE)
+    headline = page.locator(".headline a")
+    box = headline.bounding_box()
+    assert box["y"] + box["height"] < PHONE["height"]
+    headline.click()
+    finding = page.locator(page.evaluate("location.hash"))
+    assert EVERY_VIEW["watched"].findings[0].message == headline.inner_text()
+    assert headline.inner_text() in finding.inner_text()
+
+
 def test_a_bundle_stands_under_the_alert_of_its_own_step_and_under_no_other(drawn):
     run = health_run()
     before = alert(run, 0.3)

@@ -120,6 +120,9 @@ class LookMark:
         says: The message of its first finding; "" where it found nothing.
         bundle: Path of the bundle that was left behind, as the reader can give it to a command; null without one.
         command: What replays it; null without a bundle.
+        device: Device type of the training ("cuda" as well where a CPU stood in for one); null where it is not known.
+        precision: The format that the step computes in; null where it is not known.
+        autocast: Whether it computes under autocast; null where it is not known.
     """
 
     step: Count
@@ -127,6 +130,9 @@ class LookMark:
     says: str = ""
     bundle: str | None = None
     command: str | None = None
+    device: str | None = None
+    precision: str | None = None
+    autocast: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,6 +210,9 @@ class LookLine:
         model: What `--model` has to name for the bundle's model to be made again; null where it takes no code.
         reason: What could not be looked at or left behind, in a sentence.
         seconds: How long it took.
+        device: Device type of the training ("cuda" as well where a CPU stood in for one); null where it is not known.
+        precision: The format that the step computes in; null where it is not known.
+        autocast: Whether it computes under autocast; null where it is not known.
     """
 
     step: Count
@@ -219,6 +222,9 @@ class LookLine:
     model: str | None = None
     reason: str = ""
     seconds: float | None = None
+    device: str | None = None
+    precision: str | None = None
+    autocast: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,6 +179,9 @@ def _look(line: LookLine, source: str) -> LookMark:
         says=line.findings[0].message if line.findings else "",
         bundle=bundle,
         command=None if bundle is None else shlex.join(["ampdoctor", "bisect-nan", bundle, *code]),
+        device=line.device,
+        precision=line.precision,
+        autocast=line.autocast,
     )
 
 

@@ -55,7 +55,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     for index, (_, alike) in enumerate(groups):
         if index or not quiet:
             console.print()
-        _findings(tuple(alike), console, verbose, setting_of(report))
+        _findings(tuple(alike), console, verbose, report)
     broken = [f"{e.what} ({e.kind}): {e.message}" for e in report.errors]
     if quiet:
         for note in broken:
@@ -153,13 +153,13 @@ def _setting(key: str, item: Any) -> str:
     return f"{'' if item else 'not '}{name}" if isinstance(item, bool) else f"{name} {words.value(item)}"
 
 
-def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, setting: Setting) -> None:
+def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, report: Report) -> None:
     """Show findings of one code: all in full where they are few, else the first in full and the others in a line."""
     full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
     for index, finding in enumerate(alike[:full]):
         if index:
             console.print()
-        _finding(finding, console, verbose, setting)
+        _finding(finding, console, verbose, setting_of(report, finding))
     rest = alike[full:]
     if not rest:
         return

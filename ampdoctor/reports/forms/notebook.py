@@ -16,13 +16,12 @@ _IN_FULL = 20
 
 def render_fragment(report: Report) -> str:
     """Return the report as a fragment of HTML; names in it are as inert as in the page."""
-    setting = setting_of(report)
     return (
         environment()
         .get_template("fragment.html.j2")
         .render(
             report=report,
-            findings=[finding_parts(finding, setting) for finding in report.findings[:_IN_FULL]],
+            findings=[finding_parts(finding, setting_of(report, finding)) for finding in report.findings[:_IN_FULL]],
             more=len(report.findings) - _IN_FULL,
         )
     )

@@ -65,7 +65,6 @@ def render_html(report: Report) -> str:
     scripts = [_file(_CHARTS)] if drawn else []
     scripts += [_file(name) for name in _SCRIPTS]
     style = _file("report.css")
-    setting = setting_of(report)
     return (
         environment()
         .get_template("page.html.j2")
@@ -77,7 +76,10 @@ def render_html(report: Report) -> str:
             moved=words.moved(report.thresholds) if report.thresholds else "",
             findings=report.findings,
             fixed=fixed(report),
-            alike=[[(at, finding_parts(it, setting)) for at, it in group] for group in _alike(report.findings)],
+            alike=[
+                [(at, finding_parts(it, setting_of(report, it))) for at, it in group]
+                for group in _alike(report.findings)
+            ],
             summaries=summaries(report),
             bundles=bundles(report),
             drawn=drawn,

@@ -42,13 +42,15 @@ def _inert(text: str) -> str:
 
 def report_as_dict(report: Report) -> dict[str, Any]:
     """Return the report as plain JSON values."""
-    setting = setting_of(report)
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": {"name": "ampdoctor", "version": version()},
         **to_plain(replace(report, findings=(), suppressed=())),
-        "findings": [_finding(finding, setting) for finding in report.findings],
-        "suppressed": [{**to_plain(one), "finding": _finding(one.finding, setting)} for one in report.suppressed],
+        "findings": [_finding(finding, setting_of(report, finding)) for finding in report.findings],
+        "suppressed": [
+            {**to_plain(one), "finding": _finding(one.finding, setting_of(report, one.finding))}
+            for one in report.suppressed
+        ],
     }
 
 

@@ -60,9 +60,8 @@ def _pieces(report: Report) -> Iterator[str]:
     yield from _head(report)
     yield from _not_examined(report)
     yield from _overview(report)
-    setting = setting_of(report)
     for finding in report.findings:
-        yield _finding(finding, setting)
+        yield _finding(finding, setting_of(report, finding))
     yield from _health(report.health)
     yield from _plan(report.plan)
     yield from _scaler(report.scaler)

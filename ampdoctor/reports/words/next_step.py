@@ -242,7 +242,7 @@ def _sick(report: Report) -> Step:
     prescription = finding.prescription
     if prescription is None:
         return _its_page(finding)
-    code = code_of(prescription, setting_of(report), finding.cause)
+    code = code_of(prescription, setting_of(report, finding), finding.cause)
     if prescription.verified and code.apply:
         return Step(f"paste the lines shown once the model is built: {_proved('they are', 'them', finding, report)}")
     if prescription.verified and prescription.kind == "scaler" and code.torch:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
-from ampdoctor.evidence.report import Prescription, Report
+from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.evidence.report.health import HealthSection
 from ampdoctor.reports.words.key_order import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
@@ -44,8 +45,15 @@ class Code:
     torch: tuple[str, ...] = ()
 
 
-def setting_of(report: Report) -> Setting:
-    """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler."""
+def setting_of(report: Report, finding: Finding | None = None) -> Setting:
+    """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler.
+
+    Args:
+        report: The report.
+        finding: Of its findings; those of a log are each of the training that the log is of.
+    """
+    if report.health is not None:
+        return _logged(report.health, finding)
     run, scaler = report.run, None if report.scaler is None else report.scaler.current
     native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
     return Setting(
@@ -53,6 +61,27 @@ def setting_of(report: Report) -> Setting:
         half=_HALF.get(str(run.get("precision")), "float16"),
         autocast=run.get("autocast", True) is not False,
         scaled=not run or (scaler is not None and not scaler.get("by_hand")),
+    )
+
+
+def _logged(health: HealthSection, finding: Finding | None) -> Setting:
+    """The training behind a log, as the look at the finding's own step knows it, or else the last look."""
+    where = None if finding is None else finding.where
+    looks = [
+        look
+        for run in health.runs
+        if where is None or where.file in (None, run.source)
+        for look in run.looks
+        if look.device is not None
+    ]
+    here = [look for look in looks if where is not None and look.step == where.step]
+    if not looks:
+        return Setting()
+    look = (here or looks)[-1]
+    return Setting(
+        device="cpu" if look.device == "cpu" else "cuda",
+        half=_HALF.get(str(look.precision), "float16"),
+        autocast=look.autocast is not False,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -146,7 +147,9 @@ def test_where_stderr_takes_nothing_the_script_ends_as_it_would(run_cli, tmp_pat
     (tmp_path / "train.py").write_text(SICK_SCRIPT.format(statement=statement))
     done = run_cli("run", "--health", "kept", "train.py", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (1, "trained\n", "")
-    assert '"kind":"look"' in (tmp_path / "kept" / "log.jsonl").read_text()
+    log = (tmp_path / "kept" / "log.jsonl").read_text()
+    (look,) = [line for line in map(json.loads, log.splitlines()) if line["kind"] == "look"]
+    assert look["device"] == "cpu"  # for which the lines to paste are made
 
 
 def test_a_report_that_is_asked_for_is_written_whatever_was_found(run, watch, tmp_path, check_report):

@@ -116,7 +116,16 @@ LINES = (
     ActionLine(step=7, action="rollback", reason="The loss is NaN.", facts={"to": 5}),
     CheckpointLine(step=7, path="c/7", health="probation", reason="Young.", size_bytes=12, seconds=0.5),
     LookLine(
-        step=7, verdict="sick", findings=(FINDING,), bundle="bundle-7", model="train.py", reason="No room.", seconds=1.5
+        step=7,
+        verdict="sick",
+        findings=(FINDING,),
+        bundle="bundle-7",
+        model="train.py",
+        reason="No room.",
+        seconds=1.5,
+        device="cuda",
+        precision="fp16",
+        autocast=True,
     ),
     LostLine(details=1, steps=2, others=3, unmade=4, thinned=5),
     EndLine(exit_code=1, steps=8, accepted=7, reason="SIGTERM"),

@@ -14,11 +14,14 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor.evidence.report import Prescription, Report
+from ampdoctor.evidence.report.health import HealthSection, LookMark
 from ampdoctor.evidence.report.scaler import ScalerSection
+from ampdoctor.evidence.where import Where
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.reports.words.paste import PROTOCOL, Code, Setting, code_of, setting_of
+from tests.browser.health_pages import health_run
 from tests.samples import OVERFLOW, SICK
 
 CPU = Setting(device="cpu")
@@ -80,6 +83,44 @@ def test_modules_in_fp32(way, names):
     assert max(map(len, lines)) <= 100
     run(lines, model=model)
     assert trained(model)
+
+
+@pytest.mark.parametrize("way", ["apply", "torch"])
+@pytest.mark.parametrize("command", ["bisect-nan", "health"])
+def test_a_run_on_a_cpu_is_cured_by_the_lines_of_its_report(command, way):
+    """Autocast is switched off for the device on which it is on: that of the run, also where only its log tells it."""
+    finding = replace(
+        OVERFLOW, where=Where(phase="forward", step=4, file="runs/a"), prescription=made("fp32_modules", ["inner"])
+    )
+    report = Report(command=command, target={}, verdict="sick", findings=(finding,))
+    if command == "health":
+        looks = (LookMark(step=4, verdict="sick", device="cpu", precision="fp16", autocast=True),)
+        run_of_log = replace(health_run(breaks=False), source="runs/a", looks=looks)
+        report = replace(report, health=HealthSection(runs=(run_of_log,)))
+    else:
+        report = replace(report, run={"device": "cpu", "policy": "native", "precision": "fp16", "autocast": True})
+    model, seen = Net(), []
+    model.inner.fc.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    (shown_finding,) = json.loads(render_json(report))["findings"]
+    run(shown_finding["prescription"]["code"][way], model=model)
+    assert trained(model)
+    assert seen == [torch.float32]
+
+
+def test_each_finding_of_logs_is_of_the_training_that_its_log_is_of():
+    looked = LookMark(step=4, verdict="sick", device="cpu", precision="bf16", autocast=False)
+    on_cpu = replace(health_run(breaks=False), source="runs/cpu", looks=(looked,))
+    on_gpu = replace(
+        on_cpu, source="runs/gpu", looks=(replace(looked, device="cuda", precision="fp16", autocast=True),)
+    )
+    untold = replace(on_cpu, source="runs/old", looks=(LookMark(step=4, verdict="sick"),))
+    report = Report(command="health", target={}, verdict="sick", health=HealthSection(runs=(on_cpu, on_gpu, untold)))
+
+    def of(source, step=4):
+        return setting_of(report, replace(OVERFLOW, where=Where(phase="forward", step=step, file=source)))
+
+    assert of("runs/cpu") == of("runs/cpu", step=9) == Setting(device="cpu", half="bfloat16", autocast=False)
+    assert of("runs/gpu") == of("runs/old") == Setting()
 
 
 @pytest.mark.parametrize("way", ["apply", "torch"])

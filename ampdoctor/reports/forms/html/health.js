@@ -26,7 +26,7 @@ ampdoctor.health = (() => {
   }));
   const alerts = data.health?.alerts ?? [];
   const axes = Object.keys(AXES).filter((name) => runs.some((run) => run.axis[AXES[name][0]]?.length));
-  const view = { axis: axes.includes(data.health?.axis) ? data.health.axis : "step", from: 0, to: 1, at: null, hidden: new Set() };
+  const view = { axis: axes.includes(data.health?.axis) ? data.health.axis : "step", from: 0, to: 1, at: null, held: null, hidden: new Set() };
   const listeners = { window: new Set(), look: new Set(), at: new Set() };
   const tell = (kind) => listeners[kind].forEach((heard) => heard());
   const listen = (kind, heard) => listeners[kind].add(heard);
@@ -104,12 +104,14 @@ ampdoctor.health = (() => {
     view.from = Math.max(view.from, extent[0]);
     view.to = Math.min(view.to, extent[1]);
     if (!(view.from < view.to)) [view.from, view.to] = extent;
-    view.at = null;
+    view.at = view.held = null;
     tell("look");
     tell("at");
   }
 
-  function readAt(at) { view.at = at; tell("at"); }
+  /** Read a place, and stay there: a mouse that passes over the charts is followed, and comes back to it. */
+  function readAt(at) { view.held = at; passBy(at); }
+  function passBy(at) { view.at = at ?? view.held; tell("at"); }
 
   const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 3 });
   /** A count of steps, samples or tokens. */
@@ -118,5 +120,5 @@ ampdoctor.health = (() => {
   /** A swatch that draws the line of a run. */
   const swatch = (run) => element("span", { class: `swatch line ${run.color} ${run.dash}`, "aria-hidden": "true" });
 
-  return { runs, alerts, axes, AXES, GROUP, view, listen, shown, label, places, place, spanAt, firstAt, extent: () => extent, zoom, reset, look, readAt, counted, swatch };
+  return { runs, alerts, axes, AXES, GROUP, view, listen, shown, label, places, place, spanAt, firstAt, extent: () => extent, zoom, reset, look, readAt, passBy, counted, swatch };
 })();

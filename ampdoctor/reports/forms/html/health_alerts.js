@@ -7,9 +7,10 @@ ampdoctor.alerts = (() => {
   const { runs, alerts } = ampdoctor.health;
   const AROUND = 0.04;  // of the whole run, on either side of an alert that is looked at
 
-  function start(host) {
+  /** shown(alert): called when one is to be shown on the charts. */
+  function start(host, shown) {
     if (alerts.length === 0) { host.append(element("p", {}, element("span", { class: "badge ok" }, "no alerts"))); return () => {}; }
-    const { dialog, open } = window_();
+    const { dialog, open } = window_(shown);
     host.append(element("h3", {}, "Alerts"));
     ampdoctor.table(host, {
       caption: "Alerts in the order of their steps", rows: alerts, noun: "alert",
@@ -26,7 +27,7 @@ ampdoctor.alerts = (() => {
     return open;
   }
 
-  function window_() {
+  function window_(shown) {
     const place = element("div", {}), title = element("p", { class: "muted", id: "alert-title" });
     let now = null;
     const button = (text, click) => element("button", { type: "button", click }, text);
@@ -38,6 +39,7 @@ ampdoctor.alerts = (() => {
       if (at === null) return;
       ampdoctor.health.zoom(at - AROUND * (high - low), at + AROUND * (high - low));
       ampdoctor.health.readAt(at);
+      shown(now);
       ampdoctor.host("lanes-view").scrollIntoView();
     });
     const close = button("Close", () => dialog.close());

@@ -62,7 +62,7 @@ ampdoctor.lanes = (() => {
     let instance = null, own = false, width = 0;
     const chart = ampdoctor.chart(host, {
       ...settings,
-      option: (room) => { width = room; return { dataZoom: zooms(), ...settings.option(room) }; },
+      option: (room) => { width = room; mark(); return { dataZoom: zooms(), ...settings.option(room) }; },
       started: (made, canvas) => {
         instance = made;
         made.group = ampdoctor.health.GROUP;
@@ -102,7 +102,7 @@ ampdoctor.lanes = (() => {
           choice.style.left = `${Math.min(x, began)}px`;
           choice.style.width = `${Math.abs(x - began)}px`;
         }
-        readSoon(placeAt(x));
+        if (event.screenX !== rests[0] || event.screenY !== rests[1]) readSoon(placeAt(x));
       });
       canvas.addEventListener("pointerleave", () => { if (began === null) readSoon(null); });
       canvas.addEventListener("pointerdown", (event) => {
@@ -119,13 +119,15 @@ ampdoctor.lanes = (() => {
       canvas.addEventListener("dblclick", () => ampdoctor.health.reset());
     }
 
-    ampdoctor.health.listen("at", () => {
-      cross.hidden = view.at === null || view.at < view.from || view.at > view.to;
+    /** Stand where the place that is read lies; a chart that has not been drawn yet does so when it is. */
+    function mark() {
+      cross.hidden = width === 0 || view.at === null || view.at < view.from || view.at > view.to;
       if (!cross.hidden) cross.style.left = `${pixel(view.at)}px`;
-    });
+    }
+    ampdoctor.health.listen("at", mark);
     let waiting = 0;
     ampdoctor.health.listen("window", () => {
-      cross.hidden = true;
+      mark();
       if (instance === null) return;
       if (!own) instance.dispatchAction({ type: "dataZoom", startValue: view.from, endValue: view.to }, { silent: true });
       cancelAnimationFrame(waiting);
@@ -135,11 +137,15 @@ ampdoctor.lanes = (() => {
     return Object.assign(chart, { placeAt });
   }
 
+  /** Where the mouse was last: a page that scrolls beneath it is no wish to read there. */
+  let rests = [NaN, NaN];
+  for (const moved of ["pointermove", "pointerdown"]) window.addEventListener(moved, ({ screenX, screenY }) => { rests = [screenX, screenY]; });
+
   let frame = 0;
   /** A mouse moves more often than a screen is drawn. */
   function readSoon(at) {
     cancelAnimationFrame(frame);
-    frame = requestAnimationFrame(() => ampdoctor.health.readAt(at));
+    frame = requestAnimationFrame(() => ampdoctor.health.passBy(at));
   }
 
   function zooms() {

@@ -4,7 +4,7 @@
 
 ampdoctor.maps = (() => {
   const { element, number, percent } = ampdoctor;
-  const { view, runs } = ampdoctor.health;
+  const { view, runs, alerts } = ampdoctor.health;
   const MAPS = { norm: ["norm", "log"], amax: ["largest magnitude", "log"], zero_share: ["share of zeros", "share"],
     flushed_share: ["share flushed to zero", "share"], headroom_binades: ["headroom in binades", "room"], update_ratio: ["update / parameter", "log"] };
   const ROLES = { gradient: "gradients", update: "updates", parameter: "parameters", activation: "activations",
@@ -39,10 +39,11 @@ ampdoctor.maps = (() => {
     return logs.length ? logs.at(-1) - logs[logs.length >> 1] : 0;
   }
 
+  /** Draw the maps, that of the worst alert first. Returns what shows the map and the row that an alert is about. */
   function start(host) {
     const all = runs.flatMap((run) => run.maps.map((map) => ({ run, map, kind: MAPS[map.name][1] }))).filter(({ map }) => map.steps.length && map.tensors.length);
-    if (all.length === 0) return;
-    const state = { at: 0, order: "model", page: 0, rows: [] };
+    if (all.length === 0) return () => {};
+    const state = { at: 0, order: "model", page: 0, rows: [], alert: null };
     const now = () => all[state.at];
     host.append(element("h3", {}, "Layer by layer"));
     const title = ({ run, map }) => `${MAPS[map.name][0]} of ${ROLES[map.role] ?? map.role}${runs.length > 1 ? `, ${run.letter} ${run.name}` : ""}`;
@@ -52,8 +53,8 @@ ampdoctor.maps = (() => {
     const pages = element("span", { role: "status" });
     const turn = (text, by) => element("button", { type: "button", click: () => { state.page += by; refresh(); } }, text);
     const back = turn("Previous layers", -1), on = turn("Next layers", 1);
-    const left = element("p", { class: "muted" }), tip = element("div", { class: "tip", hidden: true });
-    host.append(element("div", { class: "tools" }, what, order, back, pages, on), left);
+    const left = element("p", { class: "muted" }), about = element("p", { id: "map-about" }), tip = element("div", { class: "tip", hidden: true });
+    host.append(element("div", { class: "tools" }, what, order, back, pages, on), about, left);
     const drawn = () => state.rows.slice(PAGE * state.page, PAGE * (state.page + 1));
     const drawing = element("div", { class: "map" });
     host.append(drawing);
@@ -121,6 +122,12 @@ ampdoctor.maps = (() => {
       pages.textContent = `page ${state.page + 1} of ${last + 1}`;
       left.textContent = map.of > map.tensors.length ? `The ${map.tensors.length.toLocaleString("en")} most conspicuous of ${map.of.toLocaleString("en")} tensors.` : "";
       left.hidden = !left.textContent;
+      const marked = markedRow();
+      about.hidden = marked < 0;
+      if (marked >= 0) {
+        about.replaceChildren(`${state.alert.code} at step ${state.alert.step.toLocaleString("en")} is about `,
+          element("strong", { class: "name" }, map.tensors[marked]), drawn().includes(marked) ? ", marked here." : ", on another page.");
+      }
       placed = ends();
       chart.legend.replaceChildren(...ampdoctor.chart.legend([
         ...colours(map).words.map((text, index) => [`heat-${index}`, text]),
@@ -140,7 +147,7 @@ ampdoctor.maps = (() => {
         tooltip: { show: false },
         xAxis: xAxis(),
         yAxis: axis({ type: "category", inverse: true, position: beside ? "right" : "left", data: drawn().map((row) => map.tensors[row]), axisTick: { show: false },
-          axisLine: { show: false }, axisLabel: { color: ampdoctor.color("ink"), ...label } }),
+          axisLine: { show: false }, axisLabel: { color: (name) => ampdoctor.color(markedRow() >= 0 && name === map.tensors[markedRow()] ? "error" : "ink"), ...label } }),
         series: [{ type: "custom", silent: true, data: [[ampdoctor.health.extent()[0], 0]], encode: { x: 0, y: 1 }, clip: true, z: 1,
           renderItem: (params) => {
             const { x, y, width: across, height: down } = params.coordSys;
@@ -171,8 +178,28 @@ ampdoctor.maps = (() => {
       return canvas;
     }
 
+    /** The row that the alert is about, if this is its map. */
+    const markedRow = () => {
+      const [run, map, row] = state.alert?.map ?? [];
+      return run !== undefined && now().map === runs[run].maps[map] ? row : -1;
+    };
+
+    /** Turn to the map and the page on which an alert's row is; where none shows it, all stays as it is. */
+    function turnTo(alert) {
+      if (!alert?.map) return;
+      const [run, map, row] = alert.map, at = all.findIndex((one) => one.map === runs[run].maps[map]);
+      if (at < 0) return;
+      Object.assign(state, { at, alert });
+      what.querySelector("select").value = at;
+      refresh();
+      state.page = Math.floor(state.rows.indexOf(row) / PAGE);
+      refresh();
+    }
+
     ampdoctor.health.listen("look", () => { placed = ends(); });
     refresh();
+    turnTo(alerts.filter((it) => it.map).sort((a, b) => a.finding - b.finding)[0]);
+    return turnTo;
   }
 
   return { start };

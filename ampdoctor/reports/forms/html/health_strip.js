@@ -125,12 +125,14 @@ ampdoctor.strip = (() => {
       buttons.on.disabled = view.to >= high;
     }
     function read() {
+      cursor.valueAsNumber = view.at === null ? 1000 : 1000 * Math.min(Math.max((view.at - view.from) / (view.to - view.from), 0), 1);
       said.textContent = view.at === null ? "the end" : `${ampdoctor.health.label()} ${counted(view.at)}`;
       cursor.setAttribute("aria-valuetext", said.textContent);
     }
     ampdoctor.health.listen("window", written);
     ampdoctor.health.listen("look", written);
     ampdoctor.health.listen("at", read);
+    ampdoctor.health.listen("window", read);
     written();
     read();
   }

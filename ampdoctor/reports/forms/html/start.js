@@ -20,11 +20,12 @@
   }
 
   if (host("lanes-view")) {
-    const open = ampdoctor.alerts.start(host("alerts-view"));
+    let turnTo = () => {};
+    const open = ampdoctor.alerts.start(host("alerts-view"), (alert) => turnTo(alert));
     ampdoctor.strip.start(host("lanes-view"), open);
     ampdoctor.lanes.start(host("lanes-view"));
     host("lanes-view").append(host("maps-view"));  // so that the flags stay in sight over both
-    ampdoctor.maps.start(host("maps-view"));
+    turnTo = ampdoctor.maps.start(host("maps-view"));
     ampdoctor.scalers.start(host("scalers-view"));
     document.querySelectorAll(".run-key").forEach((key) => key.append(ampdoctor.health.swatch(ampdoctor.health.runs[key.dataset.run])));
   }

@@ -10,7 +10,7 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ampdoctor.evidence.codec import to_plain
@@ -22,6 +22,12 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Names of the runs where there is room for no more than one letter."""
 _LARGEST, _LEAST = 3.4e38, 1.2e-38
 """Of float32's normal numbers; beyond them a column keeps all its bits."""
+_SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "forward": (("activation", "parameter"), "headroom_binades"),
+    "backward": (("gradient", "activation_gradient"), "norm"),
+    "optimizer": (("parameter", "gradient"), "norm"),
+}
+"""Of each phase the roles whose maps may show a finding, and the map for one whose evidence names none."""
 _PACKED = frozenset({"axis", "curves", "maps"})
 
 
@@ -51,11 +57,35 @@ def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str
             "name": it.name,
             "message": it.message,
             "place": it.where.tensor or it.where.module,
+            "map": _map_of(it, section.runs),
         }
         for index, it in enumerate(findings)
         if it.where.step is not None and section.runs
     ]
     return sorted(found, key=lambda it: it["step"])
+
+
+def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int] | None:
+    """Return the run, its map and the row of it that show what a finding is about; None where none does.
+
+    A number that its evidence has is the map's own, else the one that its pass usually breaks.
+    """
+    where = finding.where
+    place = where.tensor or where.module
+    measured = [key.removesuffix("_before") for key in finding.evidence]
+    roles, usual = _SHOWN_BY.get(where.phase, ((), ""))
+    best: tuple[tuple[int, int], tuple[int, int, int]] | None = None
+    for at, run in enumerate(runs):
+        if where.file not in (None, run.source):
+            continue
+        for number, one in enumerate(run.maps):
+            known = one.name in measured
+            if one.role not in roles or place not in one.tensors or not (known or one.name == usual):
+                continue
+            rank = (measured.index(one.name) if known else len(measured), roles.index(one.role))
+            if best is None or rank < best[0]:
+                best = rank, (at, number, one.tensors.index(place))
+    return None if best is None else best[1]
 
 
 def bundles(report: Report) -> dict[int, LookMark]:
