@@ -57,6 +57,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "memory_bytes": ("memory_bytes", "max_memory_bytes"),
 }
 """Fields and the names of their columns, the most telling first; `_plain` normalises a column's name."""
+_OF_A_STEP, _OF_AN_EPOCH = "train_loss_step", "train_loss_epoch"
+"""What Lightning calls a loss that is logged with `on_step` and `on_epoch`, in columns side by side."""
 _RATE_OF_ONE = "lr_"
 """How a column begins in which Lightning's LearningRateMonitor puts one optimizer's rate."""
 
@@ -330,6 +332,8 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
             columns.setdefault(_plain(key), found)
     if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
         columns.pop("train_loss", None)
+    if _OF_AN_EPOCH in columns and any(isinstance(key, str) and _plain(key) == _OF_A_STEP for key in row):
+        del columns[_OF_AN_EPOCH]  # the mean of losses that the log has step by step, and no loss of the step it is at
     known = {
         field: columns[name]
         for field, names in _NAMES.items()

@@ -35,6 +35,17 @@ def test_lightnings_csv_has_rows_of_one_step_that_belong_together(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ("step,train_loss_epoch,train_loss_step", (entry(8, 0.25), entry(9, 0.125))),
+        ("step,train_loss_epoch,other", (entry(9, 0.5),)),
+    ],
+)
+def test_the_mean_of_an_epoch_stands_in_for_no_step_of_which_there_is_a_loss(tmp_path, columns, expected):
+    assert read(tmp_path, "metrics.csv", f"{columns}\n8,,0.25\n9,,0.125\n9,0.5,\n") == expected
+
+
+@pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"step": 3, "loss": 1.5, "grad_norm": "nan", "lr": 0.1}, entry(3, 1.5, math.nan, rate=0.1)),
