@@ -100,7 +100,7 @@ def known(settings):
                 "tensor": 4,
                 "shard_stage": 3,
                 "precision": "bf16",
-                "reduction": "mean",
+                "reduction": "step",
                 "division": "none",
             },
         ),
@@ -112,6 +112,7 @@ def known(settings):
                 "devices": 16,
                 "per_node": 8,
                 "tensor": 2,
+                "context": 1,
                 "shard_stage": 2,
                 "precision": "fp16",
                 "division": "split",
@@ -241,7 +242,12 @@ context_parallel_degree = 8
 def test_torchtitan_under_the_names_it_used_to_have():
     said = read_settings(TITAN_OF_2024, "llama.toml")
     assert (said.micro_batch, said.accumulation, said.tensor, said.pipeline, said.context) == (2, 1, 4, 2, 8)
-    assert (said.shard_stage, said.notes) == (3, ())
+    assert (said.shard_stage, said.reduction, said.notes) == (3, "mean", ())
+    new = read_settings(TITAN_OF_2024.replace("batch_size", "local_batch_size"), "llama.toml")
+    assert (new.reduction, [note.split(":")[0] for note in new.notes]) == (
+        "step",
+        ["The loss is a sum that the step's tokens divide, and no reduce divides again"],
+    )
     mid_2024 = "[training]\nbatch_size = 4\ndata_parallel_degree = -1\ndata_parallel_type = 'ddp'\n"
     assert read_settings(mid_2024, "llama.toml").shard_stage == 0
     assert read_settings(mid_2024.replace("ddp", "fsdp"), "llama.toml").shard_stage == 3
@@ -364,6 +370,26 @@ def test_a_stage_of_zero_may_stand_in_quotes(stage):
 def test_what_megatron_cuts(flags, stage):
     said = read_settings(f"pretrain_gpt.py --micro-batch-size 4 --bf16 $MORE {flags}", "run.sh")
     assert (said.shard_stage, said.precision) == (stage, "bf16")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_ranks_of_ulysses_see_the_same_samples(size):
+    table = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": size}
+    accelerated = {"parallelism_config_sp_size": size, "parallelism_config_cp_size": 2}
+    for said, context in (
+        (read_settings(json.dumps(table), "ds.json"), size),
+        (read_settings(json.dumps({"distributed_type": "NO", "parallelism_config": accelerated}), "a.json"), 2 * size),
+    ):
+        assert said.context == context
+        assert any("Ulysses" in note for note in said.notes) is (size > 1)
+
+
+def test_a_batch_that_deepspeed_chooses_is_refused():
+    elastic = {"max_train_batch_size": 2048, "micro_batch_sizes": [2, 4]}
+    with pytest.raises(UsageError, match=r"ds\.json: elasticity is enabled: DeepSpeed chooses the batch itself"):
+        read_settings(json.dumps({**DEEPSPEED, "elasticity": {"enabled": True, **elastic}}), "ds.json")
+    off = {**DEEPSPEED, "elasticity": {"enabled": False, **elastic}}
+    assert read_settings(json.dumps(off), "ds.json").global_batch == 2048
 
 
 def test_auto_is_not_a_number_and_not_a_yes():
