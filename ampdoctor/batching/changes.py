@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ampdoctor.batching.batch_plan import BatchPlan
@@ -13,6 +13,15 @@ from ampdoctor.batching.reductions import STACKS
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.evidence.report.plan import PlanChange
 from ampdoctor.scaling.shifts import Division, divisors, reduction_shift
+
+_SAME = "the same for every plan of a batch on a cluster."
+_ACTIVATIONS: Mapping[Reduction, str] = {
+    "mean": f"log2(m'A' / (m A)) for a mean over the micro-batch, divided by the accumulation: {_SAME}",
+    "tokens": f"log2(m'A' / (m A)) for a mean over the step's tokens, times the ranks that are averaged: {_SAME}",
+    "step": "They follow the global batch, for a mean over the step's tokens whose ranks are added up.",
+    "sum": "Nothing, for a sum that nothing divides.",
+}
+"""By how much activation gradients move, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +96,10 @@ def _half_gradients(step: Step) -> Iterator[PlanChange]:
         return
     reduction: Reduction = step.said.reduction or "mean"
     shift = gradient_shift(step.before, step.after, reduction)
-    divided = {
-        "mean": "a mean over the micro-batch, divided by the accumulation",
-        "sum": "a sum that nothing divides",
-        "tokens": "a sum over the tokens of the step, divided by their number",
-    }[reduction]
     yield PlanChange(
         what="fp16 activation gradients",
         figure=smaller(shift.activation),
-        said=f"log2(m'A' / (m A)) for {divided}: the same for every plan of a batch on a cluster." + _mixed(shift)
-        if reduction != "sum"
-        else f"Nothing, for {divided}.{_mixed(shift)}",
+        said=_ACTIVATIONS[reduction] + _mixed(shift),
     )
     ends = sorted({shift.weight, shift.weight_noise})
     yield PlanChange(
@@ -107,12 +109,12 @@ def _half_gradients(step: Step) -> Iterator[PlanChange]:
         f"{'independent' if ends[0] != shift.weight else 'alike'}, the other where they are "
         f"{'alike' if ends[0] != shift.weight else 'independent'}."
         if len(ends) > 1
-        else "log2(A' / A): of what one backward delivers, under the same micro-batch.",
+        else "Of what one backward delivers, under the same micro-batch: as an activation's.",
     )
     yield PlanChange(
         what="loss scale",
         figure=f"x 2^{math.ceil(shift.activation)}",
-        said=_loss_scale(shift.activation),
+        said=_loss_scale(shift.activation) + _larger_weights(shift),
     )
 
 
@@ -124,7 +126,7 @@ def _mixed(shift: GradientShift) -> str:
 
 def _loss_scale(shift: float) -> str:
     if shift == 0:
-        return "The one in force serves as before."
+        return "The one in force serves activation gradients as before."
     if shift > 0:
         return (
             "Keeps fp16's activation gradients where they are. A dynamic scaler grows there by itself, "
@@ -134,6 +136,17 @@ def _loss_scale(shift: float) -> str:
     return (
         "Keeps fp16's activation gradients where they are. At the old scale they are larger: a dynamic scaler skips "
         f"about {_counted(math.ceil(-shift), 'step')} on its way down."
+    )
+
+
+def _larger_weights(shift: GradientShift) -> str:
+    """What that scale does to weight gradients, of which a larger micro-batch sums more samples."""
+    if shift.weight_least >= shift.activation:
+        return ""
+    larger = smaller(shift.weight_least - math.ceil(shift.activation))
+    return (
+        f" At it local weight gradients are up to {larger}, and may overflow: x 2^{math.floor(shift.weight_least)} "
+        "keeps those."
     )
 
 
@@ -182,11 +195,11 @@ def _said(before: int, after: int, division: Division) -> str:
 
 def _token_averages(step: Step) -> Iterator[PlanChange]:
     means = [plan.accumulation * plan.data_parallel for plan in (step.before, step.after)]
-    if step.said.reduction == "tokens":
+    if step.said.reduction in ("tokens", "step"):
         figure = "whole step"
         said = (
-            "Divided by the tokens of the whole step (transformers since 4.46): each token weighs the same under every "
-            "plan."
+            "Divided by the tokens of the whole step (transformers since 4.46, torchtitan since 0.2.2): each token "
+            "weighs the same under every plan."
         )
     elif step.said.reduction == "sum":
         figure = "whole step"

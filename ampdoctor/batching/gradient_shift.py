@@ -6,12 +6,14 @@ sums. With m samples in a micro-batch and A of them before a step:
 | the loss                                        | c       | a sample's gradient | m that agree | m of noise    |
 | a mean over the micro-batch, divided by A       | 1/(m A) | 1/(m A)             | 1/A          | 1/(sqrt(m) A) |
 | tokens: a sum over the N tokens of all, times D | D/N     | 1/(m A)             | 1/A          | 1/(sqrt(m) A) |
+| step: a sum over the N tokens of all            | 1/N     | 1/N                 | m/N          | sqrt(m)/N     |
 | a sum that nothing divides                      | 1       | 1                   | m            | sqrt(m)       |
 
 An activation's gradient belongs to one sample. (BatchNorm mixes samples: its backward takes their mean over the
 micro-batch away from each, which is a sum of m over m.) A weight's gradient is summed over the micro-batch inside a
 single product, whose result is what fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m)
-times it (they are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line.
+times it (they are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line;
+in the third it is the same for every plan of a batch.
 What ranks divide by afterwards, in the reduce, is `scaling.shifts.reduction_shift`.
 """
 
@@ -23,10 +25,11 @@ from typing import Literal
 
 from ampdoctor.batching.batch_plan import BatchPlan
 
-Reduction = Literal["mean", "sum", "tokens"]
+Reduction = Literal["mean", "sum", "tokens", "step"]
 """What the loss of a backward is: a mean over the micro-batch that is then divided by the accumulation; a sum that
 nothing divides (Megatron's per-token loss, which divides the gradients at the end); a sum over the tokens of the whole
-optimizer step, divided by their number (transformers since 4.46)."""
+optimizer step, divided by their number, for a reduce that takes the mean over the ranks (transformers since 4.46) or,
+`step`, for one that adds them up (torchtitan since 0.2.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,4 +82,6 @@ def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "
 
 def _divisor(plan: BatchPlan, reduction: Reduction) -> int:
     """Returns 1/c, up to a factor that plans share."""
-    return 1 if reduction == "sum" else plan.micro_batch * plan.accumulation
+    if reduction == "sum":
+        return 1
+    return plan.global_batch if reduction == "step" else plan.micro_batch * plan.accumulation

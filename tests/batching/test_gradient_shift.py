@@ -30,6 +30,8 @@ def losses_of(reduction, parts, cut):
         return every.sum()
     if reduction == "tokens":
         return every.sum() * cut.data_parallel / sum(LENGTHS)
+    if reduction == "step":
+        return every.sum() / sum(LENGTHS)
     return torch.stack([part.mean() for part in parts]).mean() / cut.accumulation
 
 
@@ -63,7 +65,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens", "step"])
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_each_samples_activation_gradient_moves_exactly_so_far(before, after, reduction):
     generator = torch.Generator().manual_seed(1)
@@ -74,7 +76,7 @@ def test_each_samples_activation_gradient_moves_exactly_so_far(before, after, re
         torch.testing.assert_close(other, one * 2.0**-moved, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens", "step"])
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_weight_gradients_of_samples_that_agree_move_exactly_so_far(before, after, reduction):
     alike = [torch.arange(1.0, WIDTH + 1.0, dtype=torch.float64).expand(1, WIDTH)] * len(LENGTHS)
@@ -83,7 +85,7 @@ def test_weight_gradients_of_samples_that_agree_move_exactly_so_far(before, afte
     torch.testing.assert_close(new[0], old[0] * 2.0**-moved, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "tokens", "step"])
 @pytest.mark.parametrize(("before", "after"), [(plan(4, 1, 64), plan(64, 1, 4)), (plan(16, 4, 4), plan(1, 64, 4))])
 def test_weight_gradients_of_independent_samples_move_by_the_root(before, after, reduction):
     generator = torch.Generator().manual_seed(2)
@@ -91,7 +93,7 @@ def test_weight_gradients_of_independent_samples_move_by_the_root(before, after,
     def sums(cut):
         """What one backward sums where each sample's gradient is a random direction."""
         noise = torch.randn(cut.global_batch, 32, generator=generator, dtype=torch.float64)
-        factor = 1.0 if reduction == "sum" else 1.0 / (cut.micro_batch * cut.accumulation)
+        factor = 1.0 if reduction in ("sum", "step") else 1.0 / (cut.micro_batch * cut.accumulation)
         return [part.sum(0) * factor for part in noise.split(cut.micro_batch)]
 
     shift = gradient_shift(before, after, reduction)

@@ -100,7 +100,7 @@ def known(settings):
                 "tensor": 4,
                 "shard_stage": 3,
                 "precision": "bf16",
-                "reduction": "mean",
+                "reduction": "step",
                 "division": "none",
             },
         ),
@@ -112,6 +112,7 @@ def known(settings):
                 "devices": 16,
                 "per_node": 8,
                 "tensor": 2,
+                "context": 1,
                 "shard_stage": 2,
                 "precision": "fp16",
                 "division": "split",
@@ -241,7 +242,12 @@ context_parallel_degree = 8
 def test_torchtitan_under_the_names_it_used_to_have():
     said = read_settings(TITAN_OF_2024, "llama.toml")
     assert (said.micro_batch, said.accumulation, said.tensor, said.pipeline, said.context) == (2, 1, 4, 2, 8)
-    assert (said.shard_stage, said.notes) == (3, ())
+    assert (said.shard_stage, said.reduction, said.notes) == (3, "mean", ())
+    new = read_settings(TITAN_OF_2024.replace("batch_size", "local_batch_size"), "llama.toml")
+    assert (new.reduction, [note.split(":")[0] for note in new.notes]) == (
+        "step",
+        ["The loss is a sum that the step's tokens divide, and no reduce divides again"],
+    )
     mid_2024 = "[training]\nbatch_size = 4\ndata_parallel_degree = -1\ndata_parallel_type = 'ddp'\n"
     assert read_settings(mid_2024, "llama.toml").shard_stage == 0
     assert read_settings(mid_2024.replace("ddp", "fsdp"), "llama.toml").shard_stage == 3
@@ -366,6 +372,26 @@ def test_what_megatron_cuts(flags, stage):
     assert (said.shard_stage, said.precision) == (stage, "bf16")
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_ranks_of_ulysses_see_the_same_samples(size):
+    table = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": size}
+    accelerated = {"parallelism_config_sp_size": size, "parallelism_config_cp_size": 2}
+    for said, context in (
+        (read_settings(json.dumps(table), "ds.json"), size),
+        (read_settings(json.dumps({"distributed_type": "NO", "parallelism_config": accelerated}), "a.json"), 2 * size),
+    ):
+        assert said.context == context
+        assert any("Ulysses" in note for note in said.notes) is (size > 1)
+
+
+def test_a_batch_that_deepspeed_chooses_is_refused():
+    elastic = {"max_train_batch_size": 2048, "micro_batch_sizes": [2, 4]}
+    with pytest.raises(UsageError, match=r"ds\.json: elasticity is enabled: DeepSpeed chooses the batch itself"):
+        read_settings(json.dumps({**DEEPSPEED, "elasticity": {"enabled": True, **elastic}}), "ds.json")
+    off = {**DEEPSPEED, "elasticity": {"enabled": False, **elastic}}
+    assert read_settings(json.dumps(off), "ds.json").global_batch == 2048
+
+
 def test_auto_is_not_a_number_and_not_a_yes():
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     unknown = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}
@@ -405,6 +431,85 @@ def test_arguments_as_a_json_list(name):
 def test_arguments_in_another_language_are_refused(text):
     with pytest.raises(UsageError, match=r"args\.py lists arguments in quotes and commas: a JSON list is read"):
         read_settings(text, "args.py")
+
+
+BRANCHES = """if [ "$SIZE" = 7B ]; then
+  ARGS="--micro-batch-size 4 --global-batch-size 2048"
+else
+  ARGS="--micro-batch-size {other} --global-batch-size 2048"
+fi
+torchrun --nnodes 64 pretrain_gpt.py $ARGS --lr 1e-4 --fp16
+torchrun --nnodes 1 evaluate.py $ARGS --lr 0
+"""
+
+
+def test_a_flag_of_another_branch_or_command_is_refused_where_it_says_something_else():
+    with pytest.raises(UsageError, match=r"--micro-batch-size stands there with 4 and with 2, and which of them is"):
+        read_settings(BRANCHES.format(other=2), "run.sh")
+    said = read_settings(BRANCHES.format(other=4), "run.sh")
+    assert (said.micro_batch, said.global_batch, said.precision) == (4, 2048, "fp16")
+
+
+def test_a_flag_that_a_variable_names_is_refused():
+    job = "run --micro-batch-size 4 --global-batch-size 2048"
+    for flag in ("--${PREC}", '--"$PREC"', "--no-$PREC"):
+        with pytest.raises(UsageError, match=r"which flag --\S*PREC\S* is, a shell's variable says"):
+            read_settings(f'PREC="fp16"\nARGS="{job} {flag} --bf16"', "run.sh")
+    assert read_settings(f'ARGS="{job}"\n{job} "--fp16" $PREC "${{MORE[@]}}" --lr=$LR', "run.sh").precision == "fp16"
+
+
+def test_a_script_from_windows_is_read_as_any():
+    script = "run --micro-batch-size 4 \\\n --tensor-model-parallel-size \\\n 2 --fp16 # once --fp32\n"
+    said = read_settings(script.replace("\n", "\r\n"), "run.sh")
+    assert (said.micro_batch, said.tensor, said.precision) == (4, 2, "fp16")
+    assert said == read_settings(script, "run.sh")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--batch-size 4 --gradient-accumulation-steps 8", "--output-dir out", "--train-batch-size 8"]
+)
+def test_flags_of_any_program_are_not_trainers(flags):
+    for name, text in (("run.sh", f"python train.py {flags}"), ("args.json", json.dumps(flags.split()))):
+        with pytest.raises(UsageError, match="says nothing of a batch"):
+            read_settings(text, name)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps=2 --fp16 True",
+        "--per-device-train-batch-size 4 --gradient-accumulation-steps 2 --fp16 --output-dir out",
+    ],
+)
+def test_trainers_flags_are_known_by_its_micro_batch(flags):
+    said = read_settings(f"torchrun train.py {flags}", "run.sh")
+    assert (said.framework, said.micro_batch, said.accumulation, said.precision) == ("transformers", 4, 2, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"train_batch_size": 8, "train_batch_size": 4}', "the key 'train_batch_size' stands twice in one table"),
+        ('{\n // ours\n "train_batch_size": 8}', "is not JSON: comments and commas before a bracket are not read"),
+        ('{"train_batch_size": 8,\n}', "is not JSON: comments and commas before a bracket are not read"),
+        ('{"train_batch_size": 8', r"ds\.json is not JSON$"),
+        ('{"train_batch_size": ' + "9" * 6000 + "}", "a number in it has thousands of digits"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_json_that_is_none_or_says_two_things_is_refused(text, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        read_settings(text, "ds.json")
+    twice = '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": false}}  '
+    assert read_settings(twice, "ds.json").global_batch == 8  # a key of two tables is none that stands twice
+
+
+def test_merges_that_multiply_are_refused_at_once():
+    levels = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+    with pytest.raises(UsageError, match=r"more than 65536 keys, or makes them by merging"):
+        read_settings(f"a0: &a0 {{k: 1}}\n{levels}per_device_train_batch_size: 4\n", "args.yaml")
+    base = "base: &base {per_device_train_batch_size: 4, bf16: true}\n"
+    assert read_settings(f"{base}<<: *base\noutput_dir: out\n", "args.yaml").micro_batch == 4
 
 
 def test_a_script_that_takes_its_arguments_apart_is_read():

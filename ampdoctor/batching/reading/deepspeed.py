@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ampdoctor.batching.reading.counts import count, half_of, table_in, word, yes
-from ampdoctor.batching.reading.sharding import zero_stage
+from ampdoctor.batching.reading.sharding import ULYSSES, zero_stage
 from ampdoctor.batching.settings import BatchSettings
+from ampdoctor.errors import UsageError
 from ampdoctor.scaling.shifts import Division
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
@@ -19,8 +20,12 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
     """Returns what the configuration says; as there, any two of the three sizes say the third.
 
     Raises:
-        UsageError: A number that is none, or a ZeRO stage that there is not.
+        UsageError: A number that is none, a ZeRO stage that there is not, or a batch that DeepSpeed chooses.
     """
+    if yes(table_in(table, "elasticity", name), "enabled", name):
+        raise UsageError(
+            f"{name}: elasticity is enabled: DeepSpeed chooses the batch itself, and there is none to keep"
+        )
     stage = zero_stage(table_in(table, "zero_optimization", name), "stage", f"{name}: zero_optimization") or 0
     fp16, bf16 = (yes(table_in(table, half, name), "enabled", name) for half in ("fp16", "bf16"))
     batch = count(table, "train_batch_size", name)
@@ -34,14 +39,16 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
         notes.append(f"auto: Trainer or Accelerate fills in {', '.join(filled)}, and here the command line does.")
     if fp16 is None or bf16 is None:
         notes.append("auto: whether it is fp16 or bf16 stands in Trainer's arguments, and --precision says it.")
-    if table_in(table, "elasticity", name).get("enabled"):
-        notes.append("elasticity is enabled: DeepSpeed then chooses the global batch itself.")
+    sequence = count(table, "sequence_parallel_size", name)
+    if sequence is not None and sequence > 1:
+        notes.append(ULYSSES)
     return BatchSettings(
         framework="deepspeed",
         global_batch=batch,
         micro_batch=micro,
         accumulation=steps,
         tensor=count(table_in(table, "tensor_parallel", name), "autotp_size", name),
+        context=sequence,
         shard_stage=stage,
         precision=half_of(name, fp16=fp16, bf16=bf16),
         division="none" if fp16 is False else _division(table, stage, name),

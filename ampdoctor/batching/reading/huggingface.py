@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ampdoctor.batching.reading.counts import count, half_of, table_in, word, yes
-from ampdoctor.batching.reading.sharding import REPLICATED, Cut, fsdp_of_accelerate, fsdp_of_trainer, zero_stage
+from ampdoctor.batching.reading.sharding import (
+    REPLICATED,
+    ULYSSES,
+    Cut,
+    fsdp_of_accelerate,
+    fsdp_of_trainer,
+    zero_stage,
+)
 from ampdoctor.batching.settings import BatchSettings, Precision
 from ampdoctor.errors import UsageError
 from ampdoctor.scaling.shifts import Division
@@ -109,6 +116,9 @@ def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
         notes.append(f"How {kind} cuts the states stands elsewhere: they are taken as whole; --shard-stage says it.")
     if (count(parallel, "parallelism_config_dp_replicate_size", name) or 1) > 1:
         notes.append(REPLICATED)
+    sequence, context = (count(parallel, f"parallelism_config_{of}_size", name) or 1 for of in ("sp", "cp"))
+    if sequence > 1:
+        notes.append(ULYSSES)
     devices, nodes = count(table, "num_processes", name), count(table, "num_machines", name)
     return BatchSettings(
         framework="accelerate",
@@ -117,7 +127,7 @@ def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
         accumulation=count(deepspeed, "gradient_accumulation_steps", name),
         tensor=count(megatron, "megatron_lm_tp_degree", name) or count(parallel, "parallelism_config_tp_size", name),
         pipeline=count(megatron, "megatron_lm_pp_degree", name),
-        context=count(parallel, "parallelism_config_cp_size", name),
+        context=context * sequence,
         shard_stage=cut.stage,
         within_node=cut.within_node,
         precision=precision,

@@ -1,8 +1,7 @@
-"""Megatron-LM's arguments, from a script that sets them or its YAML; as read in its `training/arguments.py`."""
+"""Megatron-LM's arguments, from the flags of a script or its YAML; as read in its `training/arguments.py`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,44 +10,8 @@ from ampdoctor.batching.reading.sharding import REPLICATED
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
 
-_COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
-_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z0-9-]+)(?:=|[ \t]+(?:\\\n\s*)?)?(?P<value>[^\s\\()=-][^\s\\()]*)?")
-_LISTED = re.compile(r"""--[a-z0-9-]+(=[^\s"',]*)?["']\s*,""")
-"""A flag in quotes with a comma behind it, as in Python and JSON."""
 _FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """Megatron-FSDP's strategies, and the stage of ZeRO that cuts as much."""
-
-
-def flags_in(text: str, name: str) -> dict[str, str | bool]:
-    """Returns the flags of a shell script; the last of several of one name.
-
-    Raises:
-        UsageError: They are items of a list in some other language, which nothing here reads.
-    """
-    script = _COMMENT.sub("", text)
-    if _LISTED.search(script):
-        raise UsageError(
-            f"{name} lists arguments in quotes and commas: a JSON list is read, and a shell script's flags"
-        )
-    return {one["name"].replace("-", "_"): _value(one["value"]) for one in _FLAG.finditer(script)}
-
-
-def flags_of(arguments: list[Any]) -> dict[str, str | bool]:
-    """Returns the flags of a list of arguments, as a program gets them; the last of several of one name."""
-    found: dict[str, str | bool] = {}
-    flag = ""
-    for one in map(str, arguments):
-        if one.startswith("--"):
-            flag, _, value = one.removeprefix("--").partition("=")
-            flag = flag.replace("-", "_")
-            found[flag] = value or True
-        elif found.get(flag) is True:
-            found[flag] = one
-    return found
-
-
-def _value(text: str | None) -> str | bool:
-    return (text or "").strip("\"'") or True
 
 
 def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:

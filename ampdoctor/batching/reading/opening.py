@@ -8,8 +8,10 @@ from pathlib import PurePath
 from typing import Any
 
 from ampdoctor.batching.reading.deepspeed import KEYS, deepspeed
+from ampdoctor.batching.reading.flags import flags_in, flags_of
 from ampdoctor.batching.reading.huggingface import accelerate, trainer_arguments
-from ampdoctor.batching.reading.megatron import flags_in, flags_of, megatron
+from ampdoctor.batching.reading.languages import read_json, table_of, yaml_table
+from ampdoctor.batching.reading.megatron import megatron
 from ampdoctor.batching.reading.torchtitan import torchtitan
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
@@ -33,14 +35,17 @@ def read_settings(text: str, name: str) -> BatchSettings:
     ending = PurePath(name).suffix.lower()
     if ending == ".toml":
         table = _toml(text, name)
-        if "training" in table:
-            return torchtitan(table, name)
-    elif ending in (".yaml", ".yml"):
-        table = _yaml(text, name)
-    elif ending == ".json" or text.lstrip()[:1] == "{":
-        table = _json(text, name)
-    else:
-        table = _listed(text) or flags_in(text, name)
+        return torchtitan(table, name) if "training" in table else _of_table(table, name)
+    if ending in (".yaml", ".yml"):
+        return _of_table(yaml_table(text, name), name)
+    if ending != ".json" and text.lstrip()[:1] != "{":
+        return _of_flags(_listed(text) or flags_in(text, name), name)
+    value = read_json(text, name)
+    flags = _flags(value)
+    return _of_flags(flags, name) if flags else _of_table(table_of(value, name, "JSON"), name)
+
+
+def _of_table(table: Mapping[str, Any], name: str) -> BatchSettings:
     if any(key in table for key in KEYS):
         return deepspeed(table, name)
     if "per_device_train_batch_size" in table:
@@ -51,15 +56,20 @@ def read_settings(text: str, name: str) -> BatchSettings:
         return megatron(table, name)
     if "gradient_accumulation_steps" in table or "output_dir" in table:
         return trainer_arguments(table, name)
-    raise UsageError(f"{name} says nothing of a batch: it is none of {_KNOWN}")
+    raise _nothing(name)
 
 
-def _json(text: str, name: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise UsageError(f"{name} is not JSON") from None
-    return _flags(value) or _table(value, name, "JSON")
+def _of_flags(flags: Mapping[str, Any], name: str) -> BatchSettings:
+    """What a program's flags say: of all programs that have some, only these two are known by theirs."""
+    if "per_device_train_batch_size" in flags:
+        return trainer_arguments(flags, name)
+    if "micro_batch_size" in flags:
+        return megatron(flags, name)
+    raise _nothing(name)
+
+
+def _nothing(name: str) -> UsageError:
+    return UsageError(f"{name} says nothing of a batch: it is none of {_KNOWN}")
 
 
 def _listed(text: str) -> Mapping[str, Any]:
@@ -83,22 +93,3 @@ def _toml(text: str, name: str) -> Mapping[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name} is not TOML: {error}") from None
-
-
-def _yaml(text: str, name: str) -> Mapping[str, Any]:
-    try:
-        import yaml
-    except ImportError:
-        raise UsageError(
-            f"{name} is YAML, and PyYAML, which reads it, is not installed: pip install 'ampdoctor[yaml]'"
-        ) from None
-    try:
-        return _table(yaml.safe_load(text), name, "YAML")
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise UsageError(f"{name} is not YAML") from None
-
-
-def _table(value: Any, name: str, language: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{name} is {language}, and no table of settings")
-    return value

@@ -23,6 +23,9 @@ _BESIDE = ("offload", "auto_wrap")
 REPLICATED = "Replicated shards: --shard-stage sizes states as if all ranks shared one copy."
 """Where a number of replicas is given, each of which is a copy; whether it is to stay, nobody says."""
 
+ULYSSES = "Ulysses' sequence parallel ranks see the same samples: they are counted as context parallel (--cp)."
+"""DeepSpeed's `sequence_parallel_size`, by which it divides the ranks, and which shares the states as they do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:

@@ -1,7 +1,8 @@
 """A torchtitan TOML: releases up to 0.2.2 read one (`config/job_config.py`), 0.3 is configured in Python.
 
 `batch_size` is `local_batch_size` since mid 2025, and degrees stood in `training` and `experimental` before
-`parallelism` had them. The accumulation is derived; a fork (flame) is told it.
+`parallelism` had them. The accumulation is derived; a fork (flame) is told it. Since 0.2.2 the loss of a micro-batch is
+its sum over the step's tokens (`forward_backward_step`), and FSDP divides no more (`disable_fsdp_gradient_division`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from ampdoctor.batching.settings import BatchSettings, Precision
 from ampdoctor.errors import UsageError
 
 _DEFAULT_SIZE = 8
+_STEP = (
+    "The loss is a sum that the step's tokens divide, and no reduce divides again: torchtitan since 0.2.2. Releases "
+    "before take the mean of each micro-batch, which --reduction mean says."
+)
 
 
 def torchtitan(table: Mapping[str, Any], name: str) -> BatchSettings:
@@ -39,6 +44,9 @@ def torchtitan(table: Mapping[str, Any], name: str) -> BatchSettings:
     if size is None:
         size = _DEFAULT_SIZE
         notes.append(f"local_batch_size is not given: {size}, as torchtitan takes it.")
+    old = "batch_size" in training
+    if not old:
+        notes.append(_STEP)
     return BatchSettings(
         framework="torchtitan",
         global_batch=batch,
@@ -49,7 +57,7 @@ def torchtitan(table: Mapping[str, Any], name: str) -> BatchSettings:
         context=count(parallelism, "context_parallel_degree", name),
         shard_stage=_stage(training, parallelism, name),
         precision=precision,
-        reduction="mean",
+        reduction="mean" if old else "step",
         division="split" if precision == "fp16" and training.get("mixed_precision_reduce") == "float16" else "none",
         notes=tuple(notes),
     )

@@ -102,8 +102,12 @@ class BatchOptions:
         ONE_RUN,
     ] = None
     reduction: Annotated[
-        Literal["mean", "sum", "tokens"] | None,
-        typer.Option("--reduction", help="The loss: a mean over the micro-batch, a sum, or a mean over all tokens."),
+        Literal["mean", "sum", "tokens", "step"] | None,
+        typer.Option(
+            "--reduction",
+            help="The loss: a mean over the micro-batch; a sum; a mean over the step's tokens, where ranks are "
+            "averaged (tokens) or added up (step).",
+        ),
         ONE_RUN,
     ] = None
     precision: Annotated[Precision | None, typer.Option("--precision", help="Of the job [default: fp16]."), ONE_RUN] = (

@@ -218,6 +218,7 @@ def test_what_one_job_of_its_own_can_do(plan):
     ("arguments", "figure", "sentence"),
     [
         (["--reduction", "sum"], "whole step", "A sum weighs each token alike"),
+        (["--reduction", "step"], "whole step", "Divided by the tokens of the whole step"),
         (["--reduction", "tokens"], "whole step", "Divided by the tokens of the whole step"),
         (["--max-micro-batch", 8], "512 -> 256 means", "Divide by the step's tokens instead"),
         (["--max-micro-batch", 4], "512 means, as before", "a token weighs what it did"),
@@ -227,6 +228,38 @@ def test_what_a_token_weighs(plan, arguments, figure, sentence):
     _, section = plan(*THE_CASE, "--micro-batch", 4, *arguments)
     assert figures(section)["token-weighted averages"] == figure
     assert sentence in said_of(section, "token-weighted averages")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "step"])
+@pytest.mark.parametrize(
+    ("most", "weights", "scale"),
+    [
+        (
+            64,
+            "4 binades larger to 2 binades larger",
+            (
+                "The one in force serves activation gradients as before. At it local weight gradients are up to 4 "
+                "binades larger, and may overflow: x 2^-4 keeps those."
+            ),
+        ),
+        (4, "as before", "The one in force serves activation gradients as before."),
+    ],
+)
+def test_a_larger_micro_batch_makes_weight_gradients_larger(plan, reduction, most, weights, scale):
+    job = ["--micro-batch", 4, "--max-micro-batch", most, "--reduction", reduction]
+    _, section = plan("--global-batch", 2048, "--gpus", 512, "--to-gpus", 32, *job)
+    said = figures(section)
+    assert (said["fp16 activation gradients"], said["fp16 local weight gradients"]) == ("as before", weights)
+    assert (said["loss scale"], said_of(section, "loss scale")) == ("x 2^0", scale)
+
+
+def test_of_torchtitan_another_plan_moves_no_token(plan, tmp_path):
+    file = tmp_path / "llama.toml"
+    file.write_text("[training]\nlocal_batch_size = 4\nglobal_batch_size = 2048\n")
+    _, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8)
+    assert figures(section)["token-weighted averages"] == "whole step"
+    _, section = plan(file, "--gpus", 512, "--to-gpus", 128, "--max-micro-batch", 8, "--reduction", "mean")
+    assert "is another objective" in said_of(section, "token-weighted averages")
 
 
 def test_megatrons_loss_per_token_is_not_told_to_divide_by_tokens(plan, tmp_path):
