@@ -16,8 +16,8 @@ from ampdoctor.scaling.shifts import Division, divisors, reduction_shift
 
 _SAME = "the same for every plan of a batch on a cluster."
 _ACTIVATIONS: Mapping[Reduction, str] = {
-    "mean": f"log2(m'A' / (m A)) for a mean over the micro-batch, divided by the accumulation: {_SAME}",
-    "tokens": f"log2(m'A' / (m A)) for a mean over the step's tokens, times the ranks that are averaged: {_SAME}",
+    "mean": f"log2(m'A'/(mA)) for a mean over the micro-batch, divided by the accumulation: {_SAME}",
+    "tokens": f"log2(m'A'/(mA)) for a mean over the step's tokens, times the ranks that are averaged: {_SAME}",
     "step": "They follow the global batch, for a mean over the step's tokens whose ranks are added up.",
     "sum": "Nothing, for a sum that nothing divides.",
 }
@@ -145,8 +145,8 @@ def _larger_weights(shift: GradientShift) -> str:
         return ""
     larger = smaller(shift.weight_least - math.ceil(shift.activation))
     return (
-        f" At it local weight gradients are up to {larger}, and may overflow: x 2^{math.floor(shift.weight_least)} "
-        "keeps those."
+        f" At x 2^{math.ceil(shift.activation)} local weight gradients are up to {larger}, and may overflow: "
+        f"x 2^{math.floor(shift.weight_least)} keeps those."
     )
 
 

@@ -36,6 +36,7 @@ class BatchSettings:
         fixed_total: The data loader's batch is that of all ranks (Accelerate's and Trainer's `split_batches`).
         filled: Sizes that are not given here are given elsewhere, and stay (DeepSpeed's "auto").
         peak_memory: Most bytes that a device of it has held, where it was measured.
+        unmeasured: It is of a run's log, and its memory was not measured.
         notes: What else there is to say, a sentence each.
     """
 
@@ -57,4 +58,5 @@ class BatchSettings:
     fixed_total: bool = False
     filled: bool = False
     peak_memory: int | None = None
+    unmeasured: bool = False
     notes: tuple[str, ...] = ()

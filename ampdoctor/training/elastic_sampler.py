@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import index
 from typing import Any
 
 import torch
@@ -58,8 +59,12 @@ class ElasticSampler(Sampler[list[int]]):
             start: The optimizer steps of it that are done already, as a checkpoint says.
 
         Raises:
-            UsageError: The epoch has fewer steps.
+            UsageError: The epoch has fewer steps, or one of them is no whole number.
         """
+        try:
+            epoch, start = index(epoch), index(start)
+        except TypeError:
+            raise UsageError(f"an epoch and its steps are whole numbers, not {epoch} and {start}") from None
         if not 0 <= start <= self.steps_per_epoch:
             raise UsageError(f"an epoch has {self.steps_per_epoch} steps: it cannot start at step {start}")
         self._epoch, self._start = epoch, start

@@ -84,7 +84,7 @@ def plan_section(request: PlanRequest) -> PlanSection:
             "what fits a device is not known: --max-micro-batch says it, or --memory-per-sample and --device-memory"
         )
     cluster = request.after
-    planned = _Planned(batch=batch, most=most, memory=memory)
+    planned = _Planned(batch=batch, most=most, memory=memory, bounded=_is_bounded(request.memory))
     exact = tuple(planned.on(one, cluster) for one in exact_plans(batch, cluster.data_parallel, batch))
     near = () if exact else nearest_plans(batch, cluster.data_parallel, most)
     fewer = None
@@ -180,12 +180,14 @@ class _Planned:
         batch: The global batch that is asked for.
         most: The largest micro-batch that fits.
         memory: What is known of a device's.
+        bounded: Whether a larger one is known not to.
     """
 
-    def __init__(self, *, batch: int, most: int, memory: Memory) -> None:
+    def __init__(self, *, batch: int, most: int, memory: Memory, bounded: bool) -> None:
         self._batch = batch
         self._most = most
         self._memory = memory
+        self._bounded = bounded
 
     def on(self, one: BatchPlan, cluster: Cluster) -> PlannedBatch:
         """Returns a plan on a cluster."""
@@ -197,8 +199,13 @@ class _Planned:
             off=one.global_batch - self._batch,
             devices=cluster.devices,
             bytes_needed=self._memory.needs(one.micro_batch, cluster),
-            fits=one.micro_batch <= self._most,
+            fits=True if one.micro_batch <= self._most else False if self._bounded else None,
         )
+
+
+def _is_bounded(memory: Memory) -> bool:
+    """Whether something says what does not fit; that the micro-batch in force does is no bound."""
+    return (memory.known_to_fit, memory.device, memory.per_sample) != (None, None, None)
 
 
 def _known_to_fit(request: PlanRequest, before: BatchPlan | None) -> Memory:
@@ -213,7 +220,7 @@ def _in_force(one: BatchPlan | None, source: str, request: PlanRequest, planned:
     if one is None or request.before is None:
         return None
     shown = planned.on(one, request.before)
-    return BatchInForce(plan=replace(shown, fits=True), source=source, fits=shown.fits)
+    return BatchInForce(plan=replace(shown, fits=True), source=source, fits=bool(shown.fits))
 
 
 def _shown(cluster: Cluster) -> PlannedCluster:

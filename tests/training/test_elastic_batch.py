@@ -348,6 +348,15 @@ def test_an_epoch_cannot_start_behind_its_end():
         sampler.set_epoch(0, start=4)
 
 
+@pytest.mark.parametrize("where", [(1.5,), (1, 0.0), ("1",)])
+def test_an_epoch_is_a_whole_number(where):
+    sampler = ampdoctor.elastic_batch(4, 2).sampler(range(9))
+    with pytest.raises(UsageError, match="an epoch and its steps are whole numbers"):
+        sampler.set_epoch(*where)
+    sampler.set_epoch(torch.tensor(3), 1)
+    assert len(list(sampler)) == len(sampler) == 3
+
+
 @pytest.mark.parametrize(("length", "drop_last"), [(0, False), (3, True)])
 def test_data_that_fill_no_step_are_refused(length, drop_last):
     with pytest.raises(UsageError, match="fill no step"):

@@ -209,6 +209,11 @@ class MemoryOptions:
                 raise UsageError("a peak memory is of the job in force: --gpus and --micro-batch say which that is")
             per_sample = per_sample_of_peak(peak, said.micro_batch, states, before)
         if device is not None and per_sample is None and self.max_micro_batch is None:
+            if said.unmeasured:
+                raise UsageError(
+                    "--device-memory: the log has no measured peak of memory (a run on a CPU has none), and "
+                    "--memory-per-sample or --peak-memory says what fits in its place"
+                )
             raise UsageError("--device-memory says what fits beside --memory-per-sample or --peak-memory alone")
         return Memory(
             per_sample=per_sample,

@@ -40,7 +40,8 @@ class PlannedBatch:
         off: Samples by which that is more than the batch that is asked for; below 0: less.
         devices: Devices that work; fewer than there are where that makes the plan exact.
         bytes_needed: Memory that a device needs for it; None where nothing says that.
-        fits: Whether that is there.
+        fits: Whether that is there; null where all that is known is that the micro-batch in force fits, and this one is
+            larger.
     """
 
     micro_batch: Positive
@@ -50,7 +51,7 @@ class PlannedBatch:
     off: int
     devices: Positive
     bytes_needed: float | None
-    fits: bool
+    fits: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

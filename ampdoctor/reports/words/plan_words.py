@@ -69,14 +69,19 @@ def plan_rows(section: PlanSection) -> Iterator[list[str]]:
         marked = marked or bool(label)
         same = force is not None and plan.micro_batch == force.plan.micro_batch
         fits = "the micro-batch in force" if same else ""
-        larger = f"; nor do {words.count(len(refused) - _REFUSED, 'larger one')}"
-        more = larger if plan in refused[-_REFUSED:][:1] and len(refused) > _REFUSED else ""
-        yield row(label, plan, fits if plan.fits else f"does not fit{more}")
+        larger = len(refused) - _REFUSED if plan in refused[-_REFUSED:][:1] else 0
+        yield row(label, plan, fits if plan.fits else _unfit(plan, larger))
     if section.fewer is not None:
         idle = section.after.devices - section.fewer.devices
         yield row("exact", section.fewer, f"{idle} of {words.count(section.after.devices, 'device')} idle")
     for index, plan in enumerate(section.nearest):
-        yield row("" if index else "nearest", plan, "" if plan.fits else "does not fit")
+        yield row("" if index else "nearest", plan, "" if plan.fits else _unfit(plan, 0))
+
+
+def _unfit(plan: PlannedBatch, larger: int) -> str:
+    """That a plan does not fit, or is not known to, and so many larger ones that are not shown."""
+    said, one, several = ("not known to fit", "is", "are") if plan.fits is None else ("does not fit", "does", "do")
+    return f"{said}; nor {one if larger == 1 else several} {words.count(larger, 'larger one')}" if larger > 0 else said
 
 
 def changes_title(section: PlanSection) -> str:

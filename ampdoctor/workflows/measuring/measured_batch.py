@@ -56,5 +56,6 @@ def _measured(lines: Iterable[Stamped], path: str) -> BatchSettings:
         micro_batch=micro if micro and not left else None,
         precision=precision if precision in ("fp32", "tf32", "bf16", "fp16", "fp8") else None,  # type: ignore[arg-type]
         peak_memory=peak or None,
+        unmeasured=not peak,
         notes=("The batch in force is what the run's log has counted.",),
     )

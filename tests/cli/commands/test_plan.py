@@ -147,6 +147,33 @@ def test_where_not_one_sample_fits_it_exits_with_1(plan):
     assert (code, section["memory"]["max_micro_batch"]) == (1, 0)
 
 
+def test_a_formula_is_one_code_span(capsys):
+    assert main(["plan", *THE_CASE, "--max-micro-batch", "8", "--isolated", "--format", "markdown"]) == 0
+    assert "`log2(m'A'/(mA))` for a mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("known", "fits", "shown"),
+    [
+        ([], None, ["not known to fit; nor is 1 larger one", "not known to fit"]),
+        (["--params", "1B"], None, ["not known to fit; nor is 1 larger one", "not known to fit"]),
+        (["--max-micro-batch", 4], False, ["does not fit; nor does 1 larger one", "does not fit"]),
+        (["--device-memory", "40GB", "--memory-per-sample", "9GB"], False, ["does not fit; nor does 1 larger one"]),
+    ],
+)
+def test_what_is_only_not_known_to_fit_is_not_said_not_to(plan, known, fits, shown, capsys):
+    job = ["--global-batch", 2048, "--gpus", 512, "--to-gpus", 64, "--micro-batch", 4, *known]
+    code, section = plan(*job)
+    assert (code, used(section)) == (0, (64, 4, 8))
+    assert {one["micro_batch"]: one["fits"] for one in section["exact"] if not one["fits"]} == dict.fromkeys(
+        (32, 16, 8), fits
+    )
+    for form in ("human", "markdown", "html"):
+        assert main(["plan", *map(str, job), "--isolated", "--format", form]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert all(one in said.replace("`", "") for one in shown)
+
+
 def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_path):
     run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
     steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1), memory_bytes=10**9 * (8 + n)) for n in range(3)]
@@ -159,6 +186,19 @@ def test_a_watched_run_says_what_is_in_force_and_what_a_sample_takes(plan, tmp_p
     assert (code, product(section["in_force"]["plan"]), section["global_batch"]) == (0, (8, 4, 2), 64)
     assert section["memory"]["per_sample"] == pytest.approx((10e9 - 0.2e9) / 4)
     assert used(section) == (2, 2, 16)
+
+
+def test_a_log_without_a_measured_peak_says_so(tmp_path, capsys):
+    run = RunLine(name="first", tensors=(), optimizers=("AdamW",), precision="fp16", accumulation=2)
+    steps = [StepLine(step=n, micro_steps=2, samples=64 * (n + 1)) for n in range(3)]
+    stamp = Stamp(run_id="r", world_size=8, time_ms=0)
+    log = tmp_path / "ampdoctor-health"
+    log.mkdir()
+    (log / "log.jsonl").write_text("".join(f"{text_of(Stamped(stamp=stamp, line=line))}\n" for line in (run, *steps)))
+    job = ["plan", str(log), "--to-gpus", "2", "--device-memory", "10GB", "--isolated"]
+    assert main(job) == 2
+    assert "the log has no measured peak of memory" in " ".join(capsys.readouterr().err.split())
+    assert main([*job, "--peak-memory", "9GB"]) == main([*job, "--memory-per-sample", "1GB"]) == 0
 
 
 def test_what_is_taken_to_be_in_force_fits_as_well(plan):
@@ -238,8 +278,8 @@ def test_what_a_token_weighs(plan, arguments, figure, sentence):
             64,
             "4 binades larger to 2 binades larger",
             (
-                "The one in force serves activation gradients as before. At it local weight gradients are up to 4 "
-                "binades larger, and may overflow: x 2^-4 keeps those."
+                "The one in force serves activation gradients as before. At x 2^0 local weight gradients are up to "
+                "4 binades larger, and may overflow: x 2^-4 keeps those."
             ),
         ),
         (4, "as before", "The one in force serves activation gradients as before."),
