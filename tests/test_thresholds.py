@@ -313,6 +313,7 @@ CASES = {
     "AMP723.falls": (6, watched(steps(**test_step_rules.scale([100, 200, 300, 400])))),
     "AMP723.in_a_row": (2, watched(steps(**test_step_rules.scale([100, 101])))),
     "AMP723.least": (4096.0, watched(steps(**test_step_rules.scale([100, 101, 102, 103, 104])))),
+    "AMP723.at_floor": (3, watched(steps(**test_step_rules.at_floor(20)))),
     "AMP724.sum": (4.0, watched(steps(900, loss=slight_rise, gradient_norm=noisy_rise))),
     "AMP724.loss": (0.5, watched(steps(900, loss=slight_rise))),
     "AMP724.norm": (0.5, watched(steps(900, gradient_norm=noisy_rise))),

@@ -44,6 +44,7 @@ class ScaleHistory:
         falls: How often it has fallen since it last grew, not counting the falls before the first taken step.
         fallen: Binades by which it has fallen since then.
         in_a_row: Skipped steps up to this one.
+        unmoved: Those of them, up to this one, that have left the scale where it was.
         growths: How often it has grown.
         settled: A step has been taken.
         lengths: Taken steps between the last falls, the newest at the end.
@@ -54,6 +55,7 @@ class ScaleHistory:
     falls: int = 0
     fallen: float = 0.0
     in_a_row: int = 0
+    unmoved: int = 0
     growths: int = 0
     settled: bool = False
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
@@ -65,6 +67,7 @@ class ScaleHistory:
         if scale is None:
             return
         before, self.now = self.now, scale
+        self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
         if before is not None and self.settled and before > 0 and scale > 0:
             if scale < before:
                 self.falls += 1

@@ -41,13 +41,23 @@ LEAST = Threshold(
     why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
     "gradients are not to be trusted.",
 )
+AT_FLOOR = Threshold(
+    code="AMP723",
+    name="at_floor",
+    default=8,
+    unit="steps",
+    lowest=2,
+    highest=1000,
+    why="Skipped one after another at one scale. A scaler falls at each overflow, DeepSpeed's and Megatron-LM's by "
+    "default at every second: a scale that eight leave where it is has a floor (DeepSpeed's is 1) or is fixed.",
+)
 RULE = register(
     "AMP723",
     "scale-ratchets",
     "The loss scale falls and does not grow",
     worst="error",
     commands=WATCHED,
-    thresholds=(FALLS, IN_A_ROW, LEAST),
+    thresholds=(FALLS, IN_A_ROW, LEAST, AT_FLOOR),
 )
 
 
@@ -57,12 +67,15 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
     if not scale.settled or scale.now is None or not (scale.falls or scale.in_a_row):
         return ()
     low = scale.now < thresholds[LEAST] and scale.highest >= thresholds[LEAST]
+    stuck = scale.unmoved >= thresholds[AT_FLOOR]
     many = scale.falls >= thresholds[FALLS] or scale.in_a_row >= thresholds[IN_A_ROW]
-    if not (low or many):
+    if not (low or stuck or many):
         return ()
     line = moment.line
-    severity: Severity = "error" if low else "warning"
+    severity: Severity = "error" if low or stuck else "warning"
     skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
+    if stuck:
+        skipped += f", the last {scale.unmoved} of them without a fall: no step is taken any more"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
     finding = over_time_finding(
         RULE,
