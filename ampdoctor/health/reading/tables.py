@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,20 @@ def _is_table(name: str) -> bool:
 def _rows(file: RegularFile, left: Left) -> Iterator[Mapping[str, Any]]:
     lines = lines_in(file, left=left)
     if _is_table(file.name):
-        delimiter = "\t" if Path(file.name).suffix == ".tsv" else ","
-        yield from csv_rows(lines, file.name, delimiter=delimiter, left=left)
+        header = next(lines, b"")
+        yield from csv_rows(chain([header], lines), file.name, delimiter=_delimiter(file.name, header), left=left)
         return
     yield from json_rows(lines, left)
     torn = Left()
     yield from json_rows([left.unfinished], torn)  # an object is whole where it can be read
     if not torn.damaged:  # else it was no object
         left.unfinished = b""
+
+
+def _delimiter(name: str, header: bytes) -> str:
+    if Path(name).suffix == ".tsv":
+        return "\t"
+    return ";" if b";" in header and b"," not in header else ","
 
 
 def _is_a_log(place: Place, name: str) -> bool:

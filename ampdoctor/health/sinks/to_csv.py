@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from ampdoctor.errors import OutputError
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import METRICS, parts_of
 from ampdoctor.health.sinks.sink import Kind, RunFacts
@@ -18,7 +19,11 @@ _ALERTS = ["step", "time_ms", "severity", "code", "name", "message", "help"]
 
 
 class CsvFiles:
-    """Appends to the files of a folder; each begins with the names of its columns."""
+    """Appends to the files of a folder; each begins with the names of its columns.
+
+    Raises:
+        OutputError: One of them is there and begins with others.
+    """
 
     def __init__(self, folder: str, _facts: RunFacts) -> None:
         self._files: list[TextIO] = []
@@ -58,10 +63,16 @@ class CsvFiles:
             file.close()
 
     def _begin(self, path: Path, columns: list[str]) -> csv.DictWriter[str]:
-        file = path.open("a", newline="", encoding="utf-8")
+        header = ",".join(columns)
+        file = path.open("a+", newline="", encoding="utf-8", errors="replace")
         self._files.append(file)
+        file.seek(0)
+        first = file.readline(len(header) + 2).rstrip("\r\n")
+        if first not in ("", header):
+            self.close()
+            raise OutputError(f"{path} has other columns than those of an export, and stays as it is")
         writer = csv.DictWriter(file, columns)
-        if not file.tell():
+        if not first:
             writer.writeheader()
         return writer
 

@@ -69,6 +69,12 @@ def test_a_comma_in_a_table_with_tabs_ends_no_cell(tmp_path):
     assert (step.step, step.loss, step.gradient_norm) == (1, 2.5, None)
 
 
+def test_a_semicolon_parts_cells_where_the_names_have_no_comma(tmp_path):
+    (tmp_path / "t.csv").write_text("step;loss;note\n1;2.5;a, b\n")
+    (step,), _ = read(tmp_path / "t.csv")
+    assert (step.step, step.loss) == (1, 2.5)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [

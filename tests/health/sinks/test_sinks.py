@@ -391,6 +391,17 @@ def test_nothing_but_a_file_is_replaced_and_no_pipe_is_waited_for(text, tmp_path
         export_of(text)
 
 
+def test_a_file_with_other_columns_is_not_appended_to(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "steps.csv").write_text("my,own\n1,2\n")
+    with pytest.raises(OutputError, match=r"steps.csv has other columns than those of an export, and stays as it is"):
+        export(a_run(), [export_of("csv=out")])
+    assert (tmp_path / "out" / "steps.csv").read_text() == "my,own\n1,2\n"
+    export(a_run(), [export_of("csv=new")])
+    export(a_run(), [export_of("csv=new")])  # as a job that goes on does
+    assert len((tmp_path / "new" / "steps.csv").read_text().splitlines()) == 21
+
+
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
     (tmp_path / "link.prom").symlink_to("file.prom")
     export(a_run(), [export_of("openmetrics=link.prom")])
