@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -136,16 +136,19 @@ class TrainerMonitor:
     """msprobe's `TrainerMon` over weight gradients; it cannot be taken off again, and has a copy of each loop."""
 
     _kept: WeakKeyDictionary[Loop, Loop] = field(default_factory=WeakKeyDictionary)
+    _folder: str = ""
 
     @contextmanager
     def __call__(self, loop: Loop) -> Iterator[Loop]:
         """Give the copy of this loop."""
+        self._folder = self._folder or mkdtemp()
         if loop not in self._kept:
             model = copy.deepcopy(loop.model)
             self._kept[loop] = Loop(model, loop.batch, loop.loss, like(loop.optimizer, model))
-            with TemporaryDirectory() as folder, chdir(folder):
+            with chdir(self._folder):
                 trainer_mon(model, self._kept[loop].optimizer)
-        yield self._kept[loop]
+        with chdir(self._folder):  # it writes where the loop stands
+            yield self._kept[loop]
 
 
 @contextmanager
