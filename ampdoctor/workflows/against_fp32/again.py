@@ -92,7 +92,8 @@ class Again:
             now = sample(tensor).double()
             if name not in meant or now.shape != meant[name].shape:
                 continue
-            gone = now - old.get((name, key), torch.zeros_like(now))
+            now = now.to(meant[name].device)  # a count of steps lies on the CPU
+            gone = now - old.get((name, key), torch.zeros_like(now)).to(now.device)
             # a master has moved so; a compensation holds what fp32, which adds it up, has moved and the weight has not
             together = (gone, -gone, done[name] + now, done[name] - now)
             apart = min(float((move - meant[name]).norm()) for move in together)
@@ -108,8 +109,10 @@ class Again:
         parameters = [tensor.detach() for _, tensor in held(self.session)]
         found = {
             name
-            for (_, name), state in states_of(self.session)
-            if any(p.dtype == state.dtype and p.shape == state.shape and torch.equal(p, state) for p in parameters)
+            for (_, name), state in states_of(self.session)  # an average may lie on the CPU
+            if any(
+                p.dtype == state.dtype and p.shape == state.shape and p.equal(state.to(p.device)) for p in parameters
+            )
         }
         self.before.restore()
         return frozenset(found)
@@ -303,9 +306,9 @@ def _with_masters(session: Session, before: Mapping[str, torch.Tensor], start: S
             continue
         for parameter, move in meant.items():
             weight = weights[parameter]
-            if weight.shape != tensor.shape or not torch.equal(tensor.detach().to(weight.dtype), weight.detach()):
+            if weight.shape != tensor.shape or not weight.detach().equal(tensor.detach().to(weight)):
                 continue
-            now, began = sample(tensor).double(), (sample(old).double(), start[parameter].double())
+            now, began = sample(tensor).to(move), (sample(old).to(move), start[parameter].to(move))
             apart = min(float((now - one - move).norm()) for one in began)
             if apart <= KEPT_ELSEWHERE * float(move.norm()):
                 found.add(parameter)

@@ -119,7 +119,7 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
             return half
         parts = (p[at[id(half)] :][: half.numel()] for p in flat if at[id(half)] + half.numel() <= p.numel())
         for one in (*(p for p in others if p.shape == half.shape), *(p.view(half.shape) for p in parts)):
-            if torch.equal(one.detach().to(half.dtype), half.detach()):
+            if half.detach().equal(one.detach().to(half)):  # masters may lie on the CPU
                 return one
         return half
 
