@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader
 from ampdoctor.replay.positioning.loaders import epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.positioning.place import ORDER_UNKNOWN
 from ampdoctor.replay.reached.walk import cell_contents
+from ampdoctor.replay.scripts.anew import Mark
 from ampdoctor.replay.scripts.seam import Body, Items
 from ampdoctor.replay.scripts.trying import Lesson
+
+_END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +31,7 @@ class Rounds:
         loaders: The DataLoaders among what its header reads.
         next_round: Told that the loop has come to its end; returns whether it begins anew, as in the next epoch.
         say: Told where the data may be others than the training's.
+        makes_anew: A round makes some of its parts anew.
     """
 
     items: Items | None
@@ -35,9 +39,13 @@ class Rounds:
     loaders: tuple[DataLoader[Any], ...]
     next_round: Callable[[], bool]
     say: Callable[[str], None]
+    makes_anew: bool = False
 
     def drawn(self) -> Iterator[Any]:
-        """Yields the items, round after round; a source that gives nothing the second time was an iterator."""
+        """Yields the items, round after round; with a mark between two rounds where one makes parts anew.
+
+        A source that gives nothing the second time was an iterator.
+        """
         if self.items is None:
             yield from itertools.repeat(None)
             return
@@ -48,6 +56,8 @@ class Rounds:
                 holder.set_epoch(epoch + number)
             empty = True
             for item in self.items():
+                if number and empty and self.makes_anew:
+                    yield Mark.NEW_ROUND
                 empty = False
                 yield item
             if empty or not self.next_round():
@@ -78,16 +88,28 @@ def steps(rounds: Rounds, _read: object, lesson: Lesson, over: Sequence[bool], s
     """
     drawn = rounds.drawn()
     if rounds.items is not None:
-        for _ in itertools.islice(drawn, rounds.behind + start * lesson.together):
-            pass
+        _taken(drawn, rounds.behind + start * lesson.together)
         if start and any(map(shuffles_by_the_process, rounds.loaders)):
             rounds.say(ORDER_UNKNOWN)
     many = lesson.together * lesson.updates
     while not over:
-        step = list(itertools.islice(drawn, many))
+        step = _taken(drawn, many)
         if len(step) < many:
             return
         yield step
+
+
+def _taken(drawn: Iterator[Any], many: int) -> list[Any]:
+    """Returns the next items, with the marks before and among them; fewer where the source ends."""
+    taken: list[Any] = []
+    left = many
+    while left:
+        item = next(drawn, _END)
+        if item is _END:
+            return []
+        taken.append(item)
+        left -= item is not Mark.NEW_ROUND
+    return taken
 
 
 def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from ampdoctor.loop.backwards import scaled_within
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
+from ampdoctor.replay.scripts.anew import Mark
 from ampdoctor.replay.scripts.files import Files
 from ampdoctor.replay.scripts.header import bound_by
 from ampdoctor.replay.scripts.seam import Body, entered
@@ -26,12 +27,14 @@ class Stepping:
         files: What it writes.
         seen: Variables of the functions that the loop was left in: what they hold lives as long as this.
         over: Has an entry once the loop would have ended.
+        begins_anew: Called where the loop begins anew.
     """
 
     scalers: tuple[Any, ...]
     files: Files
     seen: Any
     over: list[bool]
+    begins_anew: Callable[[], None]
 
 
 def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:
@@ -53,6 +56,9 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
     losses: list[Any] = []
     with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing(), entered(around):
         for item in batch:
+            if item is Mark.NEW_ROUND:
+                stepping.begins_anew()
+                continue
             said = body(item)
             if said is not None:
                 stepping.over.append(True)
