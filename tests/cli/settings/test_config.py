@@ -7,6 +7,7 @@ import os
 import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -434,7 +435,7 @@ def test_a_named_file_and_the_environment_may_name_a_server(folder, capsys, monk
     (folder / "inner" / "ci.toml").write_text("[health]\nexport = ['wandb=me/project', 'csv=~/out', 'csv=../out']\n")
     assert main(["health", "--show-config", "--format", "json", "--config", "inner/ci.toml"]) == 0
     found = json.loads(capsys.readouterr().out)["settings"]
-    assert found["export"]["value"] == ["wandb=me/project", f"csv={os.path.expanduser('~/out')}", "csv=out"]
+    assert found["export"]["value"] == ["wandb=me/project", f"csv={Path('~/out').expanduser()}", "csv=out"]
     monkeypatch.setenv("AMPDOCTOR_EXPORT", "mlflow=https://mine.example")
     assert main(["health", "--show-config", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["export"]["value"] == ["mlflow=https://mine.example"]
