@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.found import Found, find
 from ampdoctor.checkpoints.layouts.step_names import step_in
-from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, UsageError
+from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, SeveralRunsError, UsageError
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report import Report, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.opening import has_log, has_log_below
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
@@ -79,6 +80,32 @@ def scan_found(
         told = progress_of(progress, member)
         return examine(checkpoint, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
 
+    try:
+        found.require_one_run()
+    except SeveralRunsError as error:
+        raise CheckpointError(f"{error} Type: ampdoctor scan {error.typed}") from None
+    report = _scanned(found, look, every_member=every_member, thresholds=thresholds, set_aside=set_aside)
+    return _with_what_was_passed_over(report, found)
+
+
+def _with_what_was_passed_over(report: Report, found: Found) -> Report:
+    """The report with the folders below that were not looked through, and those that cannot be listed as errors."""
+    below, unlisted = found.contents.below, found.unlisted
+    if not below.skipped and not unlisted:
+        return report
+    errors = (*report.errors, *unlisted)
+    return replace(
+        report,
+        verdict=verdict_of(report.found, settled=not errors),
+        complete=not errors,
+        skipped=(*report.skipped, *below.skipped),
+        errors=errors,
+    )
+
+
+def _scanned(
+    found: Found, look: Callable[..., Examined], *, every_member: bool, thresholds: Thresholds, set_aside: SetAside
+) -> Report:
     if len(found.members) > 1:
         log, unread = found.log()
         place = {"path": found.name, "location": shown_path(found.path)}
