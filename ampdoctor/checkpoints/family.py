@@ -46,6 +46,7 @@ class Member:
         unit: What `step` counts; "number" where that is not known.
         step: Number in the name, or the step stored inside where the name has none; None where neither tells.
         placed: False where nothing tells when it was saved; such members come last.
+        beside: It lies in a folder beside the series, and is no part of it.
         alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
         listing: The folder of its files as it was found; None for a file, and for a folder that cannot be listed.
     """
@@ -58,6 +59,7 @@ class Member:
     step: int | None = None
     placed: bool = True
     alias: bool = False
+    beside: bool = False
     listing: Listing | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -188,7 +190,7 @@ def _only(name: str, listing: Listing) -> Family:
 
 
 def _beside(name: str, listing: Listing) -> Member:
-    return Member(name=name, path=listing.path, inside=name, placed=False, listing=listing)
+    return Member(name=name, path=listing.path, inside=name, placed=False, beside=True, listing=listing)
 
 
 def _several(

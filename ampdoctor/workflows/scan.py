@@ -27,6 +27,7 @@ def scan(
     jobs: int | None = None,
     exact: bool = False,
     every_member: bool = False,
+    whole: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
@@ -39,6 +40,7 @@ def scan(
         exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
             concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
+        whole: The same, and no error for a single checkpoint: a baseline is to know all that is there.
         thresholds: What counts as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         set_aside: Of many checkpoints, the first is searched for that is sick in a way that this leaves.
 
@@ -59,6 +61,7 @@ def scan(
         jobs=jobs,
         exact=exact,
         every_member=every_member,
+        whole=whole,
         thresholds=thresholds,
         set_aside=set_aside,
     )
@@ -71,6 +74,7 @@ def scan_found(
     jobs: int | None,
     exact: bool,
     every_member: bool = False,
+    whole: bool = False,
     thresholds: Thresholds,
     set_aside: SetAside,
 ) -> Report:
@@ -84,7 +88,9 @@ def scan_found(
         found.require_one_run()
     except SeveralRunsError as error:
         raise CheckpointError(f"{error} Type: ampdoctor scan {error.typed}") from None
-    report = _scanned(found, look, every_member=every_member, thresholds=thresholds, set_aside=set_aside)
+    if every_member and len(found.members) < 2:
+        raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
+    report = _scanned(found, look, every_member=every_member or whole, thresholds=thresholds, set_aside=set_aside)
     return _with_what_was_passed_over(report, found)
 
 
@@ -120,8 +126,6 @@ def _scanned(
         )
         target = {**report.target, **place}
         return replace(report, target=target, skipped=(*report.skipped, *unread))
-    if every_member:
-        raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
     with _opened(found) as checkpoint:
         report = look(checkpoint).report
     named = found.members[0].path if found.members else found.path.absolute()

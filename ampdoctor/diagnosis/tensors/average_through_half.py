@@ -66,9 +66,9 @@ def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding
     pairs = list(cast_averages(summary).values())
     for average, twin in pairs[:MAX_FINDINGS]:
         message = (
-            f"{label(average)}, an averaged copy, holds {average.infs} Inf, and {label(twin)} of the model is finite and "
-            f"reaches {twin.amax:.6g}, beyond fp16's largest number, 65504: the copy was cast to fp16 and back. Copy it "
-            f"from the model, and validate a copy of the average, not the average itself."
+            f"{label(average)}, an averaged copy, holds {average.infs} Inf, and {label(twin)} of the model is finite "
+            f"and reaches {twin.amax:.6g}, beyond fp16's largest number, 65504: the copy was cast to fp16 and back. "
+            f"Copy it from the model, and validate a copy of the average, not the average itself."
         )
         evidence = {**numbers(average), "model": address(twin), "model_amax": twin.amax, "limit": FP16_MAX}
         yield tensor_finding(summary, RULE, "error", average, message, evidence, nonfinite=True)

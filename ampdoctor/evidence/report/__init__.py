@@ -309,6 +309,8 @@ class Report:
         thresholds: Those that the user has moved; all others have their defaults.
         configuration: The configuration file, where one has set something for the command: what fails the run, what is
             ignored and how grave a rule is may stand there.
+        elsewhere: Of a folder of many checkpoints, what was found in each of the others that were read, for a baseline
+            that is to know all of it; no report shows it.
     """
 
     command: Annotated[str, Shape(Command)]
@@ -336,6 +338,7 @@ class Report:
     gate: Gate | None = None
     thresholds: tuple[MovedThreshold, ...] = ()
     configuration: Configuration | None = None
+    elsewhere: tuple[tuple[Finding, ...], ...] = field(default=(), metadata=UNWRITTEN)
 
     @property
     def found(self) -> tuple[Finding, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import runpy
@@ -214,3 +215,84 @@ def test_a_folder_with_very_many_folders_is_said_not_to_be_looked_through(tmp_pa
     assert [(one.what, one.reason) for one in report.skipped] == [
         ("data", "120 folders in it, which were not looked through for checkpoints")
     ]
+
+
+def spreading(folder, *, from_step=200, bias=False):
+    """A series whose sickness spreads: two sick tensors, then all, and one more where `bias` is set."""
+    folder.mkdir(exist_ok=True)
+    for step in (100, 200, 300, 400, 500, 600, 700, 800):
+        weights = {f"l{i}.weight": torch.ones(4, 4) for i in range(12)} | {"l0.bias": torch.ones(4)}
+        for i in range(0 if step < from_step else 2 if step < 400 else 12):
+            weights[f"l{i}.weight"][0, 0] = math.nan
+        if bias and step >= 700:
+            weights["l0.bias"][0] = math.nan
+        torch.save({"model": weights, "step": step}, folder / f"step{step:04d}.pt")
+
+
+def baseline_of(report_file):
+    return json.loads(report_file.read_text())["baseline"]
+
+
+def test_a_baseline_of_a_folder_knows_each_of_its_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spreading(tmp_path / "run")
+    assert main(["scan", "run", "--write-baseline", "b.json", "-q", "--output", "w.txt"]) == 0
+    for more in ([], ["--all"]):
+        assert (
+            main(["scan", "run", "--baseline", "b.json", "--report", "json=r.json", "-q", "--output", "w.txt", *more])
+            == 0
+        )
+        section = baseline_of(tmp_path / "r.json")
+        assert (section["new"], section["fixed"]) == (0, [])
+    spreading(tmp_path / "run", bias=True)
+    assert main(["scan", "run", "--baseline", "b.json", "--report", "json=r.json", "-q", "--output", "w.txt"]) == 1
+    assert baseline_of(tmp_path / "r.json")["new"] == 1
+    spreading(tmp_path / "run", from_step=10_000)
+    assert (
+        main(["scan", "run", "--baseline", "b.json", "--report", "json=r.json", "-q", "--output", "w.txt", "--all"])
+        == 0
+    )
+    assert len(baseline_of(tmp_path / "r.json")["fixed"]) == 12
+
+
+def test_what_was_not_read_is_not_called_fixed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spreading(tmp_path / "run")
+    assert main(["scan", "run", "--write-baseline", "b.json", "-q", "--output", "w.txt"]) == 0
+    spreading(tmp_path / "run", from_step=10_000)
+    assert main(["scan", "run", "--baseline", "b.json", "--report", "json=r.json", "-q", "--output", "w.txt"]) == 0
+    assert baseline_of(tmp_path / "r.json")["fixed"] == []
+
+
+def test_a_baseline_of_one_checkpoint_and_of_several_paths_is_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spreading(tmp_path / "run")
+    for paths in (["run/step0200.pt"], ["run/step0200.pt", "run/step0400.pt"], ["run", "run/step0400.pt"]):
+        assert main(["scan", *paths, "--write-baseline", "b.json", "-q", "--output", "w.txt"]) == 0
+        assert main(["scan", *paths, "--baseline", "b.json", "-q", "--output", "w.txt"]) == 0
+
+
+def test_healthy_ones_after_the_first_sick_one_are_not_denied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 3):
+        save(tmp_path / "run" / f"step_{step}.pt", sick=step == 1)
+    assert main(["scan", "run", "--all"]) == 1
+    said = capsys.readouterr().out
+    assert "no earlier one is healthy" not in said
+    assert "resume from step_3.pt, which is healthy; none before the first sick one is" in said
+    for step in (2, 3):
+        save(tmp_path / "run" / f"step_{step}.pt", sick=True)
+    assert main(["scan", "run", "--all"]) == 1
+    assert "no earlier one is healthy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sick", [True, False])
+def test_a_checkpoint_of_another_model_beside_a_series_is_judged_too(tmp_path, sick):
+    for step in (1, 2, 3):
+        save_model(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    for number in range(6):
+        value = math.nan if sick and number == 5 else 1.0
+        save_file({"b.weight": torch.full((8, 8), value)}, _made(tmp_path / f"other_{number}x") / "model.safetensors")
+    report = scan(tmp_path)
+    assert report.verdict == ("sick" if sick else "healthy")
+    assert report.skipped == ()
