@@ -7,7 +7,7 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.evidence.report.health import HealthSection
+from ampdoctor.evidence.report.health import HealthAxis, HealthRun, HealthSection
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_sarif import render_sarif
 from ampdoctor.reports.reading.from_json import report_from_text
@@ -172,8 +172,7 @@ def test_what_cannot_be_one_report_is_refused():
 
 
 def test_the_runs_of_several_health_reports_stand_side_by_side():
-    health = full().health
-    first, *_ = health.runs
+    first = HealthRun(name="a", source="a.jsonl", format="ampdoctor", steps=3, axis=HealthAxis(first=(0,), last=(2,)))
     other = replace(first, name="another")
     one = replace(HEALTHY, command="health", target={"path": "a.jsonl"}, health=HealthSection(runs=(first,)))
     two = replace(
