@@ -44,17 +44,19 @@ _EVALUATES = re.compile(
     r"(?<![\w/.-])(?:val|valid|validation|validat(?:e|ing)|eval|evaluation|evaluat(?:e|ing)|test|testing|dev)(?![\w/.-])",
     re.IGNORECASE,
 )
+_MAY_EVALUATE = ("val", "test", "dev")
+"""A line that has none of these is not about an evaluation."""
 _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test|dev)[ _/]*loss", re.IGNORECASE)
 
 _TOKEN = re.compile(
     r"""
-    (?P<at>\d+)\s*/\s*(?P<of>\d+)(?![\d/.]*[\w/])
+    [ ]?(?:(?P<at>\d+)\s*/\s*(?P<of>\d+)(?![\d/.]*[\w/])
     |(?P<number>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?
         |(?:nan|inf(?:inity)?)(?!\w)))(?P<unit>[A-Za-z\xb5%/]*)
     |(?P<word>[^\W\d][\w.\#/-]*)
     |(?P<equals>[:=]+)
-    |(?P<space>\s+)
-    |(?P<other>.)
+    |(?P<gap>\s+)
+    |(?P<other>.))
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -154,6 +156,9 @@ def _two_places(text: str, made: Printed) -> str:
 
 def _of_training(text: str, made: Printed) -> Printed | None:
     """Drops the numbers of a line that is about an evaluation."""
+    lower = text.lower()
+    if not any(word in lower for word in _MAY_EVALUATE):
+        return made
     loss = made.numbers.get("loss")
     evaluates = _EVALUATES.search(text)
     if evaluates is not None and (loss is None or not loss.name.startswith("train")):
@@ -181,27 +186,29 @@ class _Walk:
             return False
         for token in _TOKEN.finditer(text):
             kind = token.lastgroup
-            if kind == "space":
-                self._gap = len(token[0]) > 1 or token[0] == "\t"
+            if kind == "gap":
+                self._gap = True
                 continue
             if kind == "word":
-                self._word(token[0].rstrip("./-#"))
+                self._word(token["word"].rstrip("./-#"))
                 if len(self._words) > _MOST_WORDS:
                     return False
             elif kind == "equals":
-                self._equals = token[0] if self._words else ""
+                self._equals = token["equals"] if self._words else ""
             elif kind == "of":
                 self._fraction(int(token["at"]), int(token["of"]))
             elif kind in {"number", "unit"}:
                 self._number(token["number"], token["unit"])
-            elif token[0] not in "([" or not (self._equals or (token[0] == "[" and self._names_a_place())):
+            elif token["other"] not in "([" or not (self._equals or self._names_a_place(token["other"])):
                 self._forget()
             self._gap = False
         self._add_time()
         return True
 
-    def _names_a_place(self) -> bool:
+    def _names_a_place(self, bracket: str) -> bool:
         """Is what stands here the name of a step or an epoch, as in `Step [100/600]`?"""
+        if bracket != "[" or not self._words:
+            return False
         known = _known(tuple(self._words))
         return known is not None and known[0] in {"step", "epoch"}
 

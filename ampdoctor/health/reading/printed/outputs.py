@@ -146,18 +146,18 @@ def _lines(head: bytes) -> list[bytes]:
 
 def _text(file: RegularFile, most: int = _HEAD) -> tuple[_Text | None, int]:
     """Looks through the beginning of a file; returns what it says, or None, and how many bytes were read."""
-    head, text = b"", None
+    head, looked_at = b"", 0
     while len(head) < min(most, file.size):
         more = _LOOK if not head else max(len(head), _LOOK)
         head += file.read(len(head), min(more, most - len(head), file.size - len(head)))
         if b"\0" in head[:_LOOK]:
             return None, len(head)
-        text = _Text(head)
-        if text.format:
-            if len(head) < _ENOUGH < file.size:
-                head += file.read(len(head), min(_ENOUGH, file.size) - len(head))
-                text = _Text(head)
-            return text, len(head)
+        if not _Text(head[looked_at:]).format:
+            looked_at = head.rfind(b"\n") + 1
+            continue
+        if len(head) < min(_ENOUGH, file.size):
+            head += file.read(len(head), min(_ENOUGH, file.size) - len(head))
+        return _Text(head), len(head)
     return None, len(head)
 
 
