@@ -121,6 +121,20 @@ def test_steps_that_are_counted_anew_in_each_epoch_go_on(tmp_path, line):
     assert set(read(tmp_path)[2]) == {0}
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_a_bar_that_is_drawn_twice_at_each_step_and_begins_anew_in_each_epoch(tmp_path, described):
+    text, before = "", 9.0
+    for at in range(1, 201):
+        place, epoch = (at - 1) % 50 + 1, (at - 1) // 50
+        for shown in (before, loss(at)):  # update() draws it with the loss of the step before, set_postfix() anew
+            text += "\r" + f"Epoch {epoch}: " * described + bar(place, 50, f", loss={shown}")[1:]
+        before = loss(at)
+        text += "\n" if place == 50 else ""
+    assert steps_of(tmp_path, text) == [(at, loss(at)) for at in range(1, 201)]
+    _, noticed, attempts = read(tmp_path)
+    assert (set(attempts), noticed.order.lost) == ({0}, 0)
+
+
 def test_the_epoch_may_stand_in_a_line_of_its_own(tmp_path):
     text = ""
     for epoch in range(1, 4):

@@ -158,6 +158,7 @@ class ConsoleRows:
     unplaced: int = 0
     _epochs: Epochs = field(default_factory=Epochs)
     _bars: _Bars = field(default_factory=_Bars)
+    _drawn: Printed | None = None
     _epoch: float | None = None
     _count: int = 0
     _at: int = field(init=False)
@@ -175,6 +176,9 @@ class ConsoleRows:
     def rest(self, noticed: Noticed) -> Iterator[Row]:
         """As in `LineRows`."""
         yield from self._rows(self._bars.rest())
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            yield from self._rows([(drawn, drawn.step)])
         if self.layout.counted:
             noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
         if self.unplaced:
@@ -198,6 +202,10 @@ class ConsoleRows:
             return
         if self.layout.bars:
             yield from self._rows(self._bars.row(one))
+        elif one.is_bar:  # it is drawn again with the loss of its step
+            before, self._drawn = self._drawn, one
+            if before is not None and (before.step, before.of, before.epoch) != (one.step, one.of, one.epoch):
+                yield from self._rows([(before, before.step)])
         else:
             yield from self._rows([(one, one.step)])
 

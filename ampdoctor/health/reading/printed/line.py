@@ -55,7 +55,7 @@ _TOKEN = re.compile(
         |(?:nan|inf(?:inity)?)(?!\w)))(?P<unit>[A-Za-z\xb5%/]*)
     |(?P<word>[^\W\d][\w.\#/-]*)
     |(?P<equals>[:=]+)
-    |(?P<gap>\s+)
+    |(?P<gap>[\s\#]+)
     |(?P<other>.))
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -68,7 +68,9 @@ _HARMLESS = frozenset(
     | {"optimizer", "at", "epoch", "mini", "minibatch", "smoothed", "trainer", "local", "overall"}
 )
 """Words before a known name that change nothing: `avg loss` is one, `valid loss` and `box loss` are others."""
-_OWN_NAMES = {"epoch": "epoch", "norm": "grad_norm", "batch": "step", "dt": "time", "time": "time"}
+_OWN_NAMES = {"epoch": "epoch", "norm": "grad_norm", "batch": "step", "dt": "time", "time": "time"} | dict.fromkeys(
+    ("avg_loss", "mean_loss", "loss_train", "epoch_loss", "running_loss"), "loss"
+)
 """Names that tell something on a printed line and not in a table. A time is that of a step where it is in milliseconds,
 or where the time of the data stands beside it; else it may be the time since the start."""
 _OF_SENTENCES = frozenset(
@@ -176,7 +178,7 @@ class _Walk:
         self._made = made
         self._words: list[str] = []
         self._equals = ""
-        self._gap = False
+        self._gap = self._is_value = False
         self._loss_of_a_step = ""
         self._time: tuple[Number, str] | None = None
 
@@ -193,8 +195,8 @@ class _Walk:
                 self._word(token["word"].rstrip("./-#"))
                 if len(self._words) > _MOST_WORDS:
                     return False
-            elif kind == "equals":
-                self._equals = token["equals"] if self._words else ""
+            elif kind == "equals" or token["other"] == "-":  # `loss - 2.1`, as well as `loss: 2.1`
+                self._equals = (token["equals"] or "-") if self._words else ""
             elif kind == "of":
                 self._fraction(int(token["at"]), int(token["of"]))
             elif kind in {"number", "unit"}:
@@ -225,7 +227,8 @@ class _Walk:
         if self._words and word in _WRAPPERS:
             self._equals = self._equals or "="
             return
-        if self._equals or self._gap:
+        if self._equals or self._gap or self._is_value:
+            self._is_value = self._equals == "="  # `level=info step=10`
             self._forget()
         self._words.append(word.lower())
 
