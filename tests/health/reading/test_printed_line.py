@@ -125,3 +125,19 @@ def test_a_line_that_is_made_to_take_long_takes_none():
         printed(text.encode())
         printed(text.encode()[: 16 * 1024])
     assert process_time() - began < 2.0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step " + "9" * 5000 + ": loss 2.0",
+        "epoch inf: loss 2.0",
+        "epoch nan step nan loss 2.0",
+        "step -5 epoch -1 loss 2.0",
+        "[" + "9" * 5000 + "][1/2] loss: 2.0",
+        "50%|x| " + "9" * 5000 + "/5 [00:01<00:01, 2it/s, loss=2.0]",
+    ],
+)
+def test_a_number_that_is_no_step_and_no_epoch_is_none(line):
+    said = printed(line.encode())
+    assert said is None or (said.epoch is None and (said.step is None or 0 <= said.step < 10**16))

@@ -31,14 +31,15 @@ _CLOCK = re.compile(
     r"|\b\d+ days?,? |\b\d+:\d\d(?::\d\d)?(?:[.,]\d+)?\b"
 )
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL)\b")
-_BAR = re.compile(r"\d+%\|[^|]*\|\s*(\d+)\s*/\s*(\d+)\s*\[[^\],]*,?[^\],]*")
+_BAR = re.compile(r"\d+%\|[^|]*\|\s*(\d{1,16})\s*/\s*(\d{1,16})\s*\[[^\],]*,?[^\],]*")
 """A bar of tqdm up to what is put behind it: its share, its drawing, its place, its times and its speed."""
 _BAR_ALONE = re.compile(rb"\d%\|[^|]*\|\s*(\d{1,16})\s*/\s*(\d{1,16})\s*\[[^\]=]*\](?:\x1b\[A)?\s*$")
 _TWO_PLACES = re.compile(
-    r"(?:\[\s*(\d+)(?:\s*/\s*\d+)?\s*\]|\btrain(?:ing)?:\s*(\d+))\s*\[\s*(\d+)\s*([/,])\s*(\d+)?", re.IGNORECASE
+    r"(?:\[\s*(\d{1,16})(?:\s*/\s*\d+)?\s*\]|\btrain(?:ing)?:\s*(\d{1,16}))\s*\[\s*(\d{1,16})\s*([/,])\s*(\d{1,16})?",
+    re.IGNORECASE,
 )
 """An epoch and a place in it: `[1][ 50/1251]`, `[29/300][2670/2859]`, `Train: 0 [  50/1251`."""
-_TWO_NUMBERS = re.compile(r"^\W*\[\s*(\d+)\s*,\s*(\d+)\s*\](?=\s*[a-z_ ]*loss)", re.IGNORECASE)
+_TWO_NUMBERS = re.compile(r"^\W*\[\s*(\d{1,16})\s*,\s*(\d{1,16})\s*\](?=\s*[a-z_ ]*loss)", re.IGNORECASE)
 """An epoch and a step in it: `[1,  2000] loss: 2.173`."""
 _EVALUATES = re.compile(
     r"(?<![\w/.-])(?:val|valid|validation|validat(?:e|ing)|eval|evaluation|evaluat(?:e|ing)|test|testing|dev)(?![\w/.-])",
@@ -50,7 +51,7 @@ _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test|dev)[ _/]*loss", re.
 
 _TOKEN = re.compile(
     r"""
-    [ ]?(?:(?P<at>\d+)\s*/\s*(?P<of>\d+)(?![\d/.]*[\w/])
+    [ ]?(?:(?P<at>\d{1,16})\s*/\s*(?P<of>\d{1,16})(?![\d/.]*[\w/])
     |(?P<number>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?
         |(?:nan|inf(?:inity)?)(?!\w)))(?P<unit>[A-Za-z\xb5%/]*)
     |(?P<word>[^\W\d][\w.\#/-]*)
@@ -251,7 +252,7 @@ class _Walk:
                 made.step, made.named, made.is_bar = int(value), name, False
                 self._loss_of_a_step = _loss_before(words)
         elif what == "epoch":
-            made.epoch = value if made.epoch is None else made.epoch
+            made.epoch = value if made.epoch is None and 0.0 <= value < 2.0**53 else made.epoch
             self._loss_of_a_step = _loss_before(words)
         elif what == "time":
             self._time = self._time or (Number(name, value), unit)

@@ -16,6 +16,7 @@ from ampdoctor.health.reading.printed.overflows import OverflowRows
 from ampdoctor.health.reading.rows import Row
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
+_NAMES = frozenset({"log", "stdout", "stderr", "output"})
 _HEAD = 8 * 1024 * 1024
 """Bytes in which the first line of a step stands: before it a job prints its arguments and compiles."""
 _ENOUGH = 1024 * 1024
@@ -189,7 +190,7 @@ def _accepted(place: Place, text: _Text | None) -> str:
 
 def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
     def logs_of(place: Place) -> list[str]:
-        likely = [name for name in place.names if place.named or Path(name).suffix in _SUFFIXES]
+        likely = [name for name in place.names if place.named or name in _NAMES or Path(name).suffix in _SUFFIXES]
         return [name for name in place.latest(likely) if _of(place, name) == format]
 
     return logs_of
