@@ -32,6 +32,9 @@ from ampdoctor.health.reading.rows import RunLines
 _ENOUGH = 2 * 1024 * 1024
 """Bytes, the last of a log, with which a reader begins who comes late: some ten thousand steps, judged in a second."""
 _AT_ONCE = 1024 * 1024
+_OUTPUTS = frozenset({".log", ".out", ".err"})
+_BEGINS_S = 600.0
+"""Seconds after which no first step is waited for in an output to which nothing is added: the longest a start takes."""
 _SMALL = 64 * 1024
 """Bytes of a log that is read anew each time: what is learnt from its beginning may still change."""
 _BEGINNING = 256
@@ -69,6 +72,7 @@ class Follower:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._source: _Source | None = None
+        self._size = 0  # of a file that has no step yet
         self.found: FoundLog | None = None
 
     def new(self) -> Iterator[Stamped]:
@@ -86,16 +90,28 @@ class Follower:
         yield from self._source.new()
 
     def _find(self) -> FoundLog | None:
-        """The log; None where none has begun: a path that is not there, an empty file, a folder without one."""
+        """The log; None where none has begun: a path that is not there, an empty file, a folder without one.
+
+        Nor has it in the output of a job that still prints its arguments.
+        """
+        is_file = self._path.is_file()
+        size = self._path.stat().st_size if is_file else 0
+        if size and size == self._size and _is_written(self._path):
+            return None
+        self._size = size
         try:
             return find_log(self._path)
         except CheckpointError:
-            is_file = self._path.is_file()
-            if is_file and self._path.stat().st_size and not _has_no_line(self._path):
+            if size and not _has_no_line(self._path) and not _is_written(self._path):
                 raise
             if not is_file and self._path.exists() and not self._path.is_dir():
                 raise
             return None
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a file is the output of a job that goes on."""
+    return path.suffix in _OUTPUTS and time.time() - path.stat().st_mtime < _BEGINS_S
 
 
 def _has_no_line(path: Path) -> bool:

@@ -180,6 +180,18 @@ def test_what_is_no_log_is_said(tmp_path):
         list(Follower(path).new())
 
 
+def test_the_output_of_a_job_that_has_no_step_yet_is_waited_for(tmp_path):
+    path, follower = tmp_path / "job.out", Follower(tmp_path / "job.out")
+    path.write_text("world size 8\ncompiling\n")
+    assert [steps(follower), steps(follower)] == [[], []]
+    path.write_text(path.read_text() + "step 0: loss 2.0\nstep 1: loss 1.9\n")
+    assert steps(follower) == [0, 1]
+    path.write_text("world size 8\ncompiling\n")
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    with pytest.raises(CheckpointError, match="is no log that is read here"):
+        list(Follower(path).new())
+
+
 def test_a_fifo_or_a_link_to_nothing_among_its_files_holds_nothing_up(tmp_path):
     log, follower = Writer(tmp_path), Follower(tmp_path)
     os.mkfifo(tmp_path / "log.1.jsonl")
