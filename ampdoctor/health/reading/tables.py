@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints.formats.log_files import (
+    BYTE_ORDER_MARK,
     Left,
     as_number,
     csv_rows,
+    field_of,
     is_log,
     json_rows,
     known_fields,
@@ -43,9 +45,16 @@ def _is_table(name: str) -> bool:
 
 
 def _delimiter(name: str, header: bytes) -> str:
-    if Path(name).suffix == ".tsv":
+    if Path(name).suffix == ".tsv" or (b"\t" in header and b"," not in header):
         return "\t"
     return ";" if b";" in header and b"," not in header else ","
+
+
+def _is_header(line: bytes) -> bool:
+    """Is a line that of the names of a table, whatever its file is called?"""
+    names = line.decode("utf-8", "replace").split(_delimiter("", line))
+    fields = {field_of(name.strip(' "')) for name in names}
+    return len(names) > 1 and "step" in fields and not fields.isdisjoint(_SOMETHING)
 
 
 class TableRows:
@@ -64,13 +73,14 @@ class TableRows:
 
     def __init__(self, file: RegularFile) -> None:
         self._name = file.name
-        self._table = _is_table(file.name)
+        head = _head_lines(file)
+        self._table = _is_table(file.name) or (bool(head) and _is_header(head[0]))
         self._header: list[bytes] | None = None
         self._delimiter = ","
         self._epochs = Epochs()
         self._count = 0
         self._skips = SkipCount()
-        tried = list(islice(self._parsed(iter(_head_lines(file)), Left()), _TRIED))
+        tried = list(islice(self._parsed(iter(head), Left()), _TRIED))
         self._header = None
         fields = [_fields(row) for row in tried]
         self.says_something = any(row.keys() & _SOMETHING for row in fields)
@@ -129,8 +139,8 @@ class TableRows:
 
 
 def _head_lines(file: RegularFile) -> list[bytes]:
-    head = file.head(_HEAD).replace(b"\r", b"\n")
-    lines = [line for line in head.split(b"\n") if line]
+    head = file.head(_HEAD)
+    lines = [line for line in head.removeprefix(BYTE_ORDER_MARK).replace(b"\r", b"\n").split(b"\n") if line]
     return lines if len(head) == file.size else lines[:-1]
 
 
