@@ -31,7 +31,7 @@ BORN = Finding(
 
 
 def nan_at(step, **stamp):
-    line = StepLine(step=step, loss=math.nan, gradient_norm=math.nan)
+    line = StepLine(step=step, loss=math.nan, gradient_norm=math.nan, skipped=False)
     return stamped(line, **stamp) if stamp else line
 
 

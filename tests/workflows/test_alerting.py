@@ -57,7 +57,7 @@ def test_of_several_optimizers_it_is_said_whose_step_it_was():
     for step in range(40):
         for at in range(2):
             loss = math.nan if (step, at) == (39, 1) else 2.0
-            alerting.hear(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0)))
+            alerting.hear(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0, skipped=False)))
     assert [one.partition(":")[0] for one in said] == ["error AMP722 at step 39 of optimizer2"]
 
 

@@ -31,7 +31,7 @@ from ampdoctor.evidence.run_log.lines import (
     StepLine,
 )
 from ampdoctor.evidence.run_log.tables import DetailTable
-from ampdoctor.health.condensing.columns import Column, Columns
+from ampdoctor.health.condensing.columns import Column, Columns, with_proved_skips
 from ampdoctor.health.condensing.curves import axis_of, curve_of, spans_of
 from ampdoctor.health.condensing.maps import Maps
 from ampdoctor.health.condensing.scaler_history import scaler_histories
@@ -118,7 +118,7 @@ class Condenser:
         )
 
     def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
-        columns = standing(self._steps[optimizer].whole(), self.groups)
+        columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
         steps, names = columns["step"], self.header.optimizers
         skipped = int((columns["skipped"] == 1).sum())
         since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)  # a line stands for the steps since the one before
@@ -199,7 +199,7 @@ def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> di
         norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)
     clipped = columns["norm_clipped"] == 1
     after = np.where(clipped, norm, np.fmin(norm, columns["max_norm"]))
-    after[np.isnan(columns["max_norm"]) & ~clipped | np.isnan(norm)] = np.nan
+    after[(np.isnan(columns["max_norm"]) | ~np.isfinite(norm)) & ~clipped | np.isnan(norm)] = np.nan
     least = np.full(len(steps), np.nan)
     if headroom:
         at, inverse = np.unique(steps, return_index=True)
