@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
+from ampdoctor.diagnosis.over_time.beginning import Beginning
 from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, LongCourse
 from ampdoctor.diagnosis.over_time.descent import MATTERS, Descent
 from ampdoctor.diagnosis.over_time.ill_steps import IllSteps, is_ill, proves_a_skip
@@ -149,6 +150,8 @@ class StepMoment:
         rising: The learning rate has risen over the last `LENGTH` steps, as in a warm-up.
         loss: Course of the loss, without this step's where it is out of the usual.
         norm: Course of the gradient norm before clipping.
+        first_losses: What the loss was at first, and is now, this step's included.
+        first_norms: Likewise the norm.
         seconds: Course of the time of a step.
         early_seconds: What a step usually took in the first whole window with batches of this size; inf before.
         memory: Course of the memory.
@@ -177,6 +180,8 @@ class StepMoment:
     rising: bool = False
     loss: LongCourse = field(default_factory=LongCourse)
     norm: LongCourse = field(default_factory=LongCourse)
+    first_losses: Beginning = field(default_factory=Beginning)
+    first_norms: Beginning = field(default_factory=Beginning)
     seconds: Course = field(default_factory=Course)
     early_seconds: float = math.inf
     memory: Course = field(default_factory=Course)
@@ -218,6 +223,11 @@ class StepMoment:
         loss, norm = self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
         self.loss_above = 0.0 if loss is None else self.loss.above(loss)
         self.norm_above = 0.0 if norm is None else self.norm.above(norm)
+        if not line.skipped:
+            if loss is not None:
+                self.first_losses.add(loss)
+            if norm is not None:
+                self.first_norms.add(norm)
         if self.judged:
             if self.loss_above > FAR and self.matters(line.loss):
                 self.departs("loss")
@@ -336,6 +346,7 @@ class StepMoment:
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
+            self.first_losses, self.first_norms = Beginning(), Beginning()
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _hear_settings(self, line: StepLine) -> None:

@@ -81,6 +81,9 @@ def _not_judged(report: Report) -> Step:
     if report.command == "run":
         return _watched(report)
     if report.command == "health":
+        runs = report.health.runs if report.health is not None else ()
+        if runs and all(run.format == "ampdoctor" for run in runs):
+            return Step("let it train on, and ask again", _command("health", _path(report)))
         return Step(
             "let it log every step (logging_steps=1, log_every_n_steps=1), or watch it", "ampdoctor run train.py"
         )

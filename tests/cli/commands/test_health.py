@@ -9,7 +9,7 @@ import pytest
 from ampdoctor.evidence.run_log.lines import LookLine, StepLine
 from tests.health.logs import HEADER, steps, write
 
-SICK = [HEADER, *steps(0, 40), StepLine(step=40, loss=float("nan"))]
+SICK = [HEADER, *steps(0, 40), StepLine(step=40, loss=float("nan"), skipped=False)]
 
 
 @pytest.fixture
