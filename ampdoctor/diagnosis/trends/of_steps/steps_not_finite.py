@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
+from ampdoctor.diagnosis.over_time.ill_steps import LEAST_ROWS
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.evidence.report import Finding
@@ -31,6 +32,8 @@ def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     of_norm = line.gradient_norm is not None and not math.isfinite(line.gradient_norm)
     value = line.gradient_norm if of_norm else line.loss
     of_loss = line.loss is not None and not math.isfinite(line.loss)
+    if undecided and not of_loss and moment.scale.in_a_row >= LEAST_ROWS:
+        return ()  # the last of many that were skipped; or of norms that are never measured
     may_be_skipped = undecided and not (of_loss and moment.scale.now is None)
     said = ", and the step was taken" if line.skipped is False else ""
     if of_norm and of_loss:
