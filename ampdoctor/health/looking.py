@@ -161,9 +161,7 @@ class _Reader:
             self._judge.knows(line)
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
-        elif (found := self._judge.hear(line)) and isinstance(
-            line, StepLine | DetailLine | DetailTable | EndLine
-        ):
+        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable | EndLine):
             for finding in found:
                 self._add(whole, finding)
 

@@ -165,7 +165,7 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
 
 def _verdict(findings: Sequence[Finding], runs: Sequence[HealthRun], *, settled: bool) -> Verdict:
     told = any(finding.severity != "note" for finding in findings)
-    if settled and not told and runs and all(_judged(run) < LENGTH for run in runs):
+    if settled and not told and runs and all(_judged(run) < LEAST for run in runs):
         return "not_judged"
     return verdict_of(findings, settled=settled)
 

@@ -1,4 +1,4 @@
-"""What the loss and the gradient norm were in a run's first steps: what they are held against before there is a usual."""
+"""What a number was in a run's first steps: what it is held against before its usual is known."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Beginning:
         self._firsts.append(value)
         if self.count == FIRST:
             lowest, *_, highest = ordered = sorted(self._firsts)
-            if 0 < lowest and highest <= _LIKE * lowest:
+            if lowest > 0 and highest <= _LIKE * lowest:
                 self.first = median(ordered)
 
     def rise(self, steps: int) -> float:

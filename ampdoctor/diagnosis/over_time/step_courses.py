@@ -10,7 +10,7 @@ from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
 from ampdoctor.diagnosis.over_time.beginning import Beginning
 from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, LongCourse
 from ampdoctor.diagnosis.over_time.descent import MATTERS, Descent
-from ampdoctor.diagnosis.over_time.ill_steps import IllSteps, is_ill, proves_a_skip
+from ampdoctor.diagnosis.over_time.ill_steps import IllSteps, proves_a_skip
 from ampdoctor.diagnosis.over_time.scale_history import ScaleHistory
 from ampdoctor.evidence.run_log.lines import EndLine, StepLine
 

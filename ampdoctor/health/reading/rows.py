@@ -141,10 +141,7 @@ def _step(row: Row) -> StepLine | None:
 
 
 def _loss(values: Mapping[str, float]) -> float | None:
-    """Returns the loss; NaN for the 0.0 that the Trainer writes in its place, which a norm that is not finite gives away.
-
-    So its trackers get it, whatever format they write.
-    """
+    """Returns the loss; NaN for a 0.0 beside a norm that is not finite: the Trainer and its trackers write it so."""
     loss, norm = values.get("loss"), values.get("gradient_norm", values.get("grad_norm"))
     hidden = loss == 0 and norm is not None and not math.isfinite(norm)
     return math.nan if hidden else loss

@@ -148,7 +148,7 @@ def tensor_reading(
         role: What it is.
         row: What its sample is of.
         values: The sample, float32 or float64 on the CPU.
-        half: Name of the half format that its numbers pass through; None where they pass through none, or none is known.
+        half: Name of the half format that its numbers pass through; None where that is none, or is not known.
         factor: What the numbers are multiplied by before they are half; None where they never are, or it is unknown.
         extremes: Its smallest and largest element; None where they are not known.
         norm: Of the whole tensor.

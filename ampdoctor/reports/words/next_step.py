@@ -21,6 +21,8 @@ _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration: they say nothing of what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
 """A profile with it holds no ranges from which settings could be derived."""
+_REPLAYED = frozenset(("AMP722", "AMP723"))
+"""Findings of a log about what a replay of the steps from a checkpoint on finds the op of."""
 _Options: TypeAlias = Mapping[str, Sequence[str]]
 """Of a command line: each with its values, a flag with none."""
 
@@ -193,6 +195,9 @@ def _over_time(report: Report) -> Step:
     grave = [finding for finding in report.findings if finding.severity != "note"]
     if grave and command is not None:
         return Step("the sick step was kept, and is replayed by", command)
+    if any(finding.severity == "error" and finding.code in _REPLAYED for finding in grave):
+        again = _command("bisect-nan", "FACTORY", "--checkpoint", "CHECKPOINT")
+        return Step("replay it from the last checkpoint before that step", again)
     if grave:
         return _its_page(grave[0])
     logs = [str(path) for path in report.target.get("paths") or [_path(report)]]

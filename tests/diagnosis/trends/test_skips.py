@@ -1,4 +1,4 @@
-"""Whether steps are taken: what a log does not say of a skip, a scaler that skips all, a run that is worse than at first."""
+"""Skips that no log says, a scaler that skips all, and a run that is worse than it was at first."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_while_nothing_follows_both_are_said():
     assert [one for line in foreign(50, norm={49: INF}) for one in judge.hear(line)] == []
     (found,) = judge.ends()
     assert (found.code, found.severity, found.where.step) == ("AMP722", "warning", 49)
-    assert "a scaler may have skipped this one, as it should, or the weights are lost" in found.message
+    assert "either a scaler has skipped it, as it should, or the weights are lost" in found.message
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_an_error_unless_there_is_a_scaler():
@@ -105,18 +105,19 @@ def test_a_step_of_which_the_log_says_that_it_was_taken_is_an_error_at_once():
     assert [(f.code, f.where.step) for f in judged(lines)] == [("AMP722", 40)]
 
 
-def scaler_anew(batches, epochs, first=65536.0, taken_from=math.inf):
+def scaler_anew(batches, epochs, taken_from=math.inf):
     """A scaler made anew for each epoch: it halves its scale at each step until a scale fits."""
-    for epoch in range(epochs):
-        for batch in range(batches):
-            skipped = batch < taken_from
-            yield StepLine(
-                step=epoch * batches + batch,
-                loss=3.0,
-                gradient_norm=INF if skipped else 1.0,
-                loss_scale=first * 0.5 ** min(batch, taken_from),
-                skipped=skipped,
-            )
+    return [
+        StepLine(
+            step=epoch * batches + batch,
+            loss=3.0,
+            gradient_norm=INF if batch < taken_from else 1.0,
+            loss_scale=65536.0 * 0.5 ** min(batch, taken_from),
+            skipped=batch < taken_from,
+        )
+        for epoch in range(epochs)
+        for batch in range(batches)
+    ]
 
 
 @pytest.mark.parametrize("batches", [2, 5, 9])
@@ -137,18 +138,19 @@ def test_a_scaler_that_starts_over_once_was_not_loaded():
     assert heard(scaler_anew(60, 2, taken_from=7)) == []
 
 
+def none_taken(count, *, told=True):
+    """A forward that gives Inf at any scale, and a scaler with a floor."""
+    return [
+        StepLine(step=at, loss=3.0 + at % 3, gradient_norm=NAN, loss_scale=max(2.0 ** (16 - at), 1.0),
+                 skipped=True if told else None)
+        for at in range(count)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_forty_steps_of_which_none_is_taken(told):
-    """A batch norm that gives Inf at any scale; a scaler with a floor."""
-    lines = [
-        StepLine(
-            step=at, loss=3.0 + at % 3, gradient_norm=NAN, loss_scale=max(2.0 ** (16 - at), 1.0),
-            skipped=True if told else None,
-        )
-        for at in range(60)
-    ]  # fmt: skip
-    assert ("AMP740", "error", 39 + (not told)) in heard(lines)
-    assert "AMP740" not in [code for code, *_ in heard(lines[:33])]
+    assert ("AMP740", "error", 39 + (not told)) in heard(none_taken(60, told=told))
+    assert "AMP740" not in [code for code, *_ in heard(none_taken(33, told=told))]
 
 
 def test_a_scaler_that_settles_from_the_highest_scale_is_left_alone():
@@ -220,6 +222,11 @@ def test_a_norm_that_grows_thirtyfold_needs_no_usual():
     assert found.evidence["norm_times"] >= 30
 
 
+def test_where_both_have_grown_so_it_is_an_error():
+    loss = lambda at, v: v * 1.03 ** max(0, at - 20)  # noqa: E731
+    assert ("AMP741", "error") in [(f.code, f.severity) for f in judged(quiet(120, loss=loss, norm=climbing))]
+
+
 def test_what_rises_at_first_in_health():
     falls = steps(120, gradient_norm=climbing)  # a saddle that it leaves
     from_zero = quiet(120, loss=lambda at, _: 1e-5 * (1 + at))  # a policy's, which begins without an advantage
@@ -229,7 +236,5 @@ def test_what_rises_at_first_in_health():
 
 
 def test_of_two_optimizers_one_may_lose():
-    both = [
-        replace(line, optimizer=at) for line in quiet(120, loss=climbing, norm=climbing) for at in range(2)
-    ]
+    both = [replace(line, optimizer=at) for line in quiet(120, loss=climbing, norm=climbing) for at in range(2)]
     assert "AMP741" not in [f.code for f in judged(both)]

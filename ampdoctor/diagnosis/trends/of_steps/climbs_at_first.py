@@ -20,8 +20,8 @@ LOSS = Threshold(
     unit="factor",
     lowest=1.1,
     highest=1e9,
-    why="Median of the last 16 losses over that of the first 8. In {trainings} healthy trainings of benchmarks/alerts, "
-    "cut off after 400 steps, it is 1.5 at most, of an actor-critic, whose loss grows with its returns.",
+    why="Median of the last 16 losses over that of the first 8. In the first 400 steps of 309 healthy trainings of "
+    "benchmarks/alerts (seeds 0 to 3) it is 1.15 at most.",
 )
 NORM = Threshold(
     code="AMP741",
@@ -31,13 +31,13 @@ NORM = Threshold(
     lowest=1.5,
     highest=1e9,
     why="Median of the last 8 gradient norms over that of the first 8, while the loss is not below its first level. In "
-    "the same trainings it is 9.5 at most.",
+    "the same trainings it is 2.3 at most; 22 of a critic, which has its generator beside it and is left alone.",
 )
 RULE = register(
     "AMP741",
     "climbs-at-first",
     "The loss or the gradient norm has grown many times over in the first steps",
-    worst="warning",
+    worst="error",
     commands=WATCHED,
     thresholds=(LOSS, NORM),
 )
@@ -58,10 +58,11 @@ def _climbs_at_first(moment: StepMoment, thresholds: Thresholds) -> Sequence[Fin
         if of_loss
         else ("gradient norm", norm, FIRST, moment.first_norms.first)
     )
+    both = of_loss and norm >= thresholds[NORM]
     too = f", and the gradient norm {norm:.3g} times" if of_loss and norm >= thresholds[LOSS] else ""
     finding = over_time_finding(
         RULE,
-        "warning",
+        "error" if both else "warning",
         f"The {what} of the last {steps} steps is {times * first:.4g}, {times:.3g} times what it was in the first "
         f"{FIRST} ({first:.4g}){too}.",
         step=moment.line.step,

@@ -20,7 +20,7 @@ STEPS = Threshold(
     unit="steps",
     lowest=2,
     highest=1_000_000,
-    why="Skipped from the run's first step on, as AMP703 grants them to a scaler that settles: from the highest initial "
+    why="Skipped from the run's first step on. AMP703 grants a settling scaler as many: from the highest initial "
     "scale, 2^32, down to 1 are 32.",
 )
 STARTS = Threshold(
@@ -30,8 +30,8 @@ STARTS = Threshold(
     unit="times",
     lowest=1,
     highest=1_000_000,
-    why="That the scale rises as no scaler lets it rise. Once is a training that went on without its scaler's state, or "
-    "a scale that was set by hand.",
+    why="That the scale rises as no scaler lets it rise. Once is a training that went on without its scaler's state, "
+    "or a scale that was set by hand.",
 )
 RULE = register(
     "AMP740",
@@ -66,8 +66,8 @@ def _starts_over(moment: StepMoment) -> Finding:
     scale, step = moment.scale, moment.line.step
     harm = "skips its first steps each time" if scale.taken else "never gets down to the scale that works"
     message = (
-        f"The loss scale is back at {scale.now:g} at step {step}, for the {_times(scale.anew)} time, where no scaler lets "
-        f"it grow: the GradScaler is made anew again and again, as in each epoch, and {harm} ({scale.skipped} of "
+        f"The loss scale is back at {scale.now:g} at step {step}, for the {_times(scale.anew)} time, where no scaler "
+        f"lets it grow: the GradScaler is made anew again and again, as in each epoch, and {harm} ({scale.skipped} of "
         f"{scale.taken + scale.skipped} steps were skipped so far). Make it once, before the epochs."
     )
     return _finding(moment, "warning" if scale.taken else "error", message)

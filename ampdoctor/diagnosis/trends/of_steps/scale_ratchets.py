@@ -39,8 +39,8 @@ LEAST = Threshold(
     lowest=0.0,
     highest=65536.0,
     why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
-    "gradients are not to be trusted. An overflow at 1 is one of the gradients as they are, and the floor of DeepSpeed, "
-    "which ends the run there.",
+    "gradients are not to be trusted. An overflow at 1 is one of the gradients as they are; DeepSpeed's floor is "
+    "there, and it ends the run.",
 )
 AT_FLOOR = Threshold(
     code="AMP723",
@@ -89,7 +89,7 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
         severity,
         f"The loss scale has fallen to {scale.now:g} at step {line.step}, {scale.falls} times ({scale.fallen:g} "
         f"binades) since it last grew{skipped}"
-        f"{f': {ahead} more, and it is at 1, where gradients are as they are' if ahead and not (low or ended) else ''}.",
+        f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
         step=line.step,
         first=moment.first(),
         phase="scaler",

@@ -41,7 +41,7 @@ def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     elif line is not moment.line and line.skipped is None and not undecided:
         said += f", and no finite {'norm' if moment.line.loss is None else 'loss'} follows: the weights took it"
     if may_be_skipped:
-        said += "; no step follows in the log: a scaler may have skipped this one, as it should, or the weights are lost"
+        said += "; no step follows in the log: either a scaler has skipped it, as it should, or the weights are lost"
     finding = over_time_finding(
         RULE,
         "warning" if may_be_skipped else "error",
