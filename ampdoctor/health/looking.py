@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ampdoctor.diagnosis.catalogue import codes_in
+from ampdoctor.diagnosis.log.log_alone import at_the_end
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.codec import Positive
@@ -92,6 +93,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
             else f"{found.name} has no step: nothing was trained yet, or nothing was logged."
         )
     findings, undone = reader.findings()
+    findings += tuple(_of_the_end(reader.condenser, thresholds))
     return Looked(
         runs=runs,
         findings=findings,
@@ -211,6 +213,13 @@ class _Reader:
             if key not in standing or finding.where.rank == standing[key].where.rank:  # which says more than before
                 standing[key] = finding
         return tuple(_of_ranks(finding, len(ranks[key])) for key, finding in standing.items()), tuple(undone)
+
+
+def _of_the_end(condenser: Condenser, thresholds: Thresholds) -> Iterator[Finding]:
+    """What the steps that stand in the end say; of several optimizers, whose steps they are."""
+    for optimizer, entries in condenser.last_entries():
+        for finding in at_the_end(entries, thresholds):
+            yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
 
 
 def _at(finding: Finding, step: int) -> Finding:

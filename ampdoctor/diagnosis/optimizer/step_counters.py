@@ -50,7 +50,12 @@ def length_at(count: float, betas: Sequence[float]) -> float:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or count <= 0:
         return 1.0
     first, second = betas
-    return math.sqrt(1 - math.pow(second, count)) / (1 - math.pow(first, count))
+    return math.sqrt(_settled(second, count)) / _settled(first, count)
+
+
+def _settled(beta: float, count: float) -> float:
+    """1 - beta^count, also of a count so small that the power is 1: what stands in a damaged file may be any number."""
+    return -math.expm1(count * math.log(beta)) if beta else 1.0
 
 
 def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> Severity:

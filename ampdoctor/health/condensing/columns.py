@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.diagnosis.log.log_series import falls_over
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.run_log.lines import Stamped, StepLine
 
 Column: TypeAlias = NDArray[np.float64]
@@ -89,6 +90,32 @@ def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     known = np.where(unknown & ~ill & np.isfinite(norm), 0.0, skipped)
     known[:-1][proved] = 1.0
     return {**columns, "skipped": known}
+
+
+def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
+    """Returns the last rows as a checkpoint's rules read them; a number that was NaN is infinite there.
+
+    Args:
+        columns: In the order of the steps.
+        most: How many.
+    """
+    norm = np.where(columns["norm_clipped"] == 1, np.nan, columns["gradient_norm"])
+    values = (columns["step"], columns["loss"], norm, columns["rate"], columns["loss_scale"], columns["skipped"])
+    return tuple(
+        LogEntry(
+            step=int(step),
+            loss=_known(loss),
+            grad_norm=_known(norm),
+            learning_rate=_known(rate),
+            scale=_known(scale),
+            skipped=None if math.isnan(skipped) else skipped == 1,
+        )
+        for step, loss, norm, rate, scale, skipped in zip(*(of[-most:].tolist() for of in values), strict=True)
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 _VALUES = attrgetter(*_NUMBERS)
