@@ -16,11 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.scaler_calls import told_of_scalers
 from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
-from ampdoctor.probes.ops.source import user_frames
+from ampdoctor.probes.ops.source import own_line, user_frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,25 @@ class Attempt:
     seconds: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """An optimizer steps once more on the gradients of its last update, or its scaler does: no step of its own.
+
+    Attributes:
+        step: The number of that update.
+        name: The optimizer's name.
+        scaled: A scaler has made that update, or skipped it.
+        held_back: It has skipped it.
+        line: The user's line that makes the call, as Python names it.
+    """
+
+    step: int
+    name: str
+    scaled: bool
+    held_back: bool
+    line: tuple[str, int] | None
+
+
 class LoopListener(Protocol):
     """Told of a loop's updates; what it raises ends the loop, and nothing else of it does."""
 
@@ -59,6 +79,9 @@ class LoopListener(Protocol):
     def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """The update was made, or skipped; None where only a device knows."""
 
+    def stepping_again(self, again: Again) -> None:
+        """An optimizer is about to step on gradients that it has used, or its scaler has skipped that."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -70,6 +93,8 @@ class _Known:
         name: Its name.
         attempts: Its updates so far.
         last: When the last of them ended.
+        scaled: A scaler has made the last of them, or skipped it.
+        held_back: It has skipped it.
     """
 
     there: weakref.ref[Any]
@@ -77,6 +102,8 @@ class _Known:
     name: str
     attempts: int = 0
     last: float | None = None
+    scaled: bool = False
+    held_back: bool = False
 
 
 class LoopWatch:
@@ -170,9 +197,12 @@ class LoopWatch:
         if method == "unscale_":
             self._listener.unscaling(argument)
             self.recorder.unscaling()
+            again = hasattr(argument, "param_groups") and self.recorder.used.are_used(argument)
             with self.recorder.pausing():
                 result = run()
             self.recorder.unscaled(argument)
+            if again:
+                self.recorder.used.unscaled(argument)
             return result
         if method != "step":
             return run()
@@ -185,6 +215,8 @@ class LoopWatch:
             here.scaler = None
         if not here.made and hasattr(argument, "param_groups"):
             with self._telling:
+                if self._steps_again(self._innermost(argument)):
+                    return result
                 attempt, losses = self._attempt_of(self._innermost(argument), scaler)
                 self._listener.held_back(attempt, losses)
                 self._ended(attempt, skipped=True)
@@ -225,6 +257,9 @@ class LoopWatch:
     def _judge(self, optimizer: Any, scaler: Any) -> None:
         self.recorder.rest()
         with self._telling:
+            if self._steps_again(optimizer):
+                self._here.again = optimizer
+                return
             attempt, losses = self._attempt_of(optimizer, scaler)
             self._here.attempt = attempt
             if _holds_back(optimizer):
@@ -236,6 +271,10 @@ class LoopWatch:
         if self._is_not_ours():
             return
         attempt, passed = self._here.attempt, self._here.passed
+        if self._here.again is optimizer:
+            self._here.again = None
+            self.recorder.used.used(optimizer)
+            self.recorder.updated(optimizer)
         if passed is optimizer:
             self._by_themselves[id(optimizer)] = optimizer
         if attempt is not None and attempt.optimizer is optimizer:
@@ -248,12 +287,31 @@ class LoopWatch:
         first = known.attempts == 0
         known.attempts += 1
         known.last = time.monotonic()
+        known.scaled, known.held_back = attempt.scaler is not None, bool(skipped)
+        self.recorder.used.used(attempt.optimizer)
         self._listener.attempted(attempt, skipped=skipped)
         self.recorder.updated(attempt.optimizer)
         try:
             self._find_models(attempt, first=first)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.recorder.fail(error)
+
+    def _steps_again(self, optimizer: Any) -> bool:
+        """Whether an optimizer is about to use gradients once more; if so, and it is no part of a step, that is told."""
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
+            return False
+        if not inside_own_step(optimizer):
+            self._listener.stepping_again(
+                Again(
+                    step=known.attempts - 1,
+                    name=known.name,
+                    scaled=known.scaled,
+                    held_back=known.held_back,
+                    line=own_line(),
+                )
+            )
+        return True
 
     def _find_models(self, attempt: Attempt, *, first: bool) -> None:
         models = self.recorder.models
@@ -331,6 +389,7 @@ class _OfThread(threading.local):
         made: The optimizer was called in it.
         attempt: The update that is about to be made.
         passed: A wrapper whose step runs, as long as that of what it holds does not.
+        again: An optimizer that is stepping once more on the gradients of its last update.
     """
 
     def __init__(self) -> None:
@@ -338,6 +397,7 @@ class _OfThread(threading.local):
         self.made = False
         self.attempt: Attempt | None = None
         self.passed: Any = None
+        self.again: Any = None
 
 
 def _share(here: Any, there: Any) -> bool:

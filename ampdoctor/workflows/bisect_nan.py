@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
+from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
+from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, stepped_again_finding, suspicious
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -33,7 +34,7 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report.counted import counted_from
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.ops.source import as_source, raising_line
+from ampdoctor.probes.ops.source import as_source, own_line, raising_line
 from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
@@ -159,6 +160,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
+        self.session.events.called_at = lambda: as_source(own_line())
         self.back = WayBack(self.steps, self._beside_at_the_end if self.until_sick else 0)
         self.back.also(0, self.start)
         resumed = self.replay.resumed
@@ -238,6 +240,10 @@ class _Search:
             only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
             if raised is not None and self.session.events.refused and only_gradients:
                 self._say_what_was_refused(step, raised)
+                return True
+            if self._steps_again(outcome):
+                if self._goes_on(step, self.back.nearest, raised=outcome.raised):
+                    continue
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
@@ -423,6 +429,21 @@ class _Search:
         elif self.until_sick:
             ended = f"the batches end after {len(self.outcomes)} of {self.steps} (--max-steps)"
             self.skipped.append(Skipped(what="further steps", reason=ended))
+
+    def _steps_again(self, outcome: StepOutcome) -> bool:
+        """Does an optimizer step on gradients that it has used already, beside a scaler? If so, add the finding once.
+
+        What a replay shows of such a loop proves no change: its next skipped update will be made all the same.
+        """
+        again = next((event for event in outcome.events if event.again), None)
+        if again is not None and again.scale is None:
+            at = "" if again.source is None else f" at {again.source.file}:{again.source.line}"
+            self.replay.notes.append(f"the optimizer steps again{at} on gradients that it has used: each update is double")
+            return False
+        if again is None or any(finding.code == MISUSE.code for finding in self.findings):
+            return False
+        self.findings.append(stepped_again_finding(outcome.step, again.source, held_back=again.held_back))
+        return True
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         """Add the finding that torch's scaler refuses the order of the step's calls."""

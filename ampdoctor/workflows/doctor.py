@@ -13,9 +13,10 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
+from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import ErrorNote, Report
+from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
@@ -24,7 +25,7 @@ from ampdoctor.live.guard import Guard
 from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.loop_watch import Attempt, LoopWatch
+from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
@@ -39,6 +40,7 @@ from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
+from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
@@ -248,6 +250,21 @@ class Doctor:
             self._describe(attempt)
         self._tell_late()
 
+    @_harmless
+    def stepping_again(self, again: Again) -> None:
+        """As in `LoopListener`."""
+        source = as_source(again.line)
+        if again.scaled:
+            self._is_misused(
+                stepped_again_finding(again.step, source, held_back=again.held_back),
+                again.name,
+                key=f"again {again.name} {again.held_back}",
+            )
+        else:
+            at = "" if source is None else f" at {source.file}:{source.line}"
+            said = f"an optimizer steps again{at} on gradients that it has used: each of its updates is made twice"
+            self._say_once(said)
+
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
         request, recorder = self._request, self._watch.recorder
@@ -395,6 +412,18 @@ class Doctor:
                 elsewhere = f"ampdoctor bisect-nan {bundle.folder}"
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
+
+    def _is_misused(self, finding: Finding, optimizer: str, *, key: str) -> None:
+        """The loop's calls break the scaler's protocol, which no look has to show: told once for each `key`."""
+        if key in self._said:
+            return
+        self._said.add(key)
+        if self.report is not None:
+            self._say(f"{finding.severity} {finding.code}: {finding.message}")
+            return
+        run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        self._diagnosed(report, "its calls break the scaler's protocol", bundle=None, seconds=None)
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -547,9 +576,12 @@ class Doctor:
         }
         sentences = [f"{what}: {why}" for what, why in ended.items() if why is not None]
         for sentence in (*sentences, *self._watch.recorder.models.unseen):
-            if sentence not in self._said:
-                self._said.add(sentence)
-                self._say(sentence)
+            self._say_once(sentence)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
 
 
 def _not_looked_at(program: Program, what: str, why: str) -> Look:

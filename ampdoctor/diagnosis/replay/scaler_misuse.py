@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.births import birth_numbers
-from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.scaler.scaler_finding import starting_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
@@ -88,6 +88,40 @@ def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
         evidence=birth_numbers(birth, ()),
         help=HELP["scaler_misuse"],
+    )
+
+
+def stepped_again_finding(step: int, source: Source | None, *, held_back: bool) -> Finding:
+    """An optimizer steps once more on gradients of which its scaler has made an update, or left it out.
+
+    Args:
+        step: The step.
+        source: The line that makes the second call.
+        held_back: The scaler had skipped the update.
+    """
+    advice = MISUSE_ADVICE["optimizer.step again"]
+    first = "with which scaler.step(optimizer) has skipped the update" if held_back else "that scaler.step(optimizer) has used"
+    harm = (
+        "gradients that overflowed reach the weights"
+        if held_back
+        else "every update is made twice, and one that the scaler skips is made all the same"
+    )
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        message=f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
+        evidence={"skipped_by_the_scaler": held_back},
+        help=HELP["scaler_misuse"],
+        prescription=Prescription(
+            kind="code",
+            value=advice,
+            status="not_run",
+            detail=advice,
+            reason="the calls alone show it: a second update on the same gradients is wrong in every precision",
+        ),
     )
 
 

@@ -27,6 +27,7 @@ from ampdoctor.live.recording.slicing import sliced
 from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.tape import mode_now
 from ampdoctor.live.recording.trainers import SEVERAL, Trainers
+from ampdoctor.loop.hooks.used_gradients import UsedGradients
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import (
     Backward,
@@ -88,6 +89,7 @@ class StepRecorder:
         listener: Told of the models' calls.
         cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
         failed: What ended the recording; None while all is well.
+        used: Which gradients an optimizer has used, on whichever thread.
     """
 
     def __init__(self) -> None:
@@ -97,6 +99,7 @@ class StepRecorder:
         self.listener: CallListener | None = None
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None
+        self.used = UsedGradients()
         self._calls = 0
         self._gradients = Gradients(self.models)
         self._journal = Journal(self._gradients, self.fail)
@@ -266,6 +269,7 @@ class StepRecorder:
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
+        self.used.engine_runs()
         if in_backward() or not seen.accumulated or transforms() or os.getpid() != self._process:
             return run()
         self._begins(seen)
@@ -375,6 +379,7 @@ class StepRecorder:
             max_norm: The norm that they have afterwards at most.
             norm_type: Of the norm.
         """
+        self.used.clipped(gradients)
         if not self._is_elsewhere():
             self._gradients.find_edited()
             self._gradients.clipped(gradients)
