@@ -246,7 +246,7 @@ class LoopWatch:
 
         def judged(*inner: Any, **named: Any) -> Any:
             result = closure(*inner, **named)
-            self._judge(optimizer, scaler)
+            self._judge(optimizer, scaler, inside=1)
             return result
 
         return (
@@ -254,10 +254,10 @@ class LoopWatch:
             {key: judged if value is closure else value for key, value in kwargs.items()},
         )
 
-    def _judge(self, optimizer: Any, scaler: Any) -> None:
+    def _judge(self, optimizer: Any, scaler: Any, *, inside: int = 0) -> None:
         self.recorder.rest()
         with self._telling:
-            if self._steps_again(optimizer):
+            if self._steps_again(optimizer, inside=inside):
                 self._here.again = optimizer
                 return
             attempt, losses = self._attempt_of(optimizer, scaler)
@@ -296,12 +296,15 @@ class LoopWatch:
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.recorder.fail(error)
 
-    def _steps_again(self, optimizer: Any) -> bool:
-        """Whether an optimizer is about to use gradients once more; if so, and it is no part of a step, that is told."""
+    def _steps_again(self, optimizer: Any, *, inside: int = 0) -> bool:
+        """Whether an optimizer is about to use gradients once more; if so, and it is no part of a step, that is told.
+
+        `inside` is how many of its calls are running: 1 where a closure is asked.
+        """
         known = self._optimizers.get(id(optimizer))
         if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
             return False
-        if not inside_own_step(optimizer):
+        if not inside_own_step(optimizer, known=inside):
             self._listener.stepping_again(
                 Again(
                     step=known.attempts - 1,

@@ -95,15 +95,20 @@ class UsedGradients:
         return use if use is not None and use.optimizer() is optimizer else None
 
 
-def inside_own_step(optimizer: Any) -> bool:
-    """Return whether the optimizer's `step` has been called by its own `step`: `super().step()` is a part of a step."""
+def inside_own_step(optimizer: Any, *, known: int = 0) -> bool:
+    """Return whether the optimizer's `step` has been called by its own `step`: `super().step()` is a part of a step.
+
+    Args:
+        optimizer: Whose `step` is about to run.
+        known: How many of its calls are running for sure: 1 in a closure.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "step" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is optimizer:
-            return True
+            known -= 1
         frame = frame.f_back
-    return False
+    return known < 0
 
 
 def _held_by(optimizer: Any) -> Iterator[tuple[int, tuple[weakref.ref[torch.Tensor], int]]]:
