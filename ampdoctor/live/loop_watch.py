@@ -20,6 +20,7 @@ from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.scaler_calls import told_of_scalers
+from ampdoctor.loop.scaler_events import raised_by_scaler
 from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
 from ampdoctor.probes.ops.source import own_line, user_frames
 
@@ -78,6 +79,9 @@ class LoopListener(Protocol):
 
     def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """The update was made, or skipped; None where only a device knows."""
+
+    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
+        """A scaler has refused a call of "unscale_", "step" or "update", for this optimizer or None."""
 
     def stepping_again(self, again: Again) -> None:
         """An optimizer is about to step on gradients that it has used, or its scaler has skipped that."""
@@ -178,6 +182,11 @@ class LoopWatch:
         """The same, to be kept behind the update."""
         return self.recorder.keepable(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
+    def name_of(self, optimizer: Any) -> str:
+        """The name of an optimizer in the log; "" for one that has made no update yet."""
+        known = self._optimizers.get(id(optimizer))
+        return known.name if known is not None and known.there() is optimizer else ""
+
     def whose(self, name: str) -> str | None:
         """What the loop calls the optimizer of this name, and of what kind it is; None where it steps no others."""
         living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
@@ -194,6 +203,15 @@ class LoopWatch:
             return run()
         if method == "scale":
             return self.recorder.scaled(argument, run)
+        inside = self._here.scaler is not None  # a step unscales by itself
+        try:
+            return self._called(scaler, method, argument, run)
+        except Exception as error:
+            if not inside and raised_by_scaler(error):
+                self._listener.refused(method, argument if hasattr(argument, "param_groups") else None, error)
+            raise
+
+    def _called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method == "unscale_":
             self._listener.unscaling(argument)
             self.recorder.unscaling()

@@ -262,7 +262,7 @@ class StepEvents:
         try:
             return original()
         except Exception as error:
-            self.refused = method if _raised_by_torch(error) else None
+            self.refused = method if raised_by_scaler(error) else None
             raise
         finally:
             self._running.remove((id(scaler), method))
@@ -324,8 +324,8 @@ class StepEvents:
             self._looking = False
 
 
-def _raised_by_torch(error: Exception) -> bool:
-    """Raised by a line of GradScaler itself, not by something that it called."""
+def raised_by_scaler(error: BaseException) -> bool:
+    """Return whether a line of GradScaler itself has raised this, not something that it called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename == torch.amp.grad_scaler.__file__
 

@@ -54,7 +54,7 @@ from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.one_cause import led_on, told_once
 from ampdoctor.workflows.proving.proof import as_far_as_replayed, proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
-from ampdoctor.workflows.proving.scaler_protocol import after_refusal
+from ampdoctor.workflows.proving.scaler_protocol import after_refusal, half_weights
 from ampdoctor.workflows.proving.way_back import WayBack
 
 if TYPE_CHECKING:
@@ -237,11 +237,7 @@ class _Search:
             if not left_out:
                 self._note_headroom(sentinel)
             self._tell("replaying", step + 1)
-            only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
-            if raised is not None and self.session.events.refused and only_gradients:
-                self._say_what_was_refused(step, raised)
-                return True
-            if self._steps_again(outcome):
+            if self._breaks_protocol(outcome, sentinel):
                 if self._goes_on(step, self.back.nearest, raised=outcome.raised):
                     continue
                 return True
@@ -430,6 +426,15 @@ class _Search:
             ended = f"the batches end after {len(self.outcomes)} of {self.steps} (--max-steps)"
             self.skipped.append(Skipped(what="further steps", reason=ended))
 
+    def _breaks_protocol(self, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """Do the step's calls alone show that it misuses its scaler? If so, add the finding."""
+        raised = self.session.raised
+        only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+        if raised is not None and self.session.events.refused and only_gradients:
+            self._say_what_was_refused(outcome.step, raised)
+            return True
+        return self._steps_again(outcome)
+
     def _steps_again(self, outcome: StepOutcome) -> bool:
         """Does an optimizer step on gradients that it has used already, beside a scaler? If so, add the finding once.
 
@@ -438,7 +443,9 @@ class _Search:
         again = next((event for event in outcome.events if event.again), None)
         if again is not None and again.scale is None:
             at = "" if again.source is None else f" at {again.source.file}:{again.source.line}"
-            self.replay.notes.append(f"the optimizer steps again{at} on gradients that it has used: each update is double")
+            self.replay.notes.append(
+                f"the optimizer steps again{at} on gradients that it has used: each update is double"
+            )
             return False
         if again is None or any(finding.code == MISUSE.code for finding in self.findings):
             return False
@@ -447,9 +454,13 @@ class _Search:
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         """Add the finding that torch's scaler refuses the order of the step's calls."""
-        source = as_source(raising_line(raised.__cause__)) if raised.__cause__ is not None else None
-        finding = refused_call_finding(step, self.session.events.refused or "", raised.raised, source)
-        self.findings.append(replace(finding, prescription=after_refusal(self.session)))
+        session = self.session
+        source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
+        halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
+        refused, advice = session.events.refused or "", after_refusal(session, halves)
+        self.findings.append(
+            refused_call_finding(step, refused, raised.raised, source=source, advice=advice, halves=halves)
+        )
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
         """Add to the findings what the user's own code raised: it noticed the harm, too."""

@@ -13,10 +13,12 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
+from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, stepped_again_finding
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
+from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
@@ -35,12 +37,13 @@ from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import describe
+from ampdoctor.loop.raised import causes_of, describe
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
-from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.ops.half_made import HalfMade
+from ampdoctor.probes.ops.source import as_source, own_line
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
@@ -48,6 +51,7 @@ from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.proving.scaler_protocol import half_weights
 
 _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
@@ -150,6 +154,8 @@ class Doctor:
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
+        self._half_made = HalfMade()
+        self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
 
     @contextmanager
@@ -176,6 +182,7 @@ class Doctor:
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
+            stack.enter_context(self._half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
             self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
@@ -195,7 +202,7 @@ class Doctor:
         self._ended_by(error)
         if not self._failed:
             self._tell_what_ended()
-        if not self._lines.attempted and self._watch.recorder.backwards:
+        if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=_code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
@@ -264,6 +271,18 @@ class Doctor:
             at = "" if source is None else f" at {source.file}:{source.line}"
             said = f"an optimizer steps again{at} on gradients that it has used: each of its updates is made twice"
             self._say_once(said)
+
+    @_harmless
+    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
+        """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
+        known = [optimizer] if optimizer is not None else []
+        halves = half_weights(known, self._watch.recorder.names(), self._half_made)
+        advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
+        said = describe(error)
+        source = as_source(own_line())
+        finding = refused_call_finding(self._lines.turn, method, said, source=source, advice=advice, halves=halves)
+        # the error itself would keep the loop's frames alive
+        self._refused = (id(error), said), finding, self._watch.name_of(optimizer)
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
@@ -353,9 +372,16 @@ class Doctor:
 
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
+        self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
             self._look_at_the_end()
+
+    def _tell_what_was_refused(self, error: BaseException | None) -> None:
+        """Say why a scaler has refused a call, where that has ended the training."""
+        refused, self._refused = self._refused, None
+        if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
+            self._is_misused(*refused[1:], key="refused")
 
     def _look_at_the_end(self) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""

@@ -1,4 +1,4 @@
-"""An optimizer that steps again on gradients that it has used is told, and is no step; what only looks like it is not."""
+"""An optimizer that steps again on gradients that it has used is told, and is no step; what looks like it is not."""
 
 from __future__ import annotations
 
@@ -362,10 +362,15 @@ def test_a_watched_test_hears_it_where_its_loop_logs_the_scale():
         raise SickError
 
     watch = StepWatch(stop)
-    with pytest.raises(SickError), watch.watching():
-        loop = Loop()
-        loop.scaler.get_scale()
-        by_hand(loop)
+
+    def test():
+        with watch.watching():
+            loop = Loop()
+            loop.scaler.get_scale()
+            by_hand(loop)
+
+    with pytest.raises(SickError):
+        test()
     (finding,) = watch.report.findings
     assert finding.code == "AMP407"
     assert "steps again" in finding.message

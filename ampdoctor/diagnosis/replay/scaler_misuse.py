@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.births import birth_numbers
@@ -13,6 +14,7 @@ from ampdoctor.diagnosis.scaler.scaler_finding import starting_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report.refusals import NOT_THE_ORDER
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 from ampdoctor.evidence.where import Source, Where
@@ -42,6 +44,21 @@ RULE = register(
     commands=REPLAYED,
     thresholds=(MISUSE_RATIO, MISUSE_ERROR),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HalfWeights:
+    """Trained parameters in float16.
+
+    Attributes:
+        count: How many there are.
+        first: The name of the first.
+        made: The user's line that has made them so; None where it was not seen.
+    """
+
+    count: int
+    first: str
+    made: Source | None
 
 
 def lost_scale_finding(
@@ -100,7 +117,11 @@ def stepped_again_finding(step: int, source: Source | None, *, held_back: bool) 
         held_back: The scaler had skipped the update.
     """
     advice = MISUSE_ADVICE["optimizer.step again"]
-    first = "with which scaler.step(optimizer) has skipped the update" if held_back else "that scaler.step(optimizer) has used"
+    first = (
+        "with which scaler.step(optimizer) has skipped the update"
+        if held_back
+        else "that scaler.step(optimizer) has used"
+    )
     harm = (
         "gradients that overflowed reach the weights"
         if held_back
@@ -125,24 +146,47 @@ def stepped_again_finding(step: int, source: Source | None, *, held_back: bool) 
     )
 
 
-def refused_call_finding(step: int, method: str, raised: str, source: Source | None) -> Finding:
-    """The GradScaler refused a call, because the step had not made the calls that must come before it.
+def refused_call_finding(
+    step: int, method: str, raised: str, *, source: Source | None, advice: str, halves: HalfWeights | None = None
+) -> Finding:
+    """The GradScaler refused a call: other calls must come before it, or the gradients are in float16.
 
     Args:
         step: The step.
         method: The scaler's method.
         raised: What it raised, type first.
-        source: The line that called it.
+        source: The line that called it, the user's own where there is one.
+        advice: The change that the user has to write.
+        halves: The trained weights in float16, where they are the reason.
     """
+    help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
+    message = f"step {step}: the scaler refuses the call of {method}: {raised}"
+    evidence: dict[str, Any] = {"raised": raised}
+    if halves is not None:
+        many = halves.count != 1
+        made = "" if halves.made is None else f", made so at {halves.made.file}:{halves.made.line}"
+        message += (
+            f" {halves.count} trained parameter{'s are' if many else ' is'} in float16,"
+            f"{' the first of them' if many else ''} {halves.first}{made}: a GradScaler needs weights in fp32"
+        )
+        evidence = {**evidence, "float16_parameters": halves.count, "first": halves.first}
+        source = halves.made or source
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity="error",
         cause="scaler_misuse",
         where=Where(step=step, phase="scaler", op=f"scaler.{method}", source=source),
-        message=f"step {step}: the scaler refuses the call of {method}: {raised}",
-        evidence={"raised": raised},
-        help=HELP["scaler_misuse"],
+        message=message,
+        evidence=evidence,
+        help=help_,
+        prescription=Prescription(
+            kind="code",
+            value=advice,
+            status="not_run",
+            detail=advice,
+            reason="the step ends there, so no replay can stand in for it",
+        ),
     )
 
 

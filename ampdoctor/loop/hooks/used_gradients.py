@@ -102,7 +102,7 @@ def inside_own_step(optimizer: Any, *, known: int = 0) -> bool:
         optimizer: Whose `step` is about to run.
         known: How many of its calls are running for sure: 1 in a closure.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python's own way up
     while frame is not None:
         code = frame.f_code
         if code.co_name == "step" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is optimizer:
