@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.where import Source
 from ampdoctor.loop.backwards import PLAIN, Backwards
+from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.phases import Part, Phases
 
@@ -142,8 +144,8 @@ class StepEvents:
                 before = partial(self.before_step, name=name)  # a wrapper's hooks may be those of what it wraps
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
                 stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
+            stack.enter_context(wrapped_in_each_class(_SCALER_METHODS, self._of_class))
             for method in _SCALER_METHODS:
-                self._wrap_class(method, stack)
                 for scaler in (self._scaler, *scalers):  # a subclass of torch's may have methods of its own
                     if hasattr(scaler, method):
                         self._wrap_own(scaler, method, stack)
@@ -200,14 +202,11 @@ class StepEvents:
         setattr(scaler, method, wrapped)
         stack.callback(lambda: setattr(scaler, method, original) if had else delattr(scaler, method))
 
-    def _wrap_class(self, method: str, stack: ExitStack) -> None:
-        original = getattr(torch.amp.GradScaler, method)
-
+    def _of_class(self, original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def wrapped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._called(scaler, method, original.__get__(scaler), args, kwargs)
+            return self._called(scaler, method, partial(original, scaler), args, kwargs)
 
-        setattr(torch.amp.GradScaler, method, wrapped)
-        stack.callback(setattr, torch.amp.GradScaler, method, original)
+        return wrapped
 
     def _called(
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -325,9 +324,14 @@ class StepEvents:
 
 
 def raised_by_scaler(error: BaseException) -> bool:
-    """Return whether a line of GradScaler itself has raised this, not something that it called."""
+    """Return whether a line of torch's scalers themselves has raised this, not something that they called."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename == torch.amp.grad_scaler.__file__
+    return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, _sharded())
+
+
+def _sharded() -> str | None:
+    """The file of FSDP's scaler, where a program has imported that."""
+    return getattr(sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler"), "__file__", None)
 
 
 def _is_enabled(scaler: Any) -> bool:

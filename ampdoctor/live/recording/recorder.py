@@ -259,11 +259,7 @@ class StepRecorder:
 
     @_harmless
     def _scaled(self, losses: Any, scaled: Any) -> None:
-        if isinstance(losses, torch.Tensor):
-            losses, scaled = (losses,), (scaled,)
-        elif not isinstance(losses, list | tuple):
-            return  # an iterator that is used up
-        for loss, result in zip(losses, scaled, strict=True):
+        for loss, result in _pairs(losses, scaled):
             taken, made = self._tape.reference(loss), self._tape.make(result)[""]
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
@@ -448,3 +444,12 @@ class StepRecorder:
         if self.cleared is not None:
             self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)
+
+
+def _pairs(losses: Any, scaled: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each loss with what it was scaled to; an iterator is used up, and gives none."""
+    if isinstance(losses, torch.Tensor):
+        yield losses, scaled
+    elif isinstance(losses, list | tuple):
+        for loss, result in zip(losses, scaled, strict=True):
+            yield from _pairs(loss, result)
