@@ -88,10 +88,11 @@ def by_hand(model, *, precision, scale=None, accumulate=1, clip=None, divide=Tru
                 value = value / accumulate
             scaler.scale(value).backward()
             total = total + value.detach()
-        for optimizer in optimizers:
-            if clip is not None:
+        if clip is not None:
+            for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
+            nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], clip)
+        for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         for scheduler in schedulers:
