@@ -110,6 +110,26 @@ class _Known:
     held_back: bool = False
 
 
+@dataclass(slots=True)
+class ScalerFacts:
+    """What a loop has asked of its scalers.
+
+    Attributes:
+        knows_scale: It has asked for a scale, and may scale and unscale in its own code.
+        updates: Calls of `update` so far.
+        scaled_by: The scaler that has scaled a loss last.
+    """
+
+    knows_scale: bool = False
+    updates: int = 0
+    scaled_by: weakref.ref[Any] | None = None
+
+    @property
+    def last(self) -> Any:
+        """The scaler that has scaled a loss last; None where it is gone, or none has."""
+        return None if self.scaled_by is None else self.scaled_by()
+
+
 class LoopWatch:
     """Watches the loops of this process for as long as `watching` lasts.
 
@@ -118,10 +138,15 @@ class LoopWatch:
 
     Args:
         listener: Told of the updates.
+
+    Attributes:
+        recorder: Records the steps.
+        scalers: What the loop has asked of its scalers.
     """
 
     def __init__(self, listener: LoopListener) -> None:
         self.recorder = StepRecorder()
+        self.scalers = ScalerFacts()
         self._listener = listener
         self._optimizers: dict[int, _Known] = {}
         self._names = 0
@@ -201,8 +226,22 @@ class LoopWatch:
         """As in `ScalerListener`."""
         if self._is_not_ours():
             return run()
+        if method in ("get_scale", "state_dict"):
+            # which asks for the scale: a checkpoint is no arithmetic
+            self.scalers.knows_scale |= method == "get_scale" and not self._here.saving
+            self._here.saving = method == "state_dict"
+            try:
+                return run()
+            finally:
+                self._here.saving = False
         if method == "scale":
-            return self.recorder.scaled(argument, run)
+            self.scalers.scaled_by = weakref.ref(scaler)
+            result = self.recorder.scaled(argument, run)
+            # a number, to learn the scale
+            self.scalers.knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
+            return result
+        if method == "update":
+            self.scalers.updates += 1
         inside = self._here.scaler is not None  # a step unscales by itself
         try:
             return self._called(scaler, method, argument, run)
@@ -411,6 +450,7 @@ class _OfThread(threading.local):
         attempt: The update that is about to be made.
         passed: A wrapper whose step runs, as long as that of what it holds does not.
         again: An optimizer that is stepping once more on the gradients of its last update.
+        saving: A scaler's state is being taken.
     """
 
     def __init__(self) -> None:
@@ -419,6 +459,7 @@ class _OfThread(threading.local):
         self.attempt: Attempt | None = None
         self.passed: Any = None
         self.again: Any = None
+        self.saving = False
 
 
 def _share(here: Any, there: Any) -> bool:

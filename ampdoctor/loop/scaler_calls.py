@@ -15,7 +15,7 @@ import torch
 
 from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
 
-_METHODS = ("scale", "unscale_", "step", "update")
+_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
 class ScalerListener(Protocol):
@@ -26,7 +26,7 @@ class ScalerListener(Protocol):
 
         Args:
             scaler: The scaler.
-            method: "scale", "unscale_", "step" or "update".
+            method: "scale", "unscale_", "step", "update", "get_scale" or "state_dict".
             argument: The first argument: what is scaled, the optimizer, the new scale or None.
             run: Makes the call.
         """
@@ -61,7 +61,7 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         stack.enter_context(wrapped_in_each_class(_METHODS, wrapped))
         for scaler in others:
             if not isinstance(scaler, torch.amp.GradScaler):
-                for method in _METHODS:
+                for method in (method for method in _METHODS if hasattr(type(scaler), method)):
                     setattr(scaler, method, MethodType(wrapped(getattr(type(scaler), method), method), scaler))
                     stack.callback(vars(scaler).pop, method, None)
         yield

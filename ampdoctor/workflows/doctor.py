@@ -15,6 +15,7 @@ import torch
 
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
@@ -31,8 +32,10 @@ from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
+from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
+from ampdoctor.live.recording.naming import together
 from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
@@ -48,7 +51,7 @@ from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
-from ampdoctor.workflows.last_update import LastUpdate
+from ampdoctor.workflows.last_update import LastUpdate, lost_weight
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 from ampdoctor.workflows.proving.scaler_protocol import half_weights
@@ -154,6 +157,7 @@ class Doctor:
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
+        self._protocol = Protocol(self._watch)
         self._half_made = HalfMade()
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
@@ -200,6 +204,7 @@ class Doctor:
             error: What ended it; `SystemExit` too.
         """
         self._ended_by(error)
+        self._look_at_the_weights()
         if not self._failed:
             self._tell_what_ended()
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
@@ -218,6 +223,7 @@ class Doctor:
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         norm = self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if self._is_readable(attempt):
             self._updates.clear()
@@ -235,6 +241,10 @@ class Doctor:
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
+        if self._protocol.is_never_updated(attempt) and self.report is None:
+            program = with_inner_autocast(self._watch.program(attempt))
+            self._examine(program, SKIPPED, name=attempt.name, settles=False, advice=NEVER_UPDATED)
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
 
@@ -244,6 +254,7 @@ class Doctor:
         self._guard.release()
         if skipped is False:
             self._settling.pop(attempt.name, None)
+            self._protocol.taken(attempt)
         else:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
@@ -330,6 +341,7 @@ class Doctor:
             return None if norm is None or bool(norm.isfinite()) else "its gradients are not finite"
 
     def _clipped(self, clip: Clip) -> None:
+        self._protocol.clipping(clip)
         if clip.max_norm is not None:
             self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
@@ -368,7 +380,15 @@ class Doctor:
         if settles and left > 0:
             self._settling[attempt.name] = left - 1
             return
-        self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
+        program = with_inner_autocast(self._watch.program(attempt))
+        scaler = past_its_scaler(self._watch, attempt)
+        if scaler is not None and self._request.look != "off" and not self._watch.recorder.is_crowded:
+            program = replace(program, scaler=scaler)
+            with self._watch.looking_away():
+                if self._look(program, settles=True).report is None:
+                    self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
+                    return
+        self._examine(program, what, name=attempt.name, settles=settles)
 
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
@@ -383,6 +403,22 @@ class Doctor:
         if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
             self._is_misused(*refused[1:], key="refused")
 
+    @_harmless
+    def _look_at_the_weights(self) -> None:
+        """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
+        recorder = self._watch.recorder
+        if self.report is not None or self._request.look == "off" or not recorder.used.any_backward:
+            return
+        step = max(self._lines.turn - 1, 0)
+        with self._watch.looking_away():
+            parameters = dict(together(recorder.models.roots).named_parameters())
+            finding = lost_weight(parameters, step)
+        if finding is not None:
+            run = Run(step=step, kept=self._kept(None))
+            report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+            report = self._explained(report, parameters)
+            self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
+
     def _look_at_the_end(self) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
@@ -394,7 +430,7 @@ class Doctor:
             program = recorder.program(None, name="", scaler=None, step=step, root=root)
             self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
 
-    def _examine(self, program: Program, what: str, *, name: str, settles: bool) -> None:
+    def _examine(self, program: Program, what: str, *, name: str, settles: bool, advice: str = "") -> None:
         request = self._request
         if request.look == "off":
             return
@@ -409,18 +445,10 @@ class Doctor:
             seen = _not_looked_at(program, what, SEVERAL)
         else:
             with self._watch.looking_away():
-                seen = look(
-                    program,
-                    policy=policy_in_force(),
-                    device=_device_of(program),
-                    thresholds=request.thresholds,
-                    settles=settles,
-                )
+                seen = self._look(program, settles=settles)
         if seen.report is not None:
-            report, parameters = seen.report, dict(program.model.named_parameters())
-            for update in self._last.values():
-                report = update.explained(report, parameters)
-            seen = replace(seen, report=report)
+            report = self._explained(seen.report, dict(program.model.named_parameters()))
+            seen = replace(seen, report=_advised(report, advice) if advice else report)
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)
@@ -439,6 +467,22 @@ class Doctor:
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
 
+    def _look(self, program: Program, *, settles: bool) -> Look:
+        return look(
+            program,
+            policy=policy_in_force(),
+            device=_device_of(program),
+            thresholds=self._request.thresholds,
+            settles=settles,
+        )
+
+    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
+            return  # what is wrong begins before any scale
+        finding = self._protocol.broken_by(attempt)
+        if finding is not None:
+            self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
+
     def _is_misused(self, finding: Finding, optimizer: str, *, key: str) -> None:
         """The loop's calls break the scaler's protocol, which no look has to show: told once for each `key`."""
         if key in self._said:
@@ -450,6 +494,11 @@ class Doctor:
         run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}
         report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
         self._diagnosed(report, "its calls break the scaler's protocol", bundle=None, seconds=None)
+
+    def _explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
+        for update in self._last.values():
+            report = update.explained(report, parameters)
+        return report
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -608,6 +657,12 @@ class Doctor:
         if sentence not in self._said:
             self._said.add(sentence)
             self._say(sentence)
+
+
+def _advised(report: Report, advice: str) -> Report:
+    """A report of one step, with what more steps than that have shown."""
+    told = tuple(replace(one, severity="error", help=f"{advice} {one.help}") for one in report.findings)
+    return replace(report, findings=told, verdict="sick" if told else report.verdict)
 
 
 def _not_looked_at(program: Program, what: str, why: str) -> Look:

@@ -88,22 +88,23 @@ def lost_scale_finding(
     )
 
 
-def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
+def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
     """Gradients that overflowed reached the weights, because the optimizer was stepped past its scaler.
 
     Args:
-        birth: The overflow.
+        at: The overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
         scale: The loss scale.
     """
+    where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity="error",
         cause="scaler_misuse",
-        where=replace(birth.where, phase="optimizer", module="", op="optimizer.step"),
-        message=f"step {birth.where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
+        where=where,
+        message=f"step {where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
-        evidence=birth_numbers(birth, ()),
+        evidence={"scale": scale} if isinstance(at, Where) else birth_numbers(at, ()),
         help=HELP["scaler_misuse"],
     )
 

@@ -34,6 +34,7 @@ from ampdoctor.loop.recorded.program import (
     Call,
     Clipped,
     Held,
+    Instruction,
     Line,
     Made,
     Program,
@@ -345,6 +346,36 @@ class StepRecorder:
             return None
         owner = optimizer if optimizer is not None and self._programs.is_reached(optimizer) else None
         return {self._journal.moment(self._tape.instructions[place]) for place in self._programs.wanted(owner)}
+
+    def still_scaled(self, optimizer: Any) -> int:
+        """How many of an optimizer's gradients are as backwards of scaled losses alone have left them."""
+        places = self._of_scaled(optimizer)
+        if not places or any(isinstance(one, Unscaled | Clipped) for one in places):
+            return 0
+        self._gradients.find_edited()
+        held = (p for p in parameters_of(optimizer) if p.grad is not None)
+        return sum(not self._gradients.is_edited(id(p)) for p in held)
+
+    def comes_of_scaled(self, optimizer: Any) -> bool:
+        """Whether an optimizer's gradients are those of scaled losses alone, whatever was done to them since."""
+        return bool(self._of_scaled(optimizer))
+
+    def clipped_while_scaled(self, optimizer: Any) -> bool:
+        """Whether gradients of an optimizer, all of scaled losses, were clipped before a scaler unscaled them."""
+        kinds = [type(one) for one in self._of_scaled(optimizer)]
+        return Clipped in kinds and (Unscaled not in kinds or kinds.index(Clipped) < kinds.index(Unscaled))
+
+    def _of_scaled(self, optimizer: Any) -> list[Instruction]:
+        """What an optimizer's gradients come of and what was done to them; [] where a loss of theirs was not scaled."""
+        instructions = self._tape.instructions
+        if self._is_elsewhere() or not any(isinstance(one, Scaled) for one in instructions):
+            return []
+        if not self._programs.is_reached(optimizer):
+            return []
+        wanted = self._programs.wanted(optimizer)
+        backwards = [place for place in wanted if isinstance(instructions[place], Backward)]
+        scaled = (any(isinstance(one, Scaled) for one in sliced(instructions, [place])) for place in backwards)
+        return [instructions[place] for place in wanted] if backwards and all(scaled) else []
 
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""

@@ -46,6 +46,11 @@ class UsedGradients:
         self._runs = 0
         self._uses: dict[int, _Use] = {}
 
+    @property
+    def any_backward(self) -> bool:
+        """Autograd's engine has run."""
+        return self._runs > 0
+
     def clear(self) -> None:
         """Forget all updates."""
         self._uses.clear()
