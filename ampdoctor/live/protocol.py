@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.diagnosis.replay.certain_misuse import certain_misuse
-from ampdoctor.diagnosis.replay.scaler_misuse import unguarded_step_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights, refused_call_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
 from ampdoctor.evidence.where import Where
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip
+from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.probes.ops.half_made import HalfMade
 from ampdoctor.probes.ops.source import as_source, own_line
 
 _SHOWN_BY_CALLS = "the calls alone show it"
@@ -29,16 +34,34 @@ class Protocol:
 
     Args:
         watch: Of the loop.
+
+    Attributes:
+        half_made: Where parameters in float16 are made.
     """
 
     def __init__(self, watch: LoopWatch) -> None:
         self._watch = watch
+        self.half_made = HalfMade()
         self._clips: list[Clip] = []
         self._skips: dict[str, tuple[int, int]] = {}  # by optimizer: updates of scalers, and skips in a row since
 
     def clipping(self, clip: Clip) -> None:
         """Gradients are about to be clipped by their norm."""
         self._clips = [*self._clips[-7:], clip]  # of several optimizers
+
+    def refused(self, method: str, optimizer: Any, error: Exception, step: int) -> Finding:
+        """Returns the finding for a call that a scaler has refused, where that ends the training.
+
+        Args:
+            method: The scaler's.
+            optimizer: For which it was called; None for none.
+            error: What the scaler has raised.
+            step: The step.
+        """
+        halves = half_weights([] if optimizer is None else [optimizer], self._watch.recorder.names(), self.half_made)
+        advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
+        source = as_source(own_line())
+        return refused_call_finding(step, method, describe(error), source=source, advice=advice, halves=halves)
 
     def is_never_updated(self, attempt: Attempt) -> bool:
         """Whether this skip makes too many in a row between which no scaler's `update` was called."""
@@ -90,6 +113,23 @@ class Protocol:
         advice = finding.help[0].lower() + finding.help[1:].removesuffix(".")
         cure = Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=_SHOWN_BY_CALLS)
         return replace(finding, prescription=cure)
+
+
+def half_weights(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], made: HalfMade
+) -> HalfWeights | None:
+    """The float16 parameters that got gradients, which no GradScaler unscales; None without any.
+
+    Args:
+        optimizers: Whose they are.
+        names: Of parameters, by their id.
+        made: Where they were made.
+    """
+    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    halves = [p for p in held.values() if p.grad is not None and p.grad.dtype is torch.float16]
+    if not halves:
+        return None
+    return HalfWeights(len(halves), names.get(id(halves[0]), "of an optimizer"), made.of(halves))
 
 
 def past_its_scaler(watch: LoopWatch, attempt: Attempt) -> Any:

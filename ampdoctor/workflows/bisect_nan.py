@@ -34,6 +34,7 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report.counted import counted_from
 from ampdoctor.evidence.where import Where
+from ampdoctor.live.protocol import half_weights
 from ampdoctor.probes.ops.source import as_source, own_line, raising_line
 from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
@@ -54,7 +55,7 @@ from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.one_cause import led_on, told_once
 from ampdoctor.workflows.proving.proof import as_far_as_replayed, proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
-from ampdoctor.workflows.proving.scaler_protocol import after_refusal, half_weights
+from ampdoctor.workflows.proving.scaler_protocol import after_refusal
 from ampdoctor.workflows.proving.way_back import WayBack
 
 if TYPE_CHECKING:

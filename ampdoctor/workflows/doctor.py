@@ -13,13 +13,11 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
-from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
@@ -45,8 +43,7 @@ from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
-from ampdoctor.probes.ops.half_made import HalfMade
-from ampdoctor.probes.ops.source import as_source, own_line
+from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
@@ -54,7 +51,6 @@ from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate, lost_weight
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
-from ampdoctor.workflows.proving.scaler_protocol import half_weights
 
 _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
@@ -158,7 +154,6 @@ class Doctor:
         self._failed = False
         self._described = False
         self._protocol = Protocol(self._watch)
-        self._half_made = HalfMade()
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
 
@@ -186,7 +181,7 @@ class Doctor:
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
-            stack.enter_context(self._half_made.recording())
+            stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
             self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
@@ -286,14 +281,9 @@ class Doctor:
     @_harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
         """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
-        known = [optimizer] if optimizer is not None else []
-        halves = half_weights(known, self._watch.recorder.names(), self._half_made)
-        advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
-        said = describe(error)
-        source = as_source(own_line())
-        finding = refused_call_finding(self._lines.turn, method, said, source=source, advice=advice, halves=halves)
+        finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
         # the error itself would keep the loop's frames alive
-        self._refused = (id(error), said), finding, self._watch.name_of(optimizer)
+        self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
-from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report.refusals import HALF_WEIGHTS, WITHOUT_GRADIENTS
@@ -19,7 +18,7 @@ from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.ops.half_made import HalfMade
+    from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.proving.changes import Change
     from ampdoctor.workflows.proving.trials import Trials
@@ -206,23 +205,6 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
         if tried.status == "intervention":
             break
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
-
-
-def half_weights(
-    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], made: HalfMade
-) -> HalfWeights | None:
-    """The float16 parameters that got gradients, which no GradScaler unscales; None without any.
-
-    Args:
-        optimizers: Whose they are.
-        names: Of parameters, by their id.
-        made: Where they were made.
-    """
-    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    halves = [p for p in held.values() if p.grad is not None and p.grad.dtype is torch.float16]
-    if not halves:
-        return None
-    return HalfWeights(len(halves), names.get(id(halves[0]), "of an optimizer"), made.of(halves))
 
 
 def after_refusal(session: Session, halves: HalfWeights | None) -> str:
