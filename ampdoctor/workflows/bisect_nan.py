@@ -53,7 +53,7 @@ from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.opening.unexamined import never_updated, saw_anything, unexamined
 from ampdoctor.workflows.opening.until_sick import LAST, elsewhere, interrupted, only_looked_at
 from ampdoctor.workflows.proving.judge import Judge
-from ampdoctor.workflows.proving.one_cause import led_on, told_once
+from ampdoctor.workflows.proving.one_cause import led_on, told_once, unproved_while_misused
 from ampdoctor.workflows.proving.proof import as_far_as_replayed, proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
@@ -597,7 +597,9 @@ class _Search:
         )
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, replayed_here(self.replay, self.session, len(self.outcomes))))
-        findings = tuple(as_far_as_replayed(self.replay.located(f)) for f in sorted(found, key=_worst_first))
+        findings = tuple(
+            as_far_as_replayed(self.replay.located(f)) for f in sorted(unproved_while_misused(found), key=_worst_first)
+        )
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
