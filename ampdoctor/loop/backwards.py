@@ -92,6 +92,7 @@ class Backwards:
 
         with hooks:
             hook()
+            hooks.enter_context(self.used.watching())
             hooks.enter_context(seen_backwards(seen))
             if clipping is not None:
                 setattr(clip_grad, _CLIP, self._noting_clips(clipping))

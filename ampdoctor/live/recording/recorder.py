@@ -120,6 +120,7 @@ class StepRecorder:
         with ExitStack() as stack:
             stack.callback(self._tape.close)
             stack.enter_context(self.models.watching())
+            stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(before_backwards(self._tape.close))
             stack.enter_context(told_of_zeroed(self._zeroed))

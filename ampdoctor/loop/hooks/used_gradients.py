@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 
-from ampdoctor.loop.torch_internals import version_of
+from ampdoctor.loop.torch_internals import replaced, version_of
 
 _SAMPLES = 16
 """Parameters of an optimizer that are looked at: what gives one of them a new gradient gives it to nearly all."""
@@ -37,14 +38,30 @@ class _Use:
 class UsedGradients:
     """Remembers what each optimizer's gradients were at its last update.
 
-    They are the same as long as autograd's engine has not run at all, and each gradient that is looked at is the same
-    tensor, written to by nobody but a clipping or a scaler. Gradients that are made by hand (evolution strategies, a
+    They are the same as long as neither autograd's engine nor a CUDA graph has run, and each gradient that is looked
+    at is the same tensor, written to by nobody but a clipping or a scaler. Gradients that are made by hand (evolution strategies, a
     server that receives them) may be written where no counter sees it, so that only those of a backward are compared.
     """
 
     def __init__(self) -> None:
         self._runs = 0
         self._uses: dict[int, _Use] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, a CUDA graph that is replayed counts as a run of the engine: it may hold a backward."""
+        graph = getattr(torch.cuda, "CUDAGraph", None)
+        original: Any = getattr(graph, "replay", None)
+        if original is None:
+            yield
+            return
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            self.engine_runs()
+            return original(*args, **kwargs)
+
+        with replaced(graph, "replay", replay):
+            yield
 
     @property
     def any_backward(self) -> bool:
@@ -64,7 +81,8 @@ class UsedGradients:
         before = self._use_of(optimizer)
         again = before is not None and before.runs == self._runs
         of_backward = before.of_backward if again and before is not None else self._runs > 0
-        self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self._runs, of_backward, dict(_held_by(optimizer)))
+        with suppress(TypeError):  # a wrapper that nothing refers to weakly
+            self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self._runs, of_backward, dict(_held_by(optimizer)))
 
     def are_used(self, optimizer: Any) -> bool:
         """Return whether the gradients that the optimizer holds now are those of its last update."""

@@ -376,6 +376,18 @@ def test_a_watched_test_hears_it_where_its_loop_logs_the_scale():
     assert "steps again" in finding.message
 
 
+def test_a_graph_that_is_replayed_may_hold_a_backward(monkeypatch):
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: None)
+
+    def iteration(loop):
+        if loop.parameters[0].grad is None:
+            loop.scaler.scale(loop.loss()).backward()  # as at the capture
+        torch.cuda.CUDAGraph.replay(None)
+        loop.step()
+
+    assert watched(iteration).again == []
+
+
 def test_a_copy_of_an_optimizer_is_another():
     told = Told()
     with told.watch.watching():
