@@ -39,8 +39,8 @@ class UsedGradients:
     """Remembers what each optimizer's gradients were at its last update.
 
     They are the same as long as neither autograd's engine nor a CUDA graph has run, and each gradient that is looked
-    at is the same tensor, written to by nobody but a clipping or a scaler. Gradients that are made by hand (evolution strategies, a
-    server that receives them) may be written where no counter sees it, so that only those of a backward are compared.
+    at is the same tensor, written to by nobody but a clipping or a scaler. Gradients that are made by hand (evolution
+    strategies, a server that receives them) may be written where no counter sees it: only a backward's are compared.
     """
 
     def __init__(self) -> None:
