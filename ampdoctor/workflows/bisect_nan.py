@@ -443,21 +443,18 @@ class _Search:
         return self._steps_again(outcome)
 
     def _steps_again(self, outcome: StepOutcome) -> bool:
-        """Does an optimizer step on gradients that it has used already, beside a scaler? If so, add the finding once.
+        """Does an optimizer step on gradients that it has used already? If so, add the finding, once.
 
-        What a replay shows of such a loop proves no change: its next skipped update will be made all the same.
+        Returns whether a scaler is at work: then what a replay shows of such a loop proves no change, as its next
+        skipped update will be made all the same.
         """
         again = next((event for event in outcome.events if event.again), None)
-        if again is not None and again.scale is None:
-            at = "" if again.source is None else f" at {again.source.file}:{again.source.line}"
-            self.replay.notes.append(
-                f"the optimizer steps again{at} on gradients that it has used: each update is double"
-            )
-            return False
         if again is None or any(finding.code == MISUSE.code for finding in self.findings):
             return False
-        self.findings.append(stepped_again_finding(outcome.step, again.source, held_back=again.held_back))
-        return True
+        scaled = again.scale is not None
+        finding = stepped_again_finding(outcome.step, again.source, held_back=again.held_back, scaled=scaled)
+        self.findings.append(finding)
+        return scaled
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         """Add the finding that torch's scaler refuses the order of the step's calls."""

@@ -19,7 +19,7 @@ from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
-from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
+from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
 from ampdoctor.live.guard import Guard
@@ -267,16 +267,8 @@ class Doctor:
     def stepping_again(self, again: Again) -> None:
         """As in `LoopListener`."""
         source = as_source(again.line)
-        if again.scaled:
-            self._is_misused(
-                stepped_again_finding(again.step, source, held_back=again.held_back),
-                again.name,
-                key=f"again {again.name} {again.held_back}",
-            )
-        else:
-            at = "" if source is None else f" at {source.file}:{source.line}"
-            said = f"an optimizer steps again{at} on gradients that it has used: each of its updates is made twice"
-            self._say_once(said)
+        finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
+        self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
 
     @_harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
@@ -478,7 +470,8 @@ class Doctor:
         if key in self._said:
             return
         self._said.add(key)
-        if self.report is not None:
+        if self.report is not None or finding.severity != "error":
+            self._log.write(AlertLine(step=finding.where.step or 0, finding=finding))
             self._say(f"{finding.severity} {finding.code}: {finding.message}")
             return
         run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}

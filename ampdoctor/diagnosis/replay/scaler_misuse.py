@@ -46,6 +46,9 @@ RULE = register(
 )
 
 
+_ONE_EACH = "remove the second call: one update for each backward"
+
+
 @dataclass(frozen=True, slots=True)
 class HalfWeights:
     """Trained parameters in float16.
@@ -109,34 +112,33 @@ def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
     )
 
 
-def stepped_again_finding(step: int, source: Source | None, *, held_back: bool) -> Finding:
-    """An optimizer steps once more on gradients of which its scaler has made an update, or left it out.
+def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
+    """An optimizer steps once more on gradients of which an update was made already, or left out by its scaler.
 
     Args:
         step: The step.
         source: The line that makes the second call.
         held_back: The scaler had skipped the update.
+        scaled: A scaler is at work, whose skip the second call passes by: an error. Else a warning.
     """
-    advice = MISUSE_ADVICE["optimizer.step again"]
-    first = (
-        "with which scaler.step(optimizer) has skipped the update"
-        if held_back
-        else "that scaler.step(optimizer) has used"
-    )
-    harm = (
-        "gradients that overflowed reach the weights"
-        if held_back
-        else "every update is made twice, and one that the scaler skips is made all the same"
-    )
+    advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
+    first, harm = "that scaler.step(optimizer) has used", "every update is made twice"
+    if held_back:
+        first = "with which scaler.step(optimizer) has skipped the update"
+        harm = "gradients that overflowed reach the weights"
+    elif scaled:
+        harm += ", and one that the scaler skips is made all the same"
+    else:
+        first = "of its last update"
     return Finding(
         code=RULE.code,
         name=RULE.name,
-        severity="error",
-        cause="scaler_misuse",
+        severity="error" if scaled else "warning",
+        cause="scaler_misuse" if scaled else None,
         where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
         message=f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
         evidence={"skipped_by_the_scaler": held_back},
-        help=HELP["scaler_misuse"],
+        help=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
         prescription=Prescription(
             kind="code",
             value=advice,
