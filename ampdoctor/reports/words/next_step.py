@@ -303,7 +303,11 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
-    change = f"change the code{f' at {source.file}:{source.line}' if source is not None else ''} as {finding.code} says"
+    if source is not None and source.installed:
+        change = f"change your own code as {finding.code} says (the line shown is an installed package's)"
+    else:
+        at = f" at {source.file}:{source.line}" if source is not None else ""
+        change = f"change the code{at} as {finding.code} says"
     again = bundle_command(report)
     where = finding.where
     in_model = where.module or (where.module == "" and where.phase == "forward")
