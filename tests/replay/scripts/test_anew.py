@@ -57,8 +57,8 @@ def test_the_rounds_of_a_replay_train_as_the_script_does(tmp_path, before, at_en
     with open_replay(ReplayRequest(factory=str(script), steps=20)) as replay:
         session = replay.session()
         start = session.snapshot()
-        losses = [session.step(step).loss for step in range(20)]
+        losses = [session.step(step).loss for step in range(20) if session.has_step(step)]
         start.restore()
-        again = [session.step(step).loss for step in range(20)]
+        again = [session.step(step).loss for step in range(20) if session.has_step(step)]
     assert losses == pytest.approx(expected[:20], rel=1e-6)
     assert again == losses
