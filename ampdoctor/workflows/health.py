@@ -66,7 +66,7 @@ def health(
     Args:
         logs: Each a file, a folder with a log, or a folder above those of runs, of which the latest is read:
             ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's event files, the file of
-            a W&B run, what Megatron-LM or DeepSpeed have printed, CSV or JSON lines.
+            a W&B run, what a job has printed, CSV or JSON lines.
         thresholds: What counts as harmful, as too many.
         export: Where the numbers and alerts of the one log go as well.
         progress: Told how many lines were read.

@@ -135,6 +135,8 @@ def _incomplete(report: Report) -> Step:
         return Step("give the same command more time, or start it from a later checkpoint")
     if any(error.kind == "not_reproduced" for error in report.errors):
         return Step("look at what the loop does between its backward and its step, which no replay runs")
+    if report.command != "scan" and any(error.kind == "empty" for error in report.errors):
+        return Step("give the run what is named under 'not examined', then run the same command again")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
     more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
     return Step(f"mend or fetch anew {what}{more}, then run the same command again")
@@ -177,6 +179,14 @@ def _scanned(report: Report) -> Step:
     first_sick, members = report.trend.first_sick, report.target["members"]
     healthy = _healthy_before(members, first_sick)
     if healthy is None:
+        again = next(
+            (m["name"] for m in reversed(members) if m["verdict"] == "healthy" and not m.get("collapsed")), None
+        )
+        if again is not None:
+            return _resume(again, f"{_path(report)}/{again}", "which is healthy; none before the first sick one is")
+        if any(m["verdict"] == "healthy" for m in members):
+            said = "no earlier one has a loss scale that serves: find what breaks from the start"
+            return Step(said, _command("bisect-nan", "FACTORY"))
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
     searched = first_sick is not None or len(members) == report.target.get("count")
     said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
