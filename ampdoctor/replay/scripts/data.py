@@ -14,11 +14,8 @@ from torch.utils.data import DataLoader
 from ampdoctor.replay.positioning.loaders import epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.positioning.place import ORDER_UNKNOWN
 from ampdoctor.replay.reached.walk import cell_contents
-from ampdoctor.replay.scripts.anew import Mark
-from ampdoctor.replay.scripts.seam import Body, Items
+from ampdoctor.replay.scripts.seam import Body, Items, Turn
 from ampdoctor.replay.scripts.trying import Lesson
-
-_END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +28,6 @@ class Rounds:
         loaders: The DataLoaders among what its header reads.
         next_round: Told that the loop has come to its end; returns whether it begins anew, as in the next epoch.
         say: Told where the data may be others than the training's.
-        makes_anew: A round makes some of its parts anew.
     """
 
     items: Items | None
@@ -39,12 +35,11 @@ class Rounds:
     loaders: tuple[DataLoader[Any], ...]
     next_round: Callable[[], bool]
     say: Callable[[str], None]
-    makes_anew: bool = False
 
     def drawn(self) -> Iterator[Any]:
-        """Yields the items, round after round; with a mark between two rounds where one makes parts anew.
+        """Yields the items, round after round; a source that gives nothing the second time was an iterator.
 
-        A source that gives nothing the second time was an iterator.
+        Before the first item of each later round stands `Turn.NEXT_ROUND`.
         """
         if self.items is None:
             yield from itertools.repeat(None)
@@ -56,8 +51,8 @@ class Rounds:
                 holder.set_epoch(epoch + number)
             empty = True
             for item in self.items():
-                if number and empty and self.makes_anew:
-                    yield Mark.NEW_ROUND
+                if empty and number:
+                    yield Turn.NEXT_ROUND
                 empty = False
                 yield item
             if empty or not self.next_round():
@@ -88,28 +83,24 @@ def steps(rounds: Rounds, _read: object, lesson: Lesson, over: Sequence[bool], s
     """
     drawn = rounds.drawn()
     if rounds.items is not None:
-        _taken(drawn, rounds.behind + start * lesson.together)
+        _next_items(drawn, rounds.behind + start * lesson.together)
         if start and any(map(shuffles_by_the_process, rounds.loaders)):
             rounds.say(ORDER_UNKNOWN)
     many = lesson.together * lesson.updates
     while not over:
-        step = _taken(drawn, many)
-        if len(step) < many:
+        step = _next_items(drawn, many)
+        if not step:
             return
         yield step
 
 
-def _taken(drawn: Iterator[Any], many: int) -> list[Any]:
-    """Returns the next items, with the marks before and among them; fewer where the source ends."""
+def _next_items(drawn: Iterator[Any], many: int) -> list[Any]:
+    """Returns the next items, and the turns before them; fewer at the end."""
     taken: list[Any] = []
-    left = many
-    while left:
-        item = next(drawn, _END)
-        if item is _END:
-            return []
+    while many and (item := next(drawn, Turn)) is not Turn:
         taken.append(item)
-        left -= item is not Mark.NEW_ROUND
-    return taken
+        many -= item is not Turn.NEXT_ROUND
+    return taken if not many else []
 
 
 def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) -> int:

@@ -192,8 +192,13 @@ class Runner:
             raise run.ended
         run.loops = loops
 
-    def to_loop(self, place: LoopPlace, visit: int) -> ScriptRun:
+    def to_loop(self, place: LoopPlace, visit: int, around: LoopPlace | None = None) -> ScriptRun:
         """Run the script to its loop, the `visit`-th time that it comes there.
+
+        Args:
+            place: The loop.
+            visit: How often it has come there before.
+            around: The loop whose rounds begin it anew; None if nothing does.
 
         Raises:
             FactoryError: It does not come there, or would have changed a file before.
@@ -205,7 +210,7 @@ class Runner:
             if run.arrived is None and next(visits) < visit:
                 return
             if run.arrived is None:
-                run.arrived = Loop(items, body, seen_from(frame))
+                run.arrived = Loop(items, body, seen_from(frame), run.made.anew(around, frame))
             raise Left
 
         run = self._new(place.edits, arrives)

@@ -15,7 +15,7 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
-from ampdoctor.replay.scripts.anew import made_in, put_back
+from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND, Anew
 from ampdoctor.replay.scripts.data import Rounds, loaders_of, passed, set_counters, steps
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.header import read_by
@@ -108,7 +108,9 @@ class Script:
                 return self._of_framework(found.entered[0])
             self._learnt = self._lessons(found.loops, again, found.ended)
             again()
-        return self._run_of(self._learnt, self._runner.to_loop(self._learnt.place, self._learnt.visit))
+        return self._run_of(
+            self._learnt, self._runner.to_loop(self._learnt.place, self._learnt.visit, self._learnt.around)
+        )
 
     def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None], ended: FactoryError | None) -> _Learnt:
         """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has.
@@ -152,6 +154,14 @@ class Script:
             )
         return learnt.around is not None
 
+    def _anew(self, anew: Anew) -> Callable[[], None]:
+        def make() -> None:
+            if anew.scaled:
+                self._files.note("scaler", SCALER_EACH_ROUND)
+            anew()
+
+        return make
+
     def _of_framework(self, made: Any) -> TrainingRun:
         adapter = adapter_of(made)
         if adapter is None:
@@ -174,8 +184,7 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
-        anew = () if learnt.around is None else made_in(run.made, learnt.around)
-        stepping = Stepping(scalers, self._files, loop.seen, [], put_back(anew))
+        stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew), [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
             behind = passed(loop.items, lesson.before, step)
@@ -186,7 +195,6 @@ class Script:
             loaders=loaders_of(read, learnt.place.file),
             next_round=partial(self._next_round, learnt),
             say=partial(self._files.note, "order"),
-            makes_anew=bool(anew),
         )
         return TrainingRun(
             model=model,

@@ -56,14 +56,3 @@ def _first(node: Any) -> int:
 
 def _last(node: Any) -> int:
     return getattr(node, "end_lineno", None) or max(map(_last, ast.iter_child_nodes(node)), default=-1)
-
-
-def lines_of_loop(source: bytes, line: int) -> range:
-    """Returns the lines of a loop's body.
-
-    Args:
-        source: The file's contents.
-        line: The line at which the loop begins.
-    """
-    loop: Any = way_to(ast.parse(source), line, LOOPS)[-1]
-    return range(loop.body[0].lineno, _last(loop) + 1)
