@@ -14,6 +14,7 @@ import torch
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.loop.backwards import PLAIN, Backwards
 from ampdoctor.loop.phases import Part, Phases
+from ampdoctor.loop.torch_internals import replaced
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
@@ -185,9 +186,7 @@ class StepEvents:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self._called(scaler, method, original, args, kwargs)
 
-        had = method in vars(scaler)
-        setattr(scaler, method, wrapped)
-        stack.callback(lambda: setattr(scaler, method, original) if had else delattr(scaler, method))
+        stack.enter_context(replaced(scaler, method, wrapped))
 
     def _wrap_class(self, method: str, stack: ExitStack) -> None:
         original = getattr(torch.amp.GradScaler, method)
@@ -195,13 +194,14 @@ class StepEvents:
         def wrapped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             return self._called(scaler, method, original.__get__(scaler), args, kwargs)
 
-        setattr(torch.amp.GradScaler, method, wrapped)
-        stack.callback(setattr, torch.amp.GradScaler, method, original)
+        stack.enter_context(replaced(torch.amp.GradScaler, method, wrapped))
 
     def _called(
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A scaler's method, recorded once however many wrappers it has."""
+        if not self._watching:  # somebody has put another wrapper around ours, and calls it still
+            return original(*args, **kwargs)
         if method == "get_scale":
             self._knows_scale |= not self._looking
             return original(*args, **kwargs)

@@ -312,6 +312,7 @@ class StepNumbers:
         """Tell all readings; waits for those that are on their way."""
         self._activations.detach()
         self._tell(self._later.drain())
+        self._open.clear()  # of a step that has raised
 
     def _fail(self, error: Exception) -> None:
         self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]

@@ -138,6 +138,10 @@ class Journal:
                         return value
         return None
 
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._keep([])
+
     # -- what is let go of -------------------------------------------------------------------------------------------
 
     def _forget_unused(self) -> None:

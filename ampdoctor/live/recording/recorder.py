@@ -114,12 +114,20 @@ class StepRecorder:
     def watching(self) -> Iterator[None]:
         """Inside, steps are recorded; afterwards nothing is left in place."""
         with ExitStack() as stack:
-            stack.callback(self._tape.close)
+            stack.callback(self._let_go)
             stack.enter_context(self.models.watching())
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(before_backwards(self._tape.close))
             stack.enter_context(told_of_zeroed(self._zeroed))
             yield
+
+    def _let_go(self) -> None:
+        """Nothing of the loop's is held any more, whoever holds this recorder."""
+        self._tape.close()
+        self._journal.clear()
+        self._losses.clear()
+        self._scaled_losses.clear()
+        self._entering = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
