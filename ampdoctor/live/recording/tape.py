@@ -197,7 +197,14 @@ class Tape:
         return result
 
     def _called(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, random: RandomState | None, *, writes: bool
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        random: RandomState | None,
+        *,
+        writes: bool,
     ) -> None:
         # a function may return its argument, which is then known by a newer name: what it took is named first
         taken = self.references(args), self.references(kwargs)
