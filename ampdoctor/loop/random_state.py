@@ -29,7 +29,8 @@ class RandomState:
         """
         import numpy as np
 
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+        # to ask for a state makes CUDA's context, which takes memory of a GPU that the loop does not use, and ends forks
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         python, cpu = random.getstate(), torch.get_rng_state()
         numpy = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
         if like is not None:

@@ -15,7 +15,7 @@ import torch
 
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import ErrorNote, Report
+from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
@@ -146,7 +146,7 @@ class Doctor:
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
-        self._failed = False
+        self._failed = self._over = False
         self._described = False
         self._said: set[str] = set()
 
@@ -190,6 +190,7 @@ class Doctor:
         Args:
             error: What ended it; `SystemExit` too.
         """
+        self._over = True  # what has ended the training is what its caller gets
         self._ended_by(error)
         if not self._failed:
             self._tell_what_ended()
@@ -338,9 +339,9 @@ class Doctor:
     def _ended_by(self, error: BaseException | None) -> None:
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
-            self._look_at_the_end()
+            self._look_at_the_end(error)
 
-    def _look_at_the_end(self) -> None:
+    def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
         with unseen():
@@ -350,8 +351,24 @@ class Doctor:
             step = self._lines.turn
             program = recorder.program(None, name="", scaler=None, step=step, root=root)
             self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
+        elif recorder.failed is None and not recorder.is_crowded and self._request.look != "off":
+            unfinished = recorder.interrupted(error, self._lines.turn)
+            if unfinished is not None and unfinished.calls_models:
+                said = f"its code has ended it ({describe(error)})"
+                self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
 
-    def _examine(self, program: Program, what: str, *, name: str, settles: bool) -> None:
+    def _examine(
+        self, program: Program, what: str, *, name: str, settles: bool, raised: BaseException | None = None
+    ) -> None:
+        """Look at a step, and tell what is found.
+
+        Args:
+            program: The step.
+            what: Why.
+            name: Of its optimizer.
+            settles: It is health where its scaler comes down to where it is taken.
+            raised: What has ended it; nothing is told then unless the look shows where it went non-finite.
+        """
         request = self._request
         if request.look == "off":
             return
@@ -373,6 +390,11 @@ class Doctor:
                     thresholds=request.thresholds,
                     settles=settles,
                 )
+        if raised is not None:
+            findings = () if seen.report is None else tuple(_raised(one, raised) for one in seen.report.findings)
+            if seen.report is None or not any(one.severity == "error" for one in findings):
+                return
+            seen = replace(seen, report=replace(seen.report, findings=findings))
         if seen.report is not None:
             report, parameters = seen.report, dict(program.model.named_parameters())
             for update in self._last.values():
@@ -454,7 +476,7 @@ class Doctor:
             self._tell(self.report)
         except Exception as error:  # noqa: BLE001 - the log has it, and what was asked for is done all the same
             self._say(f"the diagnosis of step {line.step} could not be told: {describe(error)}; it is in {self.folder}")
-        if self._request.on_sick == "stop":
+        if self._request.on_sick == "stop" and not self._over:
             self._log.flush()
             raise StoppedError
 
@@ -556,6 +578,13 @@ def _not_looked_at(program: Program, what: str, why: str) -> Look:
     said = f"step {program.step} was sick ({what}), and was not run again: {why}"
     note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
     return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
+
+
+def _raised(finding: Finding, error: BaseException) -> Finding:
+    """The finding, with what the loop itself has raised in the place of what its replay did."""
+    if "raised" not in finding.evidence:
+        return finding
+    return replace(finding, evidence={**finding.evidence, "raised": describe(error)})
 
 
 def _code_of(error: BaseException | None) -> int:

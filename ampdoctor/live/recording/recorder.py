@@ -18,6 +18,7 @@ from torch import nn
 
 from ampdoctor.live.recording.buffers import Buffers
 from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
+from ampdoctor.live.recording.errors import holds_nonfinite, is_about_numbers
 from ampdoctor.live.recording.gradients import Gradients, parameters_of
 from ampdoctor.live.recording.journal import MOST, Journal
 from ampdoctor.live.recording.kept_updates import KeptUpdate
@@ -105,6 +106,7 @@ class StepRecorder:
         self._buffers = Buffers()
         self._process = os.getpid()
         self._trainers = Trainers()
+        self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, where it has raised
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
         self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
@@ -127,7 +129,7 @@ class StepRecorder:
         self._journal.clear()
         self._losses.clear()
         self._scaled_losses.clear()
-        self._entering = self.listener = self.cleared = None
+        self._entering = self._raised = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -150,6 +152,7 @@ class StepRecorder:
         if self._is_elsewhere():
             return
         self._tape.close()
+        self._raised = None
         self._name()
         if self.listener is not None:
             self.listener.entering(module)
@@ -165,18 +168,21 @@ class StepRecorder:
         if self.listener is not None:
             self.listener.left()
         name = self.name_of(module)
-        if output is None or name is None:
+        if name is None:
             return
         call = Call(
             model=name,
             args=self._tape.references(args),
             kwargs=self._tape.references(kwargs),
-            results=self._tape.make(output),
+            results={} if output is None else self._tape.make(output),
             mode=mode,
             random=random,
             training=training,
             line=line,
         )
+        if output is None:
+            self._raised = call, buffers
+            return
         self._journal.called(call, buffers)
         if self.listener is not None:
             self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
@@ -428,6 +434,30 @@ class StepRecorder:
     ) -> Program:
         return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
 
+    def interrupted(self, error: BaseException, step: int) -> Program | None:
+        """The running step up to a forward that has returned, or was about to return, what is not finite.
+
+        A device is waited for. An infinity of one sign alone, as masks are made of, counts where the error is about
+        numbers.
+
+        Args:
+            error: What the loop's own code has ended the step with.
+            step: The attempted step in the training.
+        """
+        about_numbers = is_about_numbers(error)
+        root = self._journal.last_nonfinite(signed=about_numbers)
+        if root is not None:
+            return self.program(None, name="", scaler=None, step=step, root=root)
+        if self._raised is None or not (about_numbers or holds_nonfinite(error)):
+            return None
+        call, buffers = self._raised
+        self._journal.called(call, buffers)
+        return with_changed_buffers(
+            self._programs.program(
+                None, name="", scaler=None, step=step, root=None, raised=call, failed=self.failed
+            )
+        )
+
     @_harmless
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
@@ -438,6 +468,7 @@ class StepRecorder:
         self._tape.close()
         self._losses.clear()
         self._scaled_losses.clear()
+        self._raised = None
         self._gradients.updated(optimizer, self._journal.count)
         self.models.left_behind()
         self.backwards = self._calls = 0
