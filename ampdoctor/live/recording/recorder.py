@@ -107,6 +107,7 @@ class StepRecorder:
         self._process = os.getpid()
         self._trainers = Trainers()
         self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, where it has raised
+        self._inside: tuple[nn.Module, Any, Any] | None = None  # the model that runs, and what it was given
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
         self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
@@ -129,7 +130,7 @@ class StepRecorder:
         self._journal.clear()
         self._losses.clear()
         self._scaled_losses.clear()
-        self._entering = self._raised = self.listener = self.cleared = None
+        self._entering = self._inside = self._raised = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -145,7 +146,7 @@ class StepRecorder:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     @_harmless
-    def entered(self, module: nn.Module) -> None:
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As in `ModelListener`."""
         if module.training:
             self._trainers.called()
@@ -157,19 +158,38 @@ class StepRecorder:
         if self.listener is not None:
             self.listener.entering(module)
         self._entering = RandomState.capture(), mode_now(), module.training, self._buffers.now(), user_line()
+        self._inside = None if kwargs is None else (module, args, kwargs)
 
     @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As in `ModelListener`."""
         if self._is_elsewhere() or self._entering is None:
             return
-        random, mode, training, buffers, line = self._entering
-        self._entering = None
+        self._inside = None
         if self.listener is not None:
             self.listener.left()
         name = self.name_of(module)
-        if name is None:
+        call, buffers = self._call(name, args, kwargs, output)
+        if call is None or name is None:
             return
+        if output is None:
+            self._raised = call, buffers
+            return
+        self._journal.called(call, buffers)
+        if self.listener is not None:
+            self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
+        self._calls += 1
+        self._tape.open()
+        self._journal.spare()
+
+    def _call(
+        self, name: str | None, args: Any, kwargs: Any, output: Any
+    ) -> tuple[Call | None, dict[str, torch.Tensor]]:
+        """The call that was entered last, and the buffers before it; the output is None where it has not returned."""
+        entering, self._entering = self._entering, None
+        if entering is None or name is None:
+            return None, {}
+        random, mode, training, buffers, line = entering
         call = Call(
             model=name,
             args=self._tape.references(args),
@@ -180,15 +200,7 @@ class StepRecorder:
             training=training,
             line=line,
         )
-        if output is None:
-            self._raised = call, buffers
-            return
-        self._journal.called(call, buffers)
-        if self.listener is not None:
-            self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
-        self._calls += 1
-        self._tape.open()
-        self._journal.spare()
+        return call, buffers
 
     def fail(self, error: Exception) -> None:
         """Record no more, because of this."""
@@ -448,6 +460,10 @@ class StepRecorder:
         root = self._journal.last_nonfinite(signed=about_numbers)
         if root is not None:
             return self.program(None, name="", scaler=None, step=step, root=root)
+        if self._inside is not None:  # torch tells nobody of a call that something else than an `Exception` has ended
+            module, args, kwargs = self._inside
+            running, before = self._call(self.name_of(module), args, kwargs, None)
+            self._raised = None if running is None else (running, before)
         if self._raised is None or not (about_numbers or holds_nonfinite(error)):
             return None
         call, buffers = self._raised
@@ -468,7 +484,7 @@ class StepRecorder:
         self._tape.close()
         self._losses.clear()
         self._scaled_losses.clear()
-        self._raised = None
+        self._raised = self._inside = None
         self._gradients.updated(optimizer, self._journal.count)
         self.models.left_behind()
         self.backwards = self._calls = 0
