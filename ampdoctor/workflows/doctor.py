@@ -34,7 +34,7 @@ from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import describe
+from ampdoctor.loop.raised import describe, is_out_of_memory
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
@@ -55,6 +55,11 @@ _TOO_LATE = (
     "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
     "nothing was run again"
 )
+_UNREAD = (
+    "the numbers of step {step} are lost, and so are those of later steps where the host is as far ahead of its device "
+    "(16 steps): the log has no line of them, and whether they were sick is not known"
+)
+_UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose numbers were lost"
 _WAYS_OUT = (
     ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
     "step; or the last good checkpoint, {from_there}"
@@ -147,6 +152,7 @@ class Doctor:
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = self._over = False
+        self._lost = 0  # readings
         self._described = False
         self._said: set[str] = set()
 
@@ -194,6 +200,8 @@ class Doctor:
         self._ended_by(error)
         if not self._failed:
             self._tell_what_ended()
+        if self._lost:
+            self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
         if not self._lines.attempted and self._watch.recorder.backwards:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         reason, lines = "" if error is None else type(error).__name__, self._lines
@@ -211,6 +219,8 @@ class Doctor:
         """As in `LoopListener`."""
         norm = self._measured(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
+        if held:
+            self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
         if self._is_readable(attempt):
             self._updates.clear()
             sick = self._sick_of(losses, norm)
@@ -240,6 +250,7 @@ class Doctor:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
+        self._count_lost(attempt)
         alert = self._alerting.taken()
         if alert is not None:
             self._numbers.look(alert, _AFTER_SICK)
@@ -248,6 +259,13 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+
+    def _count_lost(self, attempt: Attempt) -> None:
+        lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
+        if lost:
+            self._log.lose(lost)
+            if lost == self._lost:
+                self._say(_UNREAD.format(step=attempt.step))
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
@@ -338,7 +356,9 @@ class Doctor:
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
+        if error is None or asked or isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):
+            return
+        if self.report is None:
             self._look_at_the_end(error)
 
     def _look_at_the_end(self, error: BaseException) -> None:
@@ -517,9 +537,9 @@ class Doctor:
                     self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)
-        note = ErrorNote(
-            what=f"step {news.step}", kind="too_late", message=_TOO_LATE.format(step=news.step, what=news.what)
-        )
+        said = _TOO_LATE.format(step=news.step, what=news.what)
+        said += _UNREAD_BEFORE.format(unread=news.unread) if news.unread else ""
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=said)
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
         with self._watch.looking_away():
             bundle = self._bundled_late(news, report)

@@ -469,9 +469,7 @@ class StepRecorder:
         call, buffers = self._raised
         self._journal.called(call, buffers)
         return with_changed_buffers(
-            self._programs.program(
-                None, name="", scaler=None, step=step, root=None, raised=call, failed=self.failed
-            )
+            self._programs.program(None, name="", scaler=None, step=step, root=None, raised=call, failed=self.failed)
         )
 
     @_harmless
