@@ -267,7 +267,7 @@ class LoopWatch:
     def _innermost(self, optimizer: Any) -> Any:
         """The optimizer of torch's that a wrapper of one, or of another wrapper, steps: the attempts are its own."""
         seen: list[Any] = []
-        # to ask an object of Python's for its `__dict__` makes one, and so changes when the collector frees what is in it
+        # to ask an object for its `__dict__` makes one: the collector then frees what is in it in another order
         while not type(optimizer).__module__.startswith("torch.optim.") and id(optimizer) not in self._by_themselves:
             seen.append(optimizer)
             held = getattr(optimizer, "__dict__", {}).values()

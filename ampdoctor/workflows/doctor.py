@@ -15,7 +15,7 @@ import torch
 
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import ErrorNote, Finding, Report
+from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
@@ -399,26 +399,11 @@ class Doctor:
             self._hope(program, name)
             return
         crowded = self._watch.recorder.is_crowded
-        if crowded:
-            seen = _not_looked_at(program, what, SEVERAL)
-        else:
-            with self._watch.looking_away():
-                seen = look(
-                    program,
-                    policy=policy_in_force(),
-                    device=_device_of(program),
-                    thresholds=request.thresholds,
-                    settles=settles,
-                )
+        seen = _not_looked_at(program, what, SEVERAL) if crowded else self._looked_at(program, settles=settles)
         if raised is not None:
-            findings = () if seen.report is None else tuple(_raised(one, raised) for one in seen.report.findings)
-            if seen.report is None or not any(one.severity == "error" for one in findings):
+            report = None if seen.report is None else _ended_by(seen.report, raised)
+            if report is None:
                 return
-            seen = replace(seen, report=replace(seen.report, findings=findings))
-        if seen.report is not None:
-            report, parameters = seen.report, dict(program.model.named_parameters())
-            for update in self._last.values():
-                report = update.explained(report, parameters)
             seen = replace(seen, report=report)
         self._attentive = 0
         if seen.failed and hopeful:
@@ -437,6 +422,19 @@ class Doctor:
                 elsewhere = f"ampdoctor bisect-nan {bundle.folder}"
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
+
+    def _looked_at(self, program: Program, *, settles: bool) -> Look:
+        thresholds = self._request.thresholds
+        with self._watch.looking_away():
+            seen = look(
+                program, policy=policy_in_force(), device=_device_of(program), thresholds=thresholds, settles=settles
+            )
+        if seen.report is None:
+            return seen
+        report, parameters = seen.report, dict(program.model.named_parameters())
+        for update in self._last.values():
+            report = update.explained(report, parameters)
+        return replace(seen, report=report)
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -600,11 +598,15 @@ def _not_looked_at(program: Program, what: str, why: str) -> Look:
     return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
 
 
-def _raised(finding: Finding, error: BaseException) -> Finding:
-    """The finding, with what the loop itself has raised in the place of what its replay did."""
-    if "raised" not in finding.evidence:
-        return finding
-    return replace(finding, evidence={**finding.evidence, "raised": describe(error)})
+def _ended_by(report: Report, error: BaseException) -> Report | None:
+    """A look's report, with what the loop has raised in place of what its replay did; None where it found nothing."""
+    if not any(finding.severity == "error" for finding in report.findings):
+        return None
+    said = {"raised": describe(error)}
+    findings = (
+        replace(one, evidence={**one.evidence, **said}) if "raised" in one.evidence else one for one in report.findings
+    )
+    return replace(report, findings=tuple(findings))
 
 
 def _code_of(error: BaseException | None) -> int:

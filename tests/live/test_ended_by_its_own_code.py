@@ -39,7 +39,7 @@ def drawn(out):
 
 
 def distributed(out):
-    return torch.distributions.Normal(out[:, :2], 1.0)
+    return torch.distributions.Normal(out[:, :2], 1.0, validate_args=True)
 
 
 def left(out):
@@ -61,12 +61,12 @@ def stopped(out):
     raise StopIteration
 
 
-class EarlyStopping(Exception):
+class EnoughError(Exception):
     """What a loop ends itself with."""
 
 
 def is_enough(out):
-    raise EarlyStopping
+    raise EnoughError
 
 
 @pytest.fixture
@@ -127,15 +127,13 @@ def test_the_forward_that_went_non_finite_is_named_and_its_bundle_kept(check, ki
     assert (lines[-1]["kind"], lines[-1]["reason"]) == ("end", kind.__name__)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["by the loop", "in the forward"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("inside", "masked"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("check", [looked_up, stopped, is_enough])
-def test_a_loop_that_ends_for_another_reason_is_told_nothing(check, masked, inside, trained, tmp_path, caplog):
+def test_a_loop_that_ends_for_another_reason_is_told_nothing(check, inside, masked, trained, tmp_path):
     mask = torch.tensor([False, False, False, True]) if masked else None
     error, told, lines = trained(check, inside=inside, mask=mask, at=2)
     assert type(error) is not AssertionError
     assert told == []
-    assert caplog.records == []
     assert not list((tmp_path / "health").glob("bundle-*"))
     assert lines[-1]["kind"] == "end"
 

@@ -383,9 +383,7 @@ def test_readings_that_are_lost_are_told_and_a_sick_one_among_them_is_not_passed
         assert "one of the 3 steps just before it" in note.message
 
 
-def test_what_a_watch_keeps_of_its_steps_does_not_grow_once_their_numbers_have_failed(
-    tmp_path, unreadable, monkeypatch
-):
+def test_what_is_kept_of_steps_does_not_grow_once_their_numbers_have_failed(tmp_path, unreadable, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no memory for numbers")
 

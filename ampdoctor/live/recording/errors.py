@@ -1,4 +1,4 @@
-"""What an error that has ended a step tells of numbers: by its text, and by the tensors in the frames that it has left."""
+"""What an error that has ended a step tells of numbers: by its text, and by the tensors in the frames behind it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def _of_frames(error: BaseException) -> Iterator[torch.Tensor]:
         if frame.f_locals is frame.f_globals:  # a script's variables, of which the tape knows those that count
             continue
         for value in list(frame.f_locals.values()):
-            inner = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            )
+            inner = value.values() if isinstance(value, dict) else value
+            inner = inner if isinstance(value, dict | list | tuple) else (value,)
             yield from (one for one in itertools.islice(inner, _MOST) if isinstance(one, torch.Tensor))
