@@ -10,6 +10,8 @@ from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import StepReading
 
 State = Literal["changed", "intact"]
+_MOST = 64
+"""Updates whose numbers may be on their way; of others none come."""
 SKIPPED = "its scaler skips it"
 """What is not finite there may be so by the scale alone."""
 
@@ -23,12 +25,14 @@ class LateNews:
         optimizer: Name of the optimizer whose it was.
         what: What was not finite in it.
         weights: Whether its update was made ("changed"), or held back on the device ("intact").
+        unread: Steps just before it whose numbers were lost: one of these may have been the first.
     """
 
     step: int
     optimizer: str
     what: str
     weights: State
+    unread: int = 0
 
 
 class BlindSteps:
@@ -45,12 +49,15 @@ class BlindSteps:
             held: The device holds it back where its numbers are not finite.
         """
         self._steps[attempt.name, attempt.step] = held
+        while len(self._steps) > _MOST:
+            del self._steps[next(iter(self._steps))]
 
     def arrived(self, reading: StepReading) -> LateNews | None:
         """Returns what a step's numbers say too late; None where they are sound, or were read in time."""
         held = self._steps.pop((reading.optimizer, reading.step), None)
-        for lost in [key for key in self._steps if key[0] == reading.optimizer and key[1] < reading.step]:
-            del self._steps[lost]
+        lost = [key for key in self._steps if key[0] == reading.optimizer and key[1] < reading.step]
+        for key in lost:
+            del self._steps[key]
         if held is None:
             return None
         what = None
@@ -64,5 +71,9 @@ class BlindSteps:
             return None
         intact = held or reading.skipped is True
         return LateNews(
-            step=reading.step, optimizer=reading.optimizer, what=what, weights="intact" if intact else "changed"
+            step=reading.step,
+            optimizer=reading.optimizer,
+            what=what,
+            weights="intact" if intact else "changed",
+            unread=len(lost),
         )

@@ -175,6 +175,7 @@ class LoopWatch:
     def _over(self) -> None:
         """Whoever has wrapped what was in torch's place may go on calling it."""
         self._busy = self.recorder.away = True
+        self._here = _OfThread()  # an update that has raised is in it
 
     def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """The loop has these parts, which it would show only when it uses them."""
@@ -384,7 +385,8 @@ class LoopWatch:
     def _innermost(self, optimizer: Any) -> Any:
         """The optimizer of torch's that a wrapper of one, or of another wrapper, steps: the attempts are its own."""
         seen: list[Any] = []
-        while id(optimizer) not in self._by_themselves:
+        # to ask an object for its `__dict__` makes one: the collector then frees what is in it in another order
+        while not type(optimizer).__module__.startswith("torch.optim.") and id(optimizer) not in self._by_themselves:
             seen.append(optimizer)
             held = getattr(optimizer, "__dict__", {}).values()
             inner = (

@@ -38,7 +38,7 @@ from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import causes_of, describe
+from ampdoctor.loop.raised import causes_of, describe, is_out_of_memory
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
@@ -60,6 +60,11 @@ _TOO_LATE = (
     "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
     "nothing was run again"
 )
+_UNREAD = (
+    "the numbers of step {step} are lost, and so are those of later steps where the host is as far ahead of its device "
+    "(16 steps): the log has no line of them, and whether they were sick is not known"
+)
+_UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose numbers were lost"
 _WAYS_OUT = (
     ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
     "step; or the last good checkpoint, {from_there}"
@@ -151,7 +156,8 @@ class Doctor:
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
-        self._failed = False
+        self._failed = self._over = False
+        self._lost = 0  # readings
         self._described = False
         self._protocol = Protocol(self._watch)
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
@@ -198,10 +204,13 @@ class Doctor:
         Args:
             error: What ended it; `SystemExit` too.
         """
+        self._over = True  # what has ended the training is what its caller gets
         self._ended_by(error)
         self._look_at_the_weights()
         if not self._failed:
             self._tell_what_ended()
+        if self._lost:
+            self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         reason, lines = "" if error is None else type(error).__name__, self._lines
@@ -220,6 +229,8 @@ class Doctor:
         norm = self._measured(attempt, losses)
         self._judge_calls(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
+        if held:
+            self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
         if self._is_readable(attempt):
             self._updates.clear()
             sick = self._sick_of(losses, norm)
@@ -254,6 +265,7 @@ class Doctor:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
+        self._count_lost(attempt)
         alert = self._alerting.taken()
         if alert is not None:
             self._numbers.look(alert, _AFTER_SICK)
@@ -262,6 +274,13 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+
+    def _count_lost(self, attempt: Attempt) -> None:
+        lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
+        if lost:
+            self._log.lose(lost)
+            if lost == self._lost:
+                self._say(_UNREAD.format(step=attempt.step))
 
     @_harmless
     def stepping_again(self, again: Again) -> None:
@@ -366,18 +385,19 @@ class Doctor:
         scaler = past_its_scaler(self._watch, attempt)
         if scaler is not None and self._request.look != "off" and not self._watch.recorder.is_crowded:
             program = replace(program, scaler=scaler)
-            with self._watch.looking_away():
-                if self._look(program, settles=True).report is None:
-                    self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
-                    return
+            if self._looked_at(program, settles=True).report is None:
+                self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
+                return
         self._examine(program, what, name=attempt.name, settles=settles)
 
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
         self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
-            self._look_at_the_end()
+        if error is None or asked or isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):
+            return
+        if self.report is None:
+            self._look_at_the_end(error)
 
     def _tell_what_was_refused(self, error: BaseException | None) -> None:
         """Say why a scaler has refused a call, where that has ended the training."""
@@ -401,7 +421,7 @@ class Doctor:
             report = self._explained(report, parameters)
             self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
 
-    def _look_at_the_end(self) -> None:
+    def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
         with unseen():
@@ -411,8 +431,32 @@ class Doctor:
             step = self._lines.turn
             program = recorder.program(None, name="", scaler=None, step=step, root=root)
             self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
+        elif recorder.failed is None and not recorder.is_crowded and self._request.look != "off":
+            unfinished = recorder.interrupted(error, self._lines.turn)
+            if unfinished is not None and unfinished.calls_models:
+                said = f"its code has ended it ({describe(error)})"
+                self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
 
-    def _examine(self, program: Program, what: str, *, name: str, settles: bool, advice: str = "") -> None:
+    def _examine(
+        self,
+        program: Program,
+        what: str,
+        *,
+        name: str,
+        settles: bool,
+        advice: str = "",
+        raised: BaseException | None = None,
+    ) -> None:
+        """Look at a step, and tell what is found.
+
+        Args:
+            program: The step.
+            what: Why.
+            name: Of its optimizer.
+            settles: It is health where its scaler comes down to where it is taken.
+            advice: What the loop is told besides.
+            raised: What has ended it; nothing is told then unless the look shows where it went non-finite.
+        """
         request = self._request
         if request.look == "off":
             return
@@ -423,14 +467,14 @@ class Doctor:
             self._hope(program, name)
             return
         crowded = self._watch.recorder.is_crowded
-        if crowded:
-            seen = _not_looked_at(program, what, SEVERAL)
-        else:
-            with self._watch.looking_away():
-                seen = self._look(program, settles=settles)
-        if seen.report is not None:
-            report = self._explained(seen.report, dict(program.model.named_parameters()))
-            seen = replace(seen, report=_advised(report, advice) if advice else report)
+        seen = _not_looked_at(program, what, SEVERAL) if crowded else self._looked_at(program, settles=settles)
+        if raised is not None:
+            report = None if seen.report is None else _ended_by(seen.report, raised)
+            if report is None:
+                return
+            seen = replace(seen, report=report)
+        if seen.report is not None and advice:
+            seen = replace(seen, report=_advised(seen.report, advice))
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)
@@ -449,14 +493,15 @@ class Doctor:
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
 
-    def _look(self, program: Program, *, settles: bool) -> Look:
-        return look(
-            program,
-            policy=policy_in_force(),
-            device=_device_of(program),
-            thresholds=self._request.thresholds,
-            settles=settles,
-        )
+    def _looked_at(self, program: Program, *, settles: bool) -> Look:
+        thresholds = self._request.thresholds
+        with self._watch.looking_away():
+            seen = look(
+                program, policy=policy_in_force(), device=_device_of(program), thresholds=thresholds, settles=settles
+            )
+        if seen.report is None:
+            return seen
+        return replace(seen, report=self._explained(seen.report, dict(program.model.named_parameters())))
 
     def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
@@ -541,7 +586,7 @@ class Doctor:
             self._tell(self.report)
         except Exception as error:  # noqa: BLE001 - the log has it, and what was asked for is done all the same
             self._say(f"the diagnosis of step {line.step} could not be told: {describe(error)}; it is in {self.folder}")
-        if self._request.on_sick == "stop":
+        if self._request.on_sick == "stop" and not self._over:
             self._log.flush()
             raise StoppedError
 
@@ -582,9 +627,9 @@ class Doctor:
                     self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)
-        note = ErrorNote(
-            what=f"step {news.step}", kind="too_late", message=_TOO_LATE.format(step=news.step, what=news.what)
-        )
+        said = _TOO_LATE.format(step=news.step, what=news.what)
+        said += _UNREAD_BEFORE.format(unread=news.unread) if news.unread else ""
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=said)
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
         with self._watch.looking_away():
             bundle = self._bundled_late(news, report)
@@ -652,6 +697,17 @@ def _not_looked_at(program: Program, what: str, why: str) -> Look:
     said = f"step {program.step} was sick ({what}), and was not run again: {why}"
     note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
     return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
+
+
+def _ended_by(report: Report, error: BaseException) -> Report | None:
+    """A look's report, with what the loop has raised in place of what its replay did; None where it found nothing."""
+    if not any(finding.severity == "error" for finding in report.findings):
+        return None
+    said = {"raised": describe(error)}
+    findings = (
+        replace(one, evidence={**one.evidence, **said}) if "raised" in one.evidence else one for one in report.findings
+    )
+    return replace(report, findings=tuple(findings))
 
 
 def _code_of(error: BaseException | None) -> int:

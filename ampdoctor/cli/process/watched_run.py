@@ -77,6 +77,7 @@ class _Job:
             self.code = ending.answer(ended)
             if watch is not None and os.getpid() == process:
                 watch.ended(ended)
+            del ended  # its traceback leads to this frame: only the collector would free what the script's frames hold
         finally:
             if os.getpid() != process:
                 self.still_open, stack = stack.pop_all(), ExitStack()

@@ -96,6 +96,10 @@ class RunLog:
         """Hands over what makes a line, or None, on the writer's thread: it waits among the details."""
         self._hand_over(make)
 
+    def lose(self, steps: int) -> None:
+        """Count steps of which there is no line, because their numbers have never arrived."""
+        self._tray.unread(steps)
+
     def index_of(self, name: str) -> int:
         """Returns the index of a tensor's name, which stands in the log before any line that is handed over next."""
         return self._tray.index_of(name)

@@ -129,6 +129,10 @@ class Tray:
         """A line could not be made into text."""
         self.lost = replace(self.lost, unmade=self.lost.unmade + 1)
 
+    def unread(self, steps: int) -> None:
+        """The numbers of steps have never arrived."""
+        self.lost = replace(self.lost, steps=self.lost.steps + steps)
+
     def _count(self, what: Line | Make) -> None:
         step = isinstance(what, StepLine)
         self.lost = replace(self.lost, steps=self.lost.steps + step, others=self.lost.others + (not step))

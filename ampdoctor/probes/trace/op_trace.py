@@ -187,7 +187,11 @@ class OpTraceProbe(TorchDispatchMode):
             with _own_work(kernel):
                 calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
                 dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except Exception:  # as `multinomial` and solvers refuse what is not finite
+                self._readings.refused([t for bad in dirty for t in bad], site, self._inherited)
+                raise
             with _own_work(kernel):
                 for call, bad in zip(calls, dirty, strict=True):
                     returned = result if call.element is None else None
