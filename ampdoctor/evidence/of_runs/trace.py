@@ -243,6 +243,21 @@ class Amplified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Something of a trace that is not known, because looking for it failed.
+
+    Attributes:
+        what: What is not known ("what made the operand").
+        op: The op at which it was looked for ("aten.transpose_").
+        reason: Type and message of the exception.
+    """
+
+    what: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One step, op by op.
 
@@ -253,6 +268,7 @@ class Trace:
         flushes: In the order of the ops.
         died: Where gradients that are zero throughout became so; looked for together with flushes.
         unattributed: Sinks whose non-finite values no recorded op made (outside autograd and aten).
+        left_out: What could not be looked at.
     """
 
     step: int
@@ -261,6 +277,7 @@ class Trace:
     flushes: tuple[Flush, ...] = ()
     died: tuple[Died, ...] = ()
     unattributed: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

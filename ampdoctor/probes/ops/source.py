@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ from ampdoctor.evidence.where import Source
 from ampdoctor.loop.recorded.line import recorded_line
 from ampdoctor.package import FOLDER
 
-_OURS = str(FOLDER)
-_TORCH = str(Path(torch.__file__).parent)
+_OURS = f"{FOLDER}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _BOUNDARY = str(FOLDER / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
@@ -35,7 +36,7 @@ _SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
 def _is_user(filename: str) -> bool:
     if filename.startswith(("<", _TORCH, _OURS)):
         return False
-    return not (filename.startswith(sys.base_prefix) and filename.endswith(_SKIPPED))
+    return not (filename.startswith(sys.base_prefix + os.sep) and filename.endswith(_SKIPPED))
 
 
 @contextmanager
