@@ -85,7 +85,7 @@ def _meant_by(tensor: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors that a wrapper subclass consists of; [tensor] for a plain one, [] for one that hides them."""
+    """Returns the plain tensors that a subclass consists of; [tensor] for a plain one, [] for one that hides them."""
     if is_plain(tensor):
         return [tensor]
     if not is_traceable_wrapper_subclass(tensor):

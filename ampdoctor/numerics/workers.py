@@ -79,7 +79,7 @@ os.register_at_fork(after_in_child=_workers.forget)
 
 
 def map_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> list[Result]:
-    """Apply `work` to each item on `size` threads, or on this one where they cannot start, and keep the items' order."""
+    """Apply `work` to each item on `size` threads, or on this one where they cannot start; in the items' order."""
     pool = _workers.get(size)
     return [work(item) for item in items] if pool is None else list(pool.map(work, items))
 

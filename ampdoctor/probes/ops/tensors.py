@@ -50,9 +50,8 @@ def takes_apart(types: Any, values: Any) -> bool:
     """
     if all(kind is torch.Tensor or kind is torch.nn.Parameter for kind in types):
         return False
-    return any(
-        not is_plain(tensor) and not tensor.is_nested and not hasattr(tensor, "fake_mode") for tensor in tensors_in(values)
-    )
+    own = (tensor for tensor in tensors_in(values) if not is_plain(tensor))
+    return any(not tensor.is_nested and not hasattr(tensor, "fake_mode") for tensor in own)
 
 
 def is_watched(tensor: torch.Tensor) -> bool:

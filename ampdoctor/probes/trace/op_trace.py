@@ -26,10 +26,10 @@ from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, SUMS, UNINITIALISED, kernel_name
 from ampdoctor.probes.ops.recompute import doubled, recompute, widely
 from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import takes_apart, tensors_in
+from ampdoctor.probes.ops.tensors import is_watched, takes_apart, tensors_in
 from ampdoctor.probes.trace.belongings import Belongings
 from ampdoctor.probes.trace.dead import Dead
-from ampdoctor.probes.trace.operands import nonfinite_number, operand_of
+from ampdoctor.probes.trace.operands import described, nonfinite_number, operand_of
 from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
 from ampdoctor.probes.trace.side_searches import SideSearches
@@ -99,6 +99,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._births: list[Birth] = []
         self._forward_births: dict[int, int] = {}
         self._given: ByMemory[int] = ByMemory()
+        self._blank: ByMemory[Site] = ByMemory()
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
@@ -177,10 +178,10 @@ class OpTraceProbe(TorchDispatchMode):
         )
 
     def _way(self, index: int, birth: Birth) -> Way:
-        way = birth.way
-        with self._aside.costing("the way of a birth", birth.kernel.removeprefix("aten.")):
-            way = self._ways.way(index, birth.order, birth.way.before)
-        return way
+        ways = [birth.way]
+        with self._aside.costing("the way of a birth", birth.kernel.partition(".")[2]):
+            ways.append(self._ways.way(index, birth.order, birth.way.before))
+        return ways[-1]
 
     # -- every op ------------------------------------------------------------------------------------------------
 
@@ -194,8 +195,10 @@ class OpTraceProbe(TorchDispatchMode):
             self._ops += 1
             self._belongings.entering(site)
             nested = any(t.is_nested for t in tensors_in([*args, *kwargs.values()]))
-            if nested or kernel in UNINITIALISED:  # nested: no kernel to look with; dense again, it is looked at
+            if nested:  # no kernel to look with; dense again, it is looked at
                 return func(*args, **kwargs)
+            if kernel in UNINITIALISED:
+                return self._left_unwritten(func(*args, **kwargs), site)
             with _own_work(kernel):
                 calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
                 dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
@@ -219,6 +222,13 @@ class OpTraceProbe(TorchDispatchMode):
         if not noted:
             for tensor in ran.results:
                 self._provenance.forget(tensor)
+
+    def _left_unwritten(self, result: Any, site: Site) -> Any:
+        """Memory holds what was there before: what is non-finite in it until it is written was made by nobody."""
+        if isinstance(result, torch.Tensor) and is_watched(result):
+            self._taint.forget(result)
+            self._blank[storage_key(result)] = site
+        return result
 
     def _examine(self, ran: Ran) -> None:
         poisoned = [t for t in ran.results if is_nonfinite(t)]
@@ -313,7 +323,7 @@ class OpTraceProbe(TorchDispatchMode):
                 order=self._ops,
                 where=site.where(self._step, kind_of(ran.results), tensor),
                 origin=origin,
-                kernel=f"aten.{ran.kernel}",
+                kernel=f"{ran.func.namespace}.{ran.kernel}",
                 inputs=inputs,
                 outputs=tuple(map(stats_of, ran.results)),
                 recomputed=verdict,
@@ -327,6 +337,9 @@ class OpTraceProbe(TorchDispatchMode):
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """A non-finite input that no op of this step made: it came with the batch, the state, or a constant."""
         key = storage_key(tensor)
+        if key not in self._given and key in self._blank and self._belongings.name_of(tensor) is None:
+            self._given[key] = len(self._births)
+            self._births.append(self._unwritten(tensor, self._blank[key]))
         if key not in self._given:
             where, origin = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._births)
@@ -334,6 +347,17 @@ class OpTraceProbe(TorchDispatchMode):
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
+
+    def _unwritten(self, tensor: torch.Tensor, made: Site) -> Birth:
+        """A birth in memory that was asked for and not written."""
+        return Birth(
+            order=self._ops,
+            where=made.where(self._step, kind_of([tensor])),
+            origin="op",
+            kernel=f"aten.{made.op}",
+            outputs=(stats_of(tensor),),
+            operand=described(None, "unwritten", here=None),
+        )
 
     def _described(self, call: Split) -> tuple[TensorStats, ...]:
         return tuple(

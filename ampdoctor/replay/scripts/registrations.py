@@ -46,7 +46,7 @@ class Registrations:
 
         @wraps(made)
         def init(library: Library, *args: Any, **kwargs: Any) -> None:
-            made(library, *args, **kwargs)
+            made(library, *args, **kwargs)  # type: ignore[no-untyped-call]
             if _by_user(sys._getframe(1)):  # noqa: SLF001 - whose call it is
                 self._libraries.append(library)
 
@@ -55,8 +55,8 @@ class Registrations:
             with contextlib.suppress(RuntimeError):  # torch has worked in this process; no number depends on it
                 threads(count)
 
-        Library.__init__ = init  # type: ignore[method-assign]
-        torch.set_num_interop_threads = set_threads
+        Library.__init__ = init  # type: ignore[method-assign, assignment]
+        torch.set_num_interop_threads = set_threads  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -140,4 +140,3 @@ def _forget_flags() -> None:
         for flag in list(known[module]):
             with contextlib.suppress(AttributeError):
                 delattr(flags.FLAGS, flag.name)
-
