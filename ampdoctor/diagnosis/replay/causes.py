@@ -54,8 +54,8 @@ HELP: Mapping[Cause, str] = {
     "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
     "1e-7).",
     "kernel_defect": "Try another kernel: attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
-    "torch.backends.cudnn.enabled = False, torch.backends.mkldnn.enabled = False (oneDNN), or the op written in torch's "
-    "own; fp32 and another shape run another kernel too. Report it with the shapes and the dtype.",
+    "torch.backends.cudnn.enabled = False, torch.backends.mkldnn.enabled = False (oneDNN), or the op written in "
+    "torch's own; fp32 and another shape run another kernel too. Report it with the shapes and the dtype.",
     "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
     "forward.",
     "forward_precision": "Compute this in fp32, and count (positions, ids, steps) in integers; no loss scale helps a "
@@ -70,8 +70,8 @@ HELP: Mapping[Cause, str] = {
     "format's tiny; clip gradients whose squares overflow.",
 }
 OPERAND_HELP: Mapping[str, str] = {
-    "unwritten": "Write the whole of it, or make it with torch.zeros; torch.use_deterministic_algorithms(True) fills what "
-    "torch.empty gives with NaN, and so shows what is left of it.",
+    "unwritten": "Write the whole of it, or make it with torch.zeros; torch.use_deterministic_algorithms(True) fills "
+    "what torch.empty gives with NaN, and so shows what is left of it.",
     "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, masked ones too), or "
     "mask with a finite number.",
     "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",

@@ -58,9 +58,8 @@ def _without_cudnn(session: Session) -> AbstractContextManager[Any]:  # noqa: AR
 
 @contextmanager
 def _without_onednn(session: Session) -> Iterator[None]:  # noqa: ARG001 - the seam's signature
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # `mkldnn.flags` also sets what only Intel's GPUs have, with a warning
+    before = torch.backends.mkldnn.set_flags(False)[0]  # `flags` also sets what only Intel's GPUs have, and warns
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch.backends.mkldnn.set_flags(before)
