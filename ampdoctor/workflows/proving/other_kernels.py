@@ -28,7 +28,8 @@ def other_kernels(birth: Birth, trials: Trials, session: Session) -> Iterator[Pr
         trials: The trials of its step.
         session: The session.
     """
-    if "attention" in birth.kernel or "attention" in (birth.where.op or ""):
+    foreign = not birth.kernel.startswith("aten.")  # a library's operator may stand behind any of torch's functions
+    if foreign or "attention" in birth.kernel or "attention" in (birth.where.op or ""):
         words = "torch's own attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the step"
         yield trials.attempt("code", words, _attention, words, stands_in=True)
     if session.device.type == "cuda":

@@ -14,6 +14,19 @@ from ampdoctor.probes.trace.taint import Taint
 from ampdoctor.probes.trace.ways import Ways
 from tests.probes.traced import Inline, only_birth, session_of, trace_of
 
+
+def swapped(tensor):
+    other = torch.empty(0, dtype=tensor.dtype)
+    other.data = tensor.t()
+    return other
+
+
+def exchanged(tensor):
+    other = torch.zeros(6, 3, dtype=tensor.dtype)
+    torch.utils.swap_tensors(tensor, other)
+    return other
+
+
 RESHAPES = {
     "transpose_": lambda h: h.transpose_(0, 1),
     "swapaxes_": lambda h: h.swapaxes_(0, 1),
@@ -26,21 +39,9 @@ RESHAPES = {
     "set_": lambda h: torch.empty(0, dtype=h.dtype).set_(h),
     "set_storage": lambda h: torch.empty(0, dtype=h.dtype).set_(h.untyped_storage(), 0, (6, 3)),
     "detach_": lambda h: h.detach_(),
-    "data": lambda h: swapped(h),
-    "swap_tensors": lambda h: exchanged(h),
+    "data": swapped,
+    "swap_tensors": exchanged,
 }
-
-
-def swapped(tensor):
-    other = torch.empty(0, dtype=tensor.dtype)
-    other.data = tensor.t()
-    return other
-
-
-def exchanged(tensor):
-    other = torch.zeros(6, 3, dtype=tensor.dtype)
-    torch.utils.swap_tensors(tensor, other)
-    return other
 
 
 def saturated(module, x, reshape):
