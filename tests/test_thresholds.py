@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.precision.precision_advice import advise_precision
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import underflow, underflow_expected, underflow_seen
 from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
-from ampdoctor.diagnosis.ranges.stale_casts import stale_casts_finding
+from ampdoctor.diagnosis.ranges.stale_casts import OldCopies, stale_casts_finding
 from ampdoctor.diagnosis.ranges.starved_parameters import starved as starved_parameters
 from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.diagnosis.replay.forward_precision import departing_in_forward, far_alone
@@ -133,6 +133,7 @@ ZEROED = FlushedMoment(
     update=1e-2,
     fresh=1e-3,
 )
+OLD = OldCopies(where=Where(phase="loss"), writer="weights are written", weight="w", weights=1, used_at="")
 STILL = test_change_rules.STILL
 IDLE = replace(
     STILL,
@@ -217,7 +218,10 @@ CASES = {
     ),
     "AMP210.better": (
         10.0,
-        of_step(lambda c, t: severity(stale_casts_finding(c, 0.05, None, t)), gradient_error=0.3),
+        of_step(
+            lambda c, t: severity(stale_casts_finding(c.step, c.gradient_error, 0.05, OLD, thresholds=t)),
+            gradient_error=0.3,
+        ),
     ),
     "AMP301.flushed": (0.9, expected(figures(0.5), figures(0.0))),
     "AMP301.error_note": (1.5e-2, seen(replayed(1e-2))),

@@ -37,6 +37,7 @@ from ampdoctor.probes.ops.source import as_source, raising_line
 from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
+from ampdoctor.workflows.against_fp32.moves import Kept, held, moved, sample
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_calm
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed, is_at_rest
 from ampdoctor.workflows.opening.close_look import CloseLook
@@ -47,7 +48,7 @@ from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
 from ampdoctor.workflows.opening.path import module_types, path_section
 from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
-from ampdoctor.workflows.opening.unexamined import saw_anything, unexamined
+from ampdoctor.workflows.opening.unexamined import never_updated, saw_anything, unexamined
 from ampdoctor.workflows.opening.until_sick import LAST, elsewhere, interrupted, only_looked_at
 from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.one_cause import led_on, told_once
@@ -138,6 +139,7 @@ class _Search:
     look: CloseLook = field(init=False)
     judge: Judge = field(init=False)
     start: Snapshot = field(init=False)
+    _at_start: Kept = field(init=False)
     back: WayBack = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
     seen: list[Replayed] = field(default_factory=list)
@@ -159,6 +161,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
+        self._at_start = Kept(trained={name: sample(tensor).clone() for name, tensor in held(self.session)})
         self.back = WayBack(self.steps, self._beside_at_the_end if self.until_sick else 0)
         self.back.also(0, self.start)
         resumed = self.replay.resumed
@@ -397,7 +400,10 @@ class _Search:
             where = Where(step=0, phase="checkpoint", op="scaler_state")
             self.findings.append(self.judge.dead_scaler(self.start, where, self.judge.dead_scale()))
             return
-        missing = unexamined(self.session, self.outcomes, self._observed())
+        moves = moved(self.session, self._at_start).trained.values()
+        missing = unexamined(self.session, self.outcomes, self._observed()) or never_updated(
+            self.outcomes, moves=not self._at_start.trained or any(bool(move.any()) for move in moves)
+        )
         if missing is not None:
             self.errors.append(missing)
             return
