@@ -15,14 +15,15 @@ from ampdoctor.workflows.opening.request import ReplayRequest
 def make_run():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    temperature = nn.Parameter(torch.ones(()))
 
     def step(batch):
-        if len(optimizer.param_groups) == 1:  # unfreezes the first layer
-            optimizer.add_param_group({"params": list(model[0].parameters())})
+        if len(optimizer.param_groups) == 1:  # a temperature that is no part of the model
+            optimizer.add_param_group({"params": [temperature]})
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(batch).float().square().mean()
+            loss = (temperature * model(batch).float()).square().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -36,7 +37,8 @@ def test_a_group_that_a_step_adds_has_names():
     with session.watched(probe):
         session.has_step(0)
         session.step(0)
-    assert set(probe.gradients) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert set(probe.gradients) > {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert len(probe.gradients) == 5
     session.close()
 
 
