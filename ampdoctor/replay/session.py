@@ -32,6 +32,7 @@ from ampdoctor.precision import (
     master_weights,
     override_autocast,
 )
+from ampdoctor.precision.low_bit import as_plain_linears
 from ampdoctor.replay.frameworks.accelerate.state import shared_states
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
@@ -463,6 +464,7 @@ class Session:
         plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
         with ExitStack() as stack:
             stack.enter_context(self._cast(torch.float32))
+            stack.enter_context(as_plain_linears(self.model.modules()))
             stack.enter_context(self._with_precision(plain))
             stack.callback(setattr, self, "_wide_casts", self._wide_casts)
             self._wide_casts = True
