@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.collectives import refused
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.scaler_calls import told_of_scalers
@@ -129,7 +130,7 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's.
+        """Inside, nothing that runs is the loop's, and a collective raises `CollectiveError`: the others run none.
 
         Random states are afterwards as they were: what writes a report in colours draws numbers as well.
         """
@@ -137,7 +138,7 @@ class LoopWatch:
         self._busy = self.recorder.away = True
         random = RandomState.capture()
         try:
-            with self.recorder.pausing():
+            with self.recorder.pausing(), refused():
                 yield
         finally:
             random.restore()

@@ -41,6 +41,7 @@ from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
+from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate
@@ -65,6 +66,10 @@ _RECORD = (
 _HELD_BACK = (
     "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
     "sick one within {steps} steps is looked at, at one synchronisation a step until then"
+)
+
+_IN_PARTS = (
+    "the parameters lie in parts on several processes ({parts}), and one alone cannot run the model without the others"
 )
 
 _standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
@@ -361,9 +366,9 @@ class Doctor:
         if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
             self._hope(program, name)
             return
-        crowded = self._watch.recorder.is_crowded
-        if crowded:
-            seen = _not_looked_at(program, what, SEVERAL)
+        crowded, parts = self._watch.recorder.is_crowded, lies_in_parts(program.model)
+        if crowded or parts is not None:
+            seen = _not_looked_at(program, what, SEVERAL if parts is None else _IN_PARTS.format(parts=parts))
         else:
             with self._watch.looking_away():
                 seen = look(

@@ -14,7 +14,9 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
+from ampdoctor.loop.collectives import are_several
 from ampdoctor.loop.raised import describe
+from ampdoctor.replay.recorded.one_rank import on_its_own
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
@@ -67,7 +69,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     Returns:
         What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
     """
-    began, failed = time.monotonic(), None
+    began, failed, unsaid = time.monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
         return Look(report=unseen, failed=True)
@@ -76,7 +78,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     )
     real = {id(p): p.grad for p in program.model.parameters() if p.grad is not None}
     try:
-        with at_its_begin(program), _without_warnings():
+        with on_its_own(program.model) as unsaid, at_its_begin(program), _without_warnings():
             with open_replay(request) as replay:
                 session = replay.session()
                 try:
@@ -92,7 +94,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
         report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(failed,)), ()
     if not report.findings and not report.errors:
         report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program, uncovered),))
-    left_out = (*_not_replayed(program, uncovered), *report.skipped)
+    left_out = (*_not_replayed(program, uncovered, unsaid), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
     return Look(report=report, uncovered=uncovered, failed=failed is not None, seconds=time.monotonic() - began)
@@ -238,6 +240,11 @@ def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tens
 
 
 def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
+    """Whether the loop's gradient and the replay's are one.
+
+    Where several processes share a step the loop's is the mean over all of them, in which only what is not finite can
+    be told of this one: what is not finite in the replay's is not in the loop's.
+    """
     if here is None or there is None:
         present = here if there is None else there
         return present is None or not bool(present.count_nonzero())
@@ -245,6 +252,8 @@ def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
         return False
     here, there = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (here, there))
     finite = here.isfinite()
+    if are_several():
+        return not bool((finite & ~there.isfinite()).any())
     if not torch.equal(finite, there.isfinite()):
         return False
     mine, other = (torch.where(finite, t, 0).to(torch.float32) for t in (here, there))
@@ -277,8 +286,9 @@ def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:
     return replace(finding, prescription=replace(made, status="not_run", reason=reason))
 
 
-def _not_replayed(program: Program, uncovered: Sequence[str]) -> list[Skipped]:
-    found = [Skipped(what="part of the step", reason=reason, kind="not_replayed") for reason in program.unexplained]
+def _not_replayed(program: Program, uncovered: Sequence[str], unsaid: Sequence[str] = ()) -> list[Skipped]:
+    reasons = (*program.unexplained, *unsaid)
+    found = [Skipped(what="part of the step", reason=reason, kind="not_replayed") for reason in reasons]
     if uncovered:
         reason = f"the recorded calls do not explain the gradient of {_listed(uncovered)}: nothing is proved of it"
         found.append(Skipped(what="part of the step", reason=reason, kind="not_replayed"))
