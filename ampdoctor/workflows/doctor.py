@@ -28,6 +28,7 @@ from ampdoctor.live.loop_watch import Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
+from ampdoctor.live.processes import grouped, launched, run_id_of_all
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
 from ampdoctor.live.recording.trainers import SEVERAL
@@ -123,25 +124,24 @@ class Doctor:
     ) -> None:
         self.report: Report | None = None
         self.folder = request.health
+        self._process = os.getpid()
         self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
-        name, rank, restarts = Path(request.health).name, _number("RANK", 0), _number("TORCHELASTIC_RESTART_COUNT", 0)
+        self._place, self._is_placed = launched(), False
+        self._restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
         self._log = RunLog(
             request.health,
-            RunLine(name=name, detail_every=request.every),
-            rank=rank,
-            world_size=max(_number("WORLD_SIZE", 1), 1),
-            restarts=restarts,
+            RunLine(name=Path(request.health).name, detail_every=request.every),
+            rank=self._place.rank,
+            world_size=self._place.world,
+            restarts=self._restarts,
             say=self._say,
+            held=True,
         )
-        before = steps_before(request.health, rank=rank, restarts=restarts)
-        self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert, before)
-        if rank == 0:  # the others' numbers are the same, or parts of these
-            export_while_it_runs(self._log, request.export)
-            if self._log.failed is None:  # said already; there is nothing to judge
-                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
-        self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
+        self._on_alert = on_alert
+        self._alerting: Alerting | None = None
+        self._intake = Intake(self._place.world)
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
@@ -189,12 +189,29 @@ class Doctor:
             self._numbers.begin_step(0)
             yield
 
+    def _take_place(self) -> None:
+        """Say whose log it is, once: a script may make its process group at any time before its first update."""
+        if self._is_placed or os.getpid() != self._process:
+            return
+        self._is_placed = True
+        request, place = self._request, grouped() or launched()
+        self._place = place
+        before = steps_before(request.health, rank=place.rank, restarts=self._restarts)
+        self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
+        self._intake.world_is(place.world)
+        self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
+        if place.rank == 0:  # the others' numbers are the same, or parts of these
+            export_while_it_runs(self._log, request.export)
+            if self._log.failed is None:  # said already; there is nothing to judge
+                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
+
     def ended(self, error: BaseException | None) -> None:
         """The training has ended, with this error or in order; one that its own code ended may be sick.
 
         Args:
             error: What ended it; `SystemExit` too.
         """
+        self._take_place()
         self._ended_by(error)
         if not self._failed:
             self._tell_what_ended()
@@ -213,6 +230,7 @@ class Doctor:
     @_harmless
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
+        self._take_place()
         norm = self._measured(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if self._is_readable(attempt):
@@ -230,6 +248,7 @@ class Doctor:
     @_harmless
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
+        self._take_place()
         self._measured(attempt, losses)
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
@@ -244,7 +263,7 @@ class Doctor:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
-        alert = self._alerting.taken()
+        alert = None if self._alerting is None else self._alerting.taken()
         if alert is not None:
             self._numbers.look(alert, _AFTER_SICK)
         self._numbers.begin_step(self._lines.turn)
@@ -406,14 +425,15 @@ class Doctor:
         self._settling[name] = MOST_BACKOFFS
 
     def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
-        folder = Path(self._request.health) / f"bundle-{program.step}"
+        rank, world = self._place.rank, self._place.world
+        folder = Path(self._request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
         try:
             written = write_bundle(
                 folder,
                 program,
                 made=self._constructions.of,
-                rank=_number("RANK", 0),
-                world=max(_number("WORLD_SIZE", 1), 1),
+                rank=rank,
+                world=world,
                 policy="cuda" if policy_in_force() == "cuda" else None,
                 leading=leading,
                 diagnosis=to_plain(report),
