@@ -46,7 +46,7 @@ from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate
-from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
+from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, finite_here, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
@@ -113,6 +113,7 @@ class Doctor:
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
         folder: Of the log and the bundles.
+        speaks: Whether this process's diagnosis is for people: it is rank 0's, or that of a rank that is itself sick.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Doctor:
     ) -> None:
         self.report: Report | None = None
         self.folder = request.health
+        self.speaks = True
         self._process = os.getpid()
         self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
@@ -154,6 +156,16 @@ class Doctor:
         self._failed = False
         self._described = False
         self._said: set[str] = set()
+
+    @property
+    def rank(self) -> int:
+        """Of this process, as far as it is known by now."""
+        return self._place.rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes, as far as it is known by now."""
+        return self._place.world
 
     @contextmanager
     def attending(
@@ -407,8 +419,9 @@ class Doctor:
             self._hope(program, name)
             return
         if seen.report is None:
-            self._settling[name] = max(seen.backoffs - 1, 0)
+            self._passed(program, seen, name)
             return
+        self.speaks = self._place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
         self._numbers.look(what, _AFTER_SICK)
         if crowded:
             self._told(program, seen, what, None)
@@ -419,6 +432,21 @@ class Doctor:
                 elsewhere = f"ampdoctor bisect-nan {bundle.folder}"
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
+
+    def _passed(self, program: Program, seen: Look, name: str) -> None:
+        """A scaler settles; or that of all ranks has skipped what is finite here, and another rank's log has it."""
+        self._settling[name] = max(seen.backoffs - 1, 0)
+        if not seen.elsewhere:
+            return
+        line = LookLine(
+            step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
+        )
+        self._log.write(line)
+        held = [p.grad for p in program.model.parameters() if p.grad is not None]
+        with unseen():
+            by_loss = bool(held) and all(bool(gradient.isnan().any()) for gradient in held)
+        if by_loss and self._place.rank == 0:  # what only overflows leaves some finite
+            self._say(line.reason)
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -446,7 +474,10 @@ class Doctor:
             return None
         if not written.replays:
             self._say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
-        for sentence in written.left_out:
+        parts = lies_in_parts(program.model)
+        if parts is not None and len(written.left_out) > 1:
+            self._say(f"the bundle of step {program.step} lacks what lies in parts ({parts}), parameters among it")
+        for sentence in () if parts is not None else written.left_out:
             self._say(f"the bundle of step {program.step}: {sentence}")
         return written
 
@@ -548,7 +579,7 @@ class Doctor:
     def _say(self, sentence: str) -> None:
         """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
         with suppress(Exception):
-            self._hear(sentence)
+            self._hear(f"rank {self.rank}: {sentence}" if self.rank else sentence)
 
     def _describe(self, attempt: Attempt) -> None:
         self._described = True

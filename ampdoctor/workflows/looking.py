@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -46,6 +47,7 @@ class Look:
         backoffs: How often the scaler has to back off until the step is taken, where it settles.
         uncovered: Parameters whose gradient the calls do not explain.
         failed: The step could not be run again here.
+        elsewhere: It is finite here: another process made it what it is, or what came after the gradients' reduction.
         seconds: How long it took.
     """
 
@@ -53,6 +55,7 @@ class Look:
     backoffs: int = 0
     uncovered: tuple[str, ...] = ()
     failed: bool = False
+    elsewhere: bool = False
     seconds: float = 0.0
 
 
@@ -86,18 +89,21 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
                 finally:
                     session.close()
             if backoffs is not None:
-                return Look(report=None, backoffs=backoffs, seconds=time.monotonic() - began)
+                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=time.monotonic() - began)
             report = bisect_nan(replace(request, factory=_once(program)))
     except Exception as error:  # noqa: BLE001 - there may be no room here for a second run
         said = str(error) if isinstance(error, AmpdoctorError) else describe(error)
         failed = ErrorNote(what="the recorded step", kind="not_replayed", message=said)
         report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(failed,)), ()
+    elsewhere = not report.findings and not report.errors and are_several()
     if not report.findings and not report.errors:
-        report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program, uncovered),))
+        note = _finite_here(program, real) if elsewhere else _finite_again(program, uncovered)
+        report = replace(report, verdict="not_reproduced", complete=False, errors=(note,))
     left_out = (*_not_replayed(program, uncovered, unsaid), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
-    return Look(report=report, uncovered=uncovered, failed=failed is not None, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Look(report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
 
 
 @contextmanager
@@ -210,7 +216,10 @@ def _once(program: Program) -> Callable[[], TrainingRun]:
 def _first_run(
     session: Session, program: Program, real: Mapping[int, torch.Tensor], *, settles: bool
 ) -> tuple[tuple[str, ...], int | None]:
-    """Run the step once: what its calls do not explain, and after how many back-offs it is taken, if it is."""
+    """Run the step once: what its calls do not explain, and after how many back-offs it is taken, if it is.
+
+    After none, where a scaler of several processes has skipped what is finite on this one.
+    """
     session.has_step(0)
     start = session.snapshot()
     try:
@@ -218,6 +227,8 @@ def _first_run(
         uncovered = _uncovered(session, program, real)
         if not settles:
             return uncovered, None
+        if are_several() and not outcome.skipped and _is_finite(program, outcome.loss):
+            return uncovered, 0
         for backoffs in range(1, MOST_BACKOFFS):
             scale = session.events.scale()
             if not outcome.skipped or scale is None or scale < 1.0:
@@ -228,6 +239,12 @@ def _first_run(
         return uncovered, None
     finally:
         start.restore()
+
+
+def _is_finite(program: Program, loss: float | None) -> bool:
+    """Whether the loss and the gradients of a step that was run again are."""
+    gradients = (p.grad for p in program.model.parameters() if p.grad is not None)
+    return (loss is None or math.isfinite(loss)) and all(bool(g.isfinite().all()) for g in gradients)
 
 
 def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
@@ -275,6 +292,24 @@ def _finite_again(program: Program, uncovered: Sequence[str]) -> ErrorNote:
         written = " (code that writes to a gradient's .data)" if uncovered else ""
         said += f"what was not recorded made it so{written}, its kernels are not deterministic, or the hardware erred"
     return ErrorNote(what=f"step {program.step}", kind="not_reproduced", message=said)
+
+
+def finite_here(step: int) -> str:
+    """What is said of a step of several processes that is finite on this one."""
+    return (
+        f"step {step} is finite here: the loss and the gradients of this rank's own calls are. What made it sick is "
+        "another rank, or what changes gradients after they are reduced"
+    )
+
+
+def _finite_here(program: Program, real: Mapping[int, torch.Tensor]) -> ErrorNote:
+    named = program.model.named_parameters()
+    sick = {name for name, p in named if (found := real.get(id(p))) is not None and not bool(found.isfinite().all())}
+    edited = [name for name in program.edited if name in sick]
+    said = finite_here(program.step)
+    if edited:
+        said += f"; the loop's own code, or a hook, has changed the gradients of {_listed(edited)} before the step"
+    return ErrorNote(what=f"step {program.step}", kind="finite_here", message=said)
 
 
 def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:

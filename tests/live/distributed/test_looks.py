@@ -95,7 +95,8 @@ def test_a_model_that_lies_in_parts_is_not_run_in_place(tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["ddp", "nosync", "static", "compiled", "gated", "fsdp2", "tp", "powersgd+scaler", "gan", "reduced", "byhand"]
+    "kind",
+    ["ddp", "nosync", "static", "compiled", "gated", "fsdp2", "tp", "powersgd+scaler", "gan", "reduced", "byhand"],
 )
 def test_a_healthy_job_is_the_bare_job_and_nothing_is_said(tmp_path, kind):
     bare, run = both(kind, tmp_path)
