@@ -3,7 +3,6 @@
 Its weights, and the number of collectives that its process group has run, go to `OUT/RANK.pt`.
 """
 
-import os
 import sys
 from pathlib import Path
 
