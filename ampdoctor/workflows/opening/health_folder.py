@@ -27,7 +27,8 @@ def usual_folder(script: str, *, is_module: bool) -> str:
     """
     last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
     name = re.sub(r"[^\w.-]+", "_", last) or "script"
-    launched = _launched() if launched_as().world > 1 or _is_spawned() else None
+    several = os.environ.get("WORLD_SIZE", "1") != "1" or launched_as().world > 1 or _is_spawned()
+    launched = _launched() if several else None
     when = time.time() if launched is None else launched
     folder = Path(FOLDERS) / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(when))}-{name}"
     count = 2
