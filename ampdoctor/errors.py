@@ -51,6 +51,19 @@ class NoCheckpointError(CheckpointError):
     """What was named is there, and is no checkpoint."""
 
 
+class SeveralRunsError(CheckpointError):
+    """A folder holds several runs, and which of them is meant is not known.
+
+    Args:
+        message: One sentence, with a list of them.
+        typed: What names each of them on a command line.
+    """
+
+    def __init__(self, message: str, typed: str) -> None:
+        super().__init__(message)
+        self.typed = typed
+
+
 class FactoryError(AmpdoctorError):
     """The factory cannot be found, or does not return what a replay needs."""
 

@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-COMMANDS = ("scan", "bisect-nan", "profile", "recommend")
-LISTS = ("report", "threshold", "arg")
+COMMANDS = ("scan", "health", "bisect-nan", "profile", "recommend", "plan", "merge")
+LISTS = ("report", "threshold", "export", "arg")
 SWITCHES = (
     *("exit-zero", "allow-partial", "isolated", "github-summary", "quiet"),
     *("all", "skip-lfs-pointers", "expect-failure"),
@@ -23,6 +23,7 @@ SWITCHES = (
 VALUES = (
     *("fail-on", "baseline", "write-baseline", "config", "format", "against", "checkpoint", "steps", "precision"),
     *("policy", "device", "app-dir", "batches", "loss", "save", "emit"),
+    *("global-batch", "micro-batch", "gpus", "to-gpus", "max-micro-batch"),
 )
 EXIT_ERROR = 2
 

@@ -3,18 +3,21 @@
 A folder is a family only if its names, or else its files' contents, leave no doubt. Two models of one training
 (`model.safetensors`, `model_1.safetensors`), shards, and the files of several processes are one checkpoint. In doubt,
 everything in it is read as one checkpoint: that costs time, while the opposite mistake would skip files.
+
+Nothing in a folder is passed over: a checkpoint in a folder beside the family is a member whose time is not known, and
+a folder that holds a series of its own makes it several runs, which are named and not read as one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
-from ampdoctor.checkpoints.layouts.folder import open_folder, says_checkpoint
+from ampdoctor.checkpoints.layouts.folder import Below, open_folder, parts_in, says_checkpoint, search_below
 from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors
 from ampdoctor.checkpoints.layouts.step_names import Moment, alias_of, moment_of
 from ampdoctor.checkpoints.opening import open_checkpoint
@@ -23,8 +26,6 @@ from ampdoctor.checkpoints.storage.listing import Listing, list_folder
 from ampdoctor.errors import CheckpointError
 
 _FINAL = "(final model)"
-MAX_FOLDERS_BELOW = 100
-"""Maximum number of folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
 _EVENLY = 5
 """Smallest common distance of numbers that count as saves although no word in the name says so; several models of one
 training are numbered 0, 1, 2."""
@@ -45,6 +46,7 @@ class Member:
         unit: What `step` counts; "number" where that is not known.
         step: Number in the name, or the step stored inside where the name has none; None where neither tells.
         placed: False where nothing tells when it was saved; such members come last.
+        beside: It lies in a folder beside the series, and is no part of it.
         alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
         listing: The folder of its files as it was found; None for a file, and for a folder that cannot be listed.
     """
@@ -57,6 +59,7 @@ class Member:
     step: int | None = None
     placed: bool = True
     alias: bool = False
+    beside: bool = False
     listing: Listing | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -72,7 +75,7 @@ class Member:
         """
         if self.listing is None:
             return open_checkpoint(self.path)
-        return open_folder(self.listing.only(self.files) if self.files else self.listing)
+        return open_folder(self.listing.only(self.files) if self.files else self.listing, below=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,44 @@ class Family:
 
     members: tuple[Member, ...]
     home: Listing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One of several runs, or checkpoints, that lie in a folder.
+
+    Attributes:
+        name: Relative to the folder; "" for what lies in the folder itself.
+        names: Of its checkpoints, in order.
+        paths: What to name for it alone, relative to the folder; a pattern where it lies in the folder itself.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """What it is, for a list."""
+        if not self.name:
+            return f"{self.names[0]} to {self.names[-1]}" if len(self.names) > 1 else self.names[0]
+        if len(self.names) > 1:
+            return f"{self.name} ({len(self.names)} checkpoints, {self.names[0]} to {self.names[-1]})"
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The checkpoints in a folder.
+
+    Attributes:
+        family: Those of the only run; None where the folder is a single checkpoint, or holds none.
+        several: The runs, and checkpoints beside them, where there is more than one run; () otherwise.
+        below: What was passed over below the folder, and what cannot be listed.
+    """
+
+    family: Family | None = None
+    several: tuple[Series, ...] = ()
+    below: Below = field(default_factory=Below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +147,112 @@ class _Entry:
         return (moment.epoch or 0, moment.number, moment.version) if moment is not None else (0, 0, 0)
 
 
-def family_in(root: Listing) -> Family | None:
-    """The checkpoints in a run's folder; None where it is no such folder.
+def contents_of(root: Listing) -> Contents:
+    """The checkpoints in a folder, and in folders in it (Lightning's `version_0/checkpoints`)."""
+    groups = _groups(root)
+    members = () if groups is None else _ordered(root, groups)
+    parts = parts_in(root)
+    itself = bool(parts) or any(map(says_checkpoint, root.files))
+    below = search_below(root, {*parts, *(Path(member.inside).parts[0] for member in members if member.inside)})
+    counted = [(name, listing, _groups(listing, sure=True)) for name, listing in below.folders]
+    runs = [(name, inner, found) for name, inner, found in counted if found is not None and found.count > 1]
+    single = [(name, listing) for name, listing, found in counted if found is None or found.count < 2]
+    rest = replace(below, folders=())
+    if runs and (members or itself or len(below.folders) > 1):
+        return Contents(several=tuple(_several(root, members, runs, single)), below=rest)
+    if members:
+        beside = tuple(_beside(name, listing) for name, listing in single)
+        return Contents(Family((*members, *beside), root), below=rest)
+    if itself:
+        return Contents()  # opening it reads what lies below
+    if runs:
+        ((name, inner, found),) = runs
+        named = (
+            replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
+            for m in _ordered(inner, found)
+        )
+        return Contents(Family(tuple(named), inner), below=rest)
+    if len(single) == 1:
+        return Contents(_only(*single[0]), below=rest)
+    return Contents(several=tuple(Series(name=n, names=(n,), paths=(n,)) for n, _ in single), below=rest)
+
+
+def _only(name: str, listing: Listing) -> Family:
+    """The family of the only folder with checkpoints: its files may still be a series, by what is in them."""
+    groups = _groups(listing)
+    members = () if groups is None else _ordered(listing, groups)
+    if not members:
+        return Family((Member(name=name, path=listing.path, inside=name, listing=listing),), listing)
+    inside = ((m, f"{name}/{m.inside}".rstrip("/")) for m in members)
+    return Family(
+        tuple(replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=i) for m, i in inside), listing
+    )
+
+
+def _beside(name: str, listing: Listing) -> Member:
+    return Member(name=name, path=listing.path, inside=name, placed=False, beside=True, listing=listing)
+
+
+def _several(
+    root: Listing,
+    members: Sequence[Member],
+    runs: Sequence[tuple[str, Listing, _Groups]],
+    single: Sequence[tuple[str, Listing]],
+) -> Iterator[Series]:
+    """The runs in a folder, that of the folder itself first."""
+    own = [m.name for m in members if not m.final] or [name for name in root.files if may_hold_tensors(name)]
+    own = own or sorted(parts_in(root))
+    if own:
+        yield Series(name="", names=tuple(own), paths=_pattern(own, root.names))
+    found = {name: _ordered(listing, groups) for name, listing, groups in runs}
+    for name in sorted([*found, *(name for name, _ in single)]):
+        inner = tuple(member.name for member in found.get(name, ())) or (name,)
+        yield Series(name=name, names=inner, paths=(name,))
+
+
+def _pattern(names: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
+    """What a shell is given for some of the names in a folder: a pattern that means just these, or they."""
+    short = min(map(len, names))
+    alike = [len({name[:n] for name in names}) == 1 for n in range(1, short + 1)]
+    tails = [len({name[-n:] for name in names}) == 1 for n in range(1, short + 1)]
+    start, end = names[0][: alike.count(True)], names[0][len(names[0]) - tails.count(True) :]
+    matched = [name for name in there if name.startswith(start) and name.endswith(end)]
+    return (f"{start}*{end}",) if len(names) > 1 and sorted(matched) == sorted(names) else tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The checkpoints among the names in a folder, before they are in order.
+
+    Attributes:
+        series: Those with a moment in their names, by checkpoint.
+        aliases: Those with a word in its place.
+        final: The model beside them.
+        rest: Files that are none of these.
+    """
+
+    series: list[list[_Entry]]
+    aliases: list[_Entry]
+    final: Member | None
+    rest: list[_Entry]
+
+    @property
+    def count(self) -> int:
+        return len(self.series) + len(self.aliases) + (self.final is not None)
+
+
+def _groups(root: Listing, *, sure: bool = False) -> _Groups | None:
+    """The checkpoints in a folder; None where it is no run's.
 
     Args:
-        root: The folder, or one with such a folder in it (Lightning's `version_0/checkpoints`).
+        root: The folder.
+        sure: By the names alone: no file is opened.
     """
-    found = _family(root)
-    if found is not None:
-        return Family(found, root)
-    if any(map(may_hold_tensors, root.files)) or len(root.folders) > MAX_FOLDERS_BELOW:
-        return None
-    below = [(name, family) for name in sorted(root.folders) if (family := _family_below(root.path / name)) is not None]
-    if len(below) != 1:
-        return None
-    (name, family) = below[0]
-    named = tuple(
-        replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
-        for m in family.members
-    )
-    return Family(named, family.home)
-
-
-def _family_below(folder: Path) -> Family | None:
-    """Do the same for a folder that nobody named; None if it cannot be listed."""
-    try:
-        home = list_folder(folder)
-        found = _family(home)
-    except CheckpointError:
-        return None
-    return None if found is None else Family(found, home)
-
-
-def _family(root: Listing) -> tuple[Member, ...] | None:
     entries = [_entry(root, name) for name in root.names]
     candidates = [seen for e in entries if (seen := _candidate(e)) is not None]
     series = [e for e in candidates if e.moment is not None and e.moment.unit != "unsure"]
-    series += _proved([e for e in candidates if e.moment is not None and e.moment.unit == "unsure"], series)
+    unsure = [e for e in candidates if e.moment is not None and e.moment.unit == "unsure"]
+    series += [] if sure else _proved(unsure, series)
     named = {e.name for e in series}
     aliases = [e for e in candidates if e.alias is not None and e.name not in named]
     named |= {e.name for e in aliases}
@@ -151,9 +261,10 @@ def _family(root: Listing) -> tuple[Member, ...] | None:
     if not groups:
         return None
     final = _final(root, rest, groups)
+    found = _Groups(groups, _unique(aliases, series), final, rest if final is None else [])
     if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, root.names):
         return None
-    return _ordered(root, groups, _unique(aliases, series), final, rest if final is None else [])
+    return found
 
 
 def _entry(root: Listing, name: str) -> _Entry:
@@ -171,7 +282,10 @@ def _candidate(entry: _Entry) -> _Entry | None:
         listing = list_folder(entry.path)
     except CheckpointError:
         return entry  # it is a member that cannot be read, and said to be one
-    return replace(entry, listing=listing) if _holds_checkpoint(listing) else None
+    if not _holds_checkpoint(listing):
+        return None
+    inner = _groups(listing, sure=True)  # a folder with a series of its own is a run, whatever its number
+    return replace(entry, listing=listing) if inner is None or inner.count < 2 else None
 
 
 def _holds_checkpoint(listing: Listing, levels: int = 2) -> bool:
@@ -268,13 +382,8 @@ def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]
     return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 
 
-def _ordered(
-    root: Listing,
-    groups: Sequence[Sequence[_Entry]],
-    aliases: Sequence[_Entry],
-    final: Member | None,
-    rest: Sequence[_Entry],
-) -> tuple[Member, ...]:
+def _ordered(root: Listing, found: _Groups) -> tuple[Member, ...]:
+    groups, aliases, final = found.series, found.aliases, found.final
     unit = _unit(groups)
     placed: list[tuple[tuple[int, ...], Member]] = []
     ends: list[Member] = []
@@ -305,7 +414,7 @@ def _ordered(
             ends.append(member)
         else:
             lost.append(member)
-    lost += [Member(name=e.name, path=e.path) for e in rest]
+    lost += [Member(name=e.name, path=e.path) for e in found.rest]
     ends += [final] if final is not None else []
     in_order = [member for _, member in sorted(placed, key=lambda pair: (pair[0], pair[1].name))]
     return (*in_order, *ends, *(replace(member, placed=False) for member in lost))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
-from ampdoctor.checkpoints.family import Family, Member, family_in
+from ampdoctor.checkpoints.family import Contents, Family, Member, Series, contents_of
 from ampdoctor.checkpoints.layouts.folder import open_file, open_folder
 from ampdoctor.checkpoints.run_log import RunLog, run_log
 from ampdoctor.checkpoints.storage.listing import Listing, list_folder
-from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.report import Skipped
+from ampdoctor.errors import CheckpointError, SeveralRunsError
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+_LISTED = 8
+"""Runs in a folder that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,23 @@ class Found:
         typed: The path as it was typed.
         is_file: True for a regular file, or a link to one.
         listing: The listed folder; None if the path is not a folder.
-        family: The checkpoints of a run in that folder; None if it is a single checkpoint, or none.
+        contents: The checkpoints in that folder.
     """
 
     typed: str
     is_file: bool = False
     listing: Listing | None = None
-    family: Family | None = None
+    contents: Contents = field(default_factory=Contents)
+
+    @property
+    def family(self) -> Family | None:
+        """The checkpoints of a run in the folder; None if it is a single checkpoint, or none."""
+        return self.contents.family
+
+    @property
+    def several(self) -> tuple[Series, ...]:
+        """The runs in the folder, where there is more than one."""
+        return self.contents.several
 
     @property
     def path(self) -> Path:
@@ -47,6 +61,31 @@ class Found:
         """The checkpoints of a run; () if the path is not a folder of them."""
         return self.family.members if self.family is not None else ()
 
+    @property
+    def unlisted(self) -> tuple[ErrorNote, ...]:
+        """The folders below that cannot be listed: a checkpoint may lie in them."""
+        return tuple(
+            ErrorNote(what=name, kind="unreadable", message=str(error)) for name, error in self.contents.below.unlisted
+        )
+
+    def require_one_run(self) -> None:
+        """Refuse a folder with several runs: which of them is meant is not known, and none is passed over.
+
+        Raises:
+            CheckpointError: There are several; the sentence lists them and says what to name.
+        """
+        if len(self.several) < 2:
+            return
+        told = [str(one) for one in self.several]
+        paths = [os.path.join(self.typed, path) for one in self.several for path in one.paths]  # noqa: PTH118 - as typed
+        listed = "; ".join(told[:_LISTED]) + (f"; and {len(told) - _LISTED} more" if len(told) > _LISTED else "")
+        typed = " ".join(path if "*" in path else shlex.quote(path) for path in paths[:_LISTED])
+        raise SeveralRunsError(
+            f"{self.name} holds {len(told)} runs or checkpoints, and no one series: {listed}. "
+            f"Name one of them, or each.",
+            typed if len(paths) <= _LISTED else f"{typed} ...",
+        )
+
     def log(self) -> tuple[RunLog, tuple[Skipped, ...]]:
         """Returns the log of the folder's run, and the logs that could not be read."""
         return run_log(self.listing, self.family) if self.listing is not None and self.family is not None else ((), ())
@@ -59,8 +98,9 @@ class Found:
         """
         if self.listing is None:
             return open_file(self.path)
+        self.require_one_run()
         if self.family is None:
-            return open_folder(self.listing)
+            return open_folder(self.listing, below=True)
         several = self.members
         if len(several) > 1:
             last = [member for member in several if member.placed and not member.files][-1:] or several[-1:]
@@ -91,4 +131,4 @@ def find(path: str | os.PathLike[str]) -> Found:
     if not stat.S_ISDIR(mode):
         return Found(typed, is_file=stat.S_ISREG(mode))
     listing = list_folder(Path(path))
-    return Found(typed, listing=listing, family=family_in(listing))
+    return Found(typed, listing=listing, contents=contents_of(listing))

@@ -18,12 +18,12 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import (
 )
 from ampdoctor.evidence.report import Check, Finding
 
-_FINITE: tuple[tuple[str, str, TensorRole], ...] = (
-    ("finite weights", "AMP101", "weight"),
-    ("finite buffers", "AMP102", "buffer"),
-    ("finite averaged weights", "AMP101", "ema"),
-    ("finite optimizer state", "AMP103", "moment"),
-    ("finite other tensors", "AMP108", "other"),
+_FINITE: tuple[tuple[str, tuple[str, ...], TensorRole], ...] = (
+    ("finite weights", ("AMP101",), "weight"),
+    ("finite buffers", ("AMP102",), "buffer"),
+    ("finite averaged weights", ("AMP101", "AMP114"), "ema"),
+    ("finite optimizer state", ("AMP103",), "moment"),
+    ("finite other tensors", ("AMP108",), "other"),
 )
 _CASTABLE: tuple[tuple[str, TensorRole], ...] = (("weights", "weight"), ("averaged weights", "ema"))
 _OPTIONAL = frozenset({"ema"})
@@ -59,13 +59,13 @@ def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator
 def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
     found = {finding.code for finding in findings}
     roles = {role.role: role for role in summary.roles}
-    for name, code, role in _FINITE:
+    for name, codes, role in _FINITE:
         present = roles.get(role)
         if present is None and role in _OPTIONAL:
             continue
         yield Check(
             name=name,
-            result=_result({f.code for f in findings if _speaks_of(f, code, role)}, [code])
+            result=_result({f.code for f in findings for code in codes if _speaks_of(f, code, role)}, codes)
             if present
             else "not in the file",
             headroom={"tensors": present.tensors, "elements": present.elements} if present else {},

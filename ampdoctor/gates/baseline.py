@@ -13,6 +13,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
@@ -80,8 +81,26 @@ def baseline_of(report: Report) -> Baseline:
     if report.verdict == "not_judged":
         raise UsageError("nothing was judged, so that no baseline was written")
     known = (one.finding for one in report.suppressed if one.by == "baseline")
-    entries = (entry for finding in (*report.findings, *known) for entry in _entries(finding, report.target))
-    return Baseline(command=_command(report), entries=_sorted(entries))
+    groups = [(*report.findings, *known), *report.elsewhere]
+    return Baseline(command=_command(report), entries=_sorted(_enough_for_each(groups, report.target)))
+
+
+def _enough_for_each(groups: Iterable[Iterable[Finding]], target: Mapping[str, Any]) -> Iterator[Entry]:
+    """The entries that know the findings of each checkpoint by itself: of one address as many as any has, the worst."""
+    enough: dict[tuple[str, str | None], list[Entry]] = {}
+    for group in groups:
+        own: dict[tuple[str, str | None], list[Entry]] = defaultdict(list)
+        for finding in group:
+            for entry in _entries(finding, target):
+                own[entry.fingerprint, entry.file].append(entry)
+        for key, entries in own.items():
+            pairs = zip_longest(enough.get(key, ()), sorted(entries, key=_severity))
+            enough[key] = [min((e for e in pair if e is not None), key=_severity) for pair in pairs]
+    return (entry for entries in enough.values() for entry in entries)
+
+
+def _severity(entry: Entry) -> int:
+    return SEVERITIES.index(entry.severity)
 
 
 def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
@@ -109,9 +128,11 @@ def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: b
             known.cross_off(finding)
     for one in report.suppressed:
         known.cross_off(one.finding)
+    for finding in (finding for group in report.elsewhere for finding in group):
+        known.cross_off(finding)
     fresh = tuple(finding for finding in report.findings if id(finding) not in accepted)
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
-    judged = report.complete and report.verdict != "not_judged"
+    judged = report.complete and report.verdict != "not_judged" and _all_were_read(report)
     section = BaselineSection(
         file=file,
         written=written,
@@ -159,6 +180,11 @@ class _Known:
             if entry.file in (None, file) and SEVERITIES.index(entry.severity) <= SEVERITIES.index(severity):
                 return index, entries.pop(index)
         return None
+
+
+def _all_were_read(report: Report) -> bool:
+    """Was each checkpoint of a folder of many read? What another holds is not fixed because it was not read."""
+    return report.target.get("count") is None or len(report.target.get("members", ())) >= report.target["count"]
 
 
 def _was_examined(entry: Entry, report: Report) -> bool:

@@ -7,24 +7,43 @@ the next one is begun, and not by its inode, which changes when a copy is brough
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from ampdoctor.checkpoints.formats.log_files import Left
 from ampdoctor.checkpoints.formats.run_log_files import MAX_BYTES
+from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.files import logs_in, place_of
-from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.evidence.run_log.lines import Stamped, StepLine
 from ampdoctor.evidence.run_log.quick import quick_line_of
 from ampdoctor.evidence.run_log.text import kind_of
-from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.log_kind import Begin, Noticed, run_of
 from ampdoctor.health.reading.opening import FileState, FoundLog, find_log
+from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.our_log import AMPDOCTOR
+from ampdoctor.health.reading.rows import RunLines
 
 _ENOUGH = 2 * 1024 * 1024
 """Bytes, the last of a log, with which a reader begins who comes late: some ten thousand steps, judged in a second."""
 _AT_ONCE = 1024 * 1024
+_OUTPUTS = frozenset({".log", ".out", ".err"})
+_BEGINS_S = 600.0
+"""Seconds after which no first step is waited for in an output to which nothing is added: the longest a start takes."""
+_SMALL = 64 * 1024
+"""Bytes of a log that is read anew each time: what is learnt from its beginning may still change."""
+_BEGINNING = 256
+"""Bytes by which it is known whether a file is still the same; a shorter one is read anew."""
+_QUIET_S = 2.0
+"""Seconds without a change after which no more is waited for the numbers that the last step lacks."""
+_LONG_S, _RESTS = 0.2, 20.0
+"""A log that is read anew each time, which takes longer than that, is left alone for so many times as long."""
+_NUMBERS = ("loss", "gradient_norm", "loss_scale", "learning_rates")
 _AGAIN = 8
 """Times that a folder is listed anew which changes meanwhile; the next look has the rest."""
 
@@ -53,6 +72,7 @@ class Follower:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._source: _Source | None = None
+        self._size = 0  # of a file that has no step yet
         self.found: FoundLog | None = None
 
     def new(self) -> Iterator[Stamped]:
@@ -66,20 +86,32 @@ class Follower:
             if found is None:
                 return
             self.found = found
-            self._source = _Ours(found) if found.kind is AMPDOCTOR else _Rewritten(found)
+            self._source = _Ours(found) if found.kind is AMPDOCTOR else _Others(found)
         yield from self._source.new()
 
     def _find(self) -> FoundLog | None:
-        """The log; None where none has begun: a path that is not there, an empty file, a folder without one."""
+        """The log; None where none has begun: a path that is not there, an empty file, a folder without one.
+
+        Nor has it in the output of a job that still prints its arguments.
+        """
+        is_file = self._path.is_file()
+        size = self._path.stat().st_size if is_file else 0
+        if size and size == self._size and _is_written(self._path):
+            return None
+        self._size = size
         try:
             return find_log(self._path)
         except CheckpointError:
-            is_file = self._path.is_file()
-            if is_file and self._path.stat().st_size and not _has_no_line(self._path):
+            if size and not _has_no_line(self._path) and not _is_written(self._path):
                 raise
             if not is_file and self._path.exists() and not self._path.is_dir():
                 raise
             return None
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a file is the output of a job that goes on."""
+    return path.suffix in _OUTPUTS and time.time() - path.stat().st_mtime < _BEGINS_S
 
 
 def _has_no_line(path: Path) -> bool:
@@ -115,8 +147,8 @@ class _Ours:
         self._passed_by = 0  # bytes of the file with which is begun, of which the tables of names alone are read
 
     def new(self) -> Iterator[Stamped]:
-        files = self._opened()
-        try:
+        with ExitStack() as stack:
+            files = self._opened(stack)
             if not self._begun:
                 self._begin_late(files)
             for at, (name, file) in enumerate(files):
@@ -125,26 +157,22 @@ class _Ours:
                 if at < len(files) - 1:  # what is torn at its end stays so: nobody writes there any more
                     self._finished.add(name)
                     self._place = None
-        finally:
-            for _, file in files:
-                file.close()
 
-    def _opened(self) -> list[tuple[str, BinaryIO]]:
+    def _opened(self, stack: ExitStack) -> list[tuple[str, BinaryIO]]:
         """The files that are not finished, all open at one moment: the running one may be given a number any time."""
         for _ in range(_AGAIN):
             files: list[tuple[str, BinaryIO]] = []
             before = self._listed()
             for name in before:
                 try:
-                    files.append((name, (self._folder / name).open("rb")))
+                    files.append((name, stack.enter_context((self._folder / name).open("rb"))))
                 except FileNotFoundError:
                     continue
                 except OSError as error:
                     raise CheckpointError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}.") from None
             if self._listed() == before and len(files) == len(before):
                 return files
-            for _, file in files:
-                file.close()
+            stack.close()
         return []
 
     def _listed(self) -> list[str]:
@@ -195,26 +223,135 @@ class _Ours:
                     yield whole
 
 
-class _Rewritten:
-    """A log of another kind, which is read anew where it has changed; what was heard before is passed by."""
+class _Others:
+    """A log of another kind: one file to which lines are added is read on, any other is read anew where it has changed.
+
+    What was given before is passed by. From the first step on that has got a number since, as one whose learning rate
+    is written after its loss, steps are given again. So that this is rare, a last step that has fewer numbers than the
+    one before it waits for more.
+    """
 
     def __init__(self, found: FoundLog) -> None:
         self._found = found
         self._state: list[FileState] = []
-        self._heard = 0
+        self._given: list[Stamped] = []  # of the lines that may still change
+        self._growing: _Growing | None = None
+        self._held: Stamped | None = None
+        self._quiet_at = self._rests_until = 0.0
 
     def new(self) -> Iterator[Stamped]:
+        began = time.monotonic()
+        if began < self._rests_until:
+            return
         try:
             state = self._found.state()
             if state == self._state:
+                yield from self._quiet(began)
                 return
-            lines = list(self._found.lines(Noticed()))
+            lines = self._lines(state)
+            self._state = state
+            yield from self._unheard(lines)
         except CheckpointError:
             if not self._state:
                 raise
             return  # it is being written
-        self._state = state
-        if len(lines) < self._heard:  # another run has begun in its place
-            self._heard = 0
-        heard, self._heard = self._heard, len(lines)
-        yield from lines[heard:]
+        ended = time.monotonic()
+        self._quiet_at = ended + _QUIET_S
+        if self._growing is None and ended - began > _LONG_S:
+            self._rests_until = ended + _RESTS * (ended - began)
+
+    def _lines(self, state: Sequence[FileState]) -> Iterator[tuple[Stamped, bool]]:
+        """Returns the lines from the first on that may have changed, each with whether it still may."""
+        begin = self._found.kind.begin
+        if begin is None or state[0].size < _SMALL:
+            self._growing = None
+            return ((whole, True) for whole in list(self._found.lines(Noticed())))
+        if self._growing is None or self._growing.is_another():
+            self._growing = _Growing(self._found, begin)
+        return self._growing.new()
+
+    def _unheard(self, lines: Iterable[tuple[Stamped, bool]]) -> Iterator[Stamped]:
+        known, may_change = deque(self._given), list[Stamped]()
+        before = last = None
+        waits = False
+        for whole, open_ in lines:
+            if last is not None:
+                yield last
+                last = None
+            if open_:
+                may_change.append(whole)
+            if known and _are_alike(known[0], whole):
+                known.popleft()
+            else:
+                known.clear()
+                last, waits = whole, open_ and before is not None and _says_less(whole, before)
+            before = whole
+        self._held = last if waits else None
+        if waits:
+            may_change.pop()
+        elif last is not None:
+            yield last
+        self._given = may_change
+
+    def _quiet(self, now: float) -> Iterator[Stamped]:
+        """Gives a step that waits, if nothing has come for a while."""
+        held = self._held
+        if held is not None and now >= self._quiet_at:
+            self._held = None
+            self._given.append(held)
+            yield held
+
+
+class _Growing:
+    """A file to which lines are added.
+
+    Raises:
+        CheckpointError: It cannot be read, or its beginning is no log any more.
+    """
+
+    def __init__(self, found: FoundLog, begin: Begin) -> None:
+        (self._name,) = found.names
+        self._path = found.folder / self._name
+        with RegularFile(self._path, self._name) as file:
+            self._rows = begin(file)
+            self._first = file.head(_BEGINNING)
+        self._lines = RunLines(run_of(found.folder, self._name), Order())
+        self._offset = 0
+
+    def is_another(self) -> bool:
+        """Whether another file has taken its place, or it was begun anew."""
+        with RegularFile(self._path, self._name) as file:
+            return file.size < self._offset or file.head(_BEGINNING) != self._first
+
+    def new(self) -> Iterator[tuple[Stamped, bool]]:
+        """Yields what has come, and then the steps that may still get a number."""
+        if not self._offset:
+            yield self._lines.header(), False
+        with RegularFile(self._path, self._name) as file:
+            for texts in self._texts(file):
+                for row in self._rows.rows(iter(texts), Left()):
+                    yield from ((whole, False) for whole in self._lines.hear(row))
+        yield from ((whole, True) for whole in self._lines.waiting())
+
+    def _texts(self, file: RegularFile) -> Iterator[list[bytes]]:
+        """Yields the lines that have an end, by the block; one that is longer than a block is none."""
+        while self._offset < file.size:
+            block = file.read(self._offset, min(_AT_ONCE, file.size - self._offset)).replace(b"\r", b"\n")
+            end = block.rfind(b"\n") + 1
+            if not end and len(block) < _AT_ONCE:
+                return
+            self._offset += end or len(block)
+            yield [text for text in block[:end].split(b"\n") if text]
+
+
+def _are_alike(one: Stamped, other: Stamped) -> bool:
+    return one == other or repr(one) == repr(other)  # a NaN is not equal to itself
+
+
+def _says_less(one: Stamped, before: Stamped) -> bool:
+    """Does a step lack a number that the step before it has?"""
+    if not isinstance(one.line, StepLine) or not isinstance(before.line, StepLine):
+        return False
+    return any(
+        getattr(one.line, name) in {None, ()} and getattr(before.line, name) not in {None, ()} for name in _NUMBERS
+    )

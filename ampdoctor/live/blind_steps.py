@@ -10,6 +10,21 @@ from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import StepReading
 
 State = Literal["changed", "intact"]
+TOO_LATE = (
+    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
+    "nothing was run again"
+)
+WAYS_OUT = (
+    ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
+    "step; or the last good checkpoint, {from_there}"
+)
+RECORD = (
+    "where record_batches=K has kept the batches of the last K updates: they are replayed from it up to the sick step"
+)
+HELD_BACK = (
+    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
+    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
+)
 SKIPPED = "its scaler skips it"
 """What is not finite there may be so by the scale alone."""
 

@@ -13,66 +13,61 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
+from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
+from ampdoctor.errors import AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import ErrorNote, Report
+from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
-from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
+from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
-from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
+from ampdoctor.live.blind_steps import HELD_BACK, RECORD, SKIPPED, TOO_LATE, WAYS_OUT, BlindSteps, LateNews
 from ampdoctor.live.guard import Guard
 from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.loop_watch import Attempt, LoopWatch
+from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.processes import grouped, launched, run_id_of_all
+from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
+from ampdoctor.live.recording.naming import together
 from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import describe
+from ampdoctor.loop.raised import causes_of, describe
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
+from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
-from ampdoctor.workflows.last_update import LastUpdate
-from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, finite_here, look
+from ampdoctor.workflows.last_update import LastUpdate, lost_weight
+from ampdoctor.workflows.looking import (
+    IN_PARTS,
+    MOST_BACKOFFS,
+    Look,
+    at_its_begin,
+    device_of,
+    finite_here,
+    look,
+    not_looked_at,
+    trained_on,
+)
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
-_TOO_LATE = (
-    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
-    "nothing was run again"
-)
-_WAYS_OUT = (
-    ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
-    "step; or the last good checkpoint, {from_there}"
-)
-_RECORD = (
-    "where record_batches=K has kept the batches of the last K updates: they are replayed from it up to the sick step"
-)
-_HELD_BACK = (
-    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
-    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
-)
-
-_IN_PARTS = (
-    "the parameters lie in parts on several processes ({parts}), and one alone cannot run the model without the others"
-)
-
 _standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
 
 
@@ -155,6 +150,8 @@ class Doctor:
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
+        self._protocol = Protocol(self._watch)
+        self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
 
     @property
@@ -191,6 +188,7 @@ class Doctor:
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
+            stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
             self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
@@ -225,12 +223,13 @@ class Doctor:
         """
         self._take_place()
         self._ended_by(error)
+        self._look_at_the_weights()
         if not self._failed:
             self._tell_what_ended()
-        if not self._lines.attempted and self._watch.recorder.backwards:
+        if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         reason, lines = "" if error is None else type(error).__name__, self._lines
-        self._log.write(EndLine(exit_code=_code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
+        self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
     # -- what the loop does ------------------------------------------------------------------------------------------
 
@@ -244,6 +243,7 @@ class Doctor:
         """As in `LoopListener`."""
         self._take_place()
         norm = self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if self._is_readable(attempt):
             self._updates.clear()
@@ -262,6 +262,10 @@ class Doctor:
         """As in `LoopListener`."""
         self._take_place()
         self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
+        if self._protocol.is_never_updated(attempt) and self.report is None:
+            program = with_inner_autocast(self._watch.program(attempt))
+            self._examine(program, SKIPPED, name=attempt.name, settles=False, advice=NEVER_UPDATED)
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
 
@@ -271,6 +275,7 @@ class Doctor:
         self._guard.release()
         if skipped is False:
             self._settling.pop(attempt.name, None)
+            self._protocol.taken(attempt)
         else:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
@@ -283,6 +288,20 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+
+    @_harmless
+    def stepping_again(self, again: Again) -> None:
+        """As in `LoopListener`."""
+        source = as_source(again.line)
+        finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
+        self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
+
+    @_harmless
+    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
+        """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
+        finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
+        # the error itself would keep the loop's frames alive
+        self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
@@ -330,6 +349,7 @@ class Doctor:
             return None if norm is None or bool(norm.isfinite()) else "its gradients are not finite"
 
     def _clipped(self, clip: Clip) -> None:
+        self._protocol.clipping(clip)
         if clip.max_norm is not None:
             self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
@@ -368,13 +388,44 @@ class Doctor:
         if settles and left > 0:
             self._settling[attempt.name] = left - 1
             return
-        self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
+        program = with_inner_autocast(self._watch.program(attempt))
+        scaler = past_its_scaler(self._watch, attempt)
+        if scaler is not None and self._request.look != "off" and not self._watch.recorder.is_crowded:
+            program = replace(program, scaler=scaler)
+            with self._watch.looking_away():
+                if self._look(program, settles=True).report is None:
+                    self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
+                    return
+        self._examine(program, what, name=attempt.name, settles=settles)
 
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
+        self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
             self._look_at_the_end()
+
+    def _tell_what_was_refused(self, error: BaseException | None) -> None:
+        """Say why a scaler has refused a call, where that has ended the training."""
+        refused, self._refused = self._refused, None
+        if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
+            self._is_misused(*refused[1:], key="refused")
+
+    @_harmless
+    def _look_at_the_weights(self) -> None:
+        """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
+        recorder = self._watch.recorder
+        if self.report is not None or self._request.look == "off" or not recorder.used.any_backward:
+            return
+        step = max(self._lines.turn - 1, 0)
+        with self._watch.looking_away():
+            parameters = dict(together(recorder.models.roots).named_parameters())
+            finding = lost_weight(parameters, step)
+        if finding is not None:
+            run = Run(step=step, kept=self._kept(None))
+            report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+            report = self._explained(report, parameters)
+            self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
 
     def _look_at_the_end(self) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
@@ -387,7 +438,7 @@ class Doctor:
             program = recorder.program(None, name="", scaler=None, step=step, root=root)
             self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
 
-    def _examine(self, program: Program, what: str, *, name: str, settles: bool) -> None:
+    def _examine(self, program: Program, what: str, *, name: str, settles: bool, advice: str = "") -> None:
         request = self._request
         if request.look == "off":
             return
@@ -399,21 +450,13 @@ class Doctor:
             return
         crowded, parts = self._watch.recorder.is_crowded, lies_in_parts(program.model)
         if crowded or parts is not None:
-            seen = _not_looked_at(program, what, SEVERAL if parts is None else _IN_PARTS.format(parts=parts))
+            seen = not_looked_at(program, what, SEVERAL if parts is None else IN_PARTS.format(parts=parts))
         else:
             with self._watch.looking_away():
-                seen = look(
-                    program,
-                    policy=policy_in_force(),
-                    device=_device_of(program),
-                    thresholds=request.thresholds,
-                    settles=settles,
-                )
+                seen = self._look(program, settles=settles)
         if seen.report is not None:
-            report, parameters = seen.report, dict(program.model.named_parameters())
-            for update in self._last.values():
-                report = update.explained(report, parameters)
-            seen = replace(seen, report=report)
+            report = self._explained(seen.report, dict(program.model.named_parameters()))
+            seen = replace(seen, report=_advised(report, advice) if advice else report)
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)
@@ -447,6 +490,40 @@ class Doctor:
             by_loss = bool(held) and all(bool(gradient.isnan().any()) for gradient in held)
         if by_loss and self._place.rank == 0:  # what only overflows leaves some finite
             self._say(line.reason)
+
+    def _look(self, program: Program, *, settles: bool) -> Look:
+        return look(
+            program,
+            policy=policy_in_force(),
+            device=device_of(program),
+            thresholds=self._request.thresholds,
+            settles=settles,
+        )
+
+    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
+            return  # what is wrong begins before any scale
+        finding = self._protocol.broken_by(attempt)
+        if finding is not None:
+            self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
+
+    def _is_misused(self, finding: Finding, optimizer: str, *, key: str) -> None:
+        """The loop's calls break the scaler's protocol, which no look has to show: told once for each `key`."""
+        if key in self._said:
+            return
+        self._said.add(key)
+        if self.report is not None or finding.severity != "error":
+            self._log.write(AlertLine(step=finding.where.step or 0, finding=finding))
+            self._say(f"{finding.severity} {finding.code}: {finding.message}")
+            return
+        run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        self._diagnosed(report, "its calls break the scaler's protocol", bundle=None, seconds=None)
+
+    def _explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
+        for update in self._last.values():
+            report = update.explained(report, parameters)
+        return report
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -501,7 +578,7 @@ class Doctor:
             model=report.run.get("kept", {}).get("model"),
             reason=what,
             seconds=seconds,
-            device=_trained_on(report.run),
+            device=trained_on(report.run),
             precision=report.run.get("precision"),
             autocast=report.run.get("autocast"),
         )
@@ -548,17 +625,17 @@ class Doctor:
             if not self._attentive:
                 self._attentive = self._request.every
                 if news.what != SKIPPED:
-                    self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
+                    self._say(HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)
         note = ErrorNote(
-            what=f"step {news.step}", kind="too_late", message=_TOO_LATE.format(step=news.step, what=news.what)
+            what=f"step {news.step}", kind="too_late", message=TOO_LATE.format(step=news.step, what=news.what)
         )
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
         with self._watch.looking_away():
             bundle = self._bundled_late(news, report)
         kept = self._kept(bundle)
-        note = replace(note, message=note.message + _WAYS_OUT.format(from_there=self._from_there(kept)))
+        note = replace(note, message=note.message + WAYS_OUT.format(from_there=self._from_there(kept)))
         report = replace(report, errors=(note,), run={**self._when(news.step, news.optimizer), "kept": kept})
         self._diagnosed(report, news.what, bundle=bundle, seconds=None)
 
@@ -567,7 +644,7 @@ class Doctor:
         if "bundle" in kept:
             model = f" --model {kept['model']}" if "model" in kept else ""
             return f"from which its bundle is replayed: ampdoctor bisect-nan {kept['bundle']} --checkpoint LAST{model}"
-        return "from which the training is run again" if self._request.record_batches else _RECORD
+        return "from which the training is run again" if self._request.record_batches else RECORD
 
     def _bundled_late(self, news: LateNews, report: Report) -> Written | None:
         """The bundle of a step that has changed its weights, with the kept updates that lead up to it."""
@@ -603,22 +680,18 @@ class Doctor:
         }
         sentences = [f"{what}: {why}" for what, why in ended.items() if why is not None]
         for sentence in (*sentences, *self._watch.recorder.models.unseen):
-            if sentence not in self._said:
-                self._said.add(sentence)
-                self._say(sentence)
+            self._say_once(sentence)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
 
 
-def _not_looked_at(program: Program, what: str, why: str) -> Look:
-    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
-    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
-    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
-
-
-def _code_of(error: BaseException | None) -> int:
-    """With what Python ends a process that nothing but this has ended."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
+def _advised(report: Report, advice: str) -> Report:
+    """A report of one step, with what more steps than that have shown."""
+    told = tuple(replace(one, severity="error", help=f"{advice} {one.help}") for one in report.findings)
+    return replace(report, findings=told, verdict="sick" if told else report.verdict)
 
 
 def _steps_either_way(attempt: Attempt) -> bool:
@@ -630,16 +703,3 @@ def _number(variable: str, otherwise: int) -> int:
     """A number that a launcher has put into the environment."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else otherwise
-
-
-def _trained_on(run: Mapping[str, Any]) -> str | None:
-    """The device type of the training behind a replay; None where none was made."""
-    device = run.get("device")
-    if device is None:
-        return None
-    return "cuda" if run.get("policy") == "cuda" else str(device).partition(":")[0]
-
-
-def _device_of(program: Program) -> str:
-    first = next(program.model.parameters(), None)
-    return "cpu" if first is None else str(first.device)

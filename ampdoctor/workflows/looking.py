@@ -36,6 +36,9 @@ AGREE = 1e-3
 backward of attention) stay below it in Megatron's rerun state machine, whose tolerance this is."""
 MOST_BACKOFFS = 40
 """Halvings from any scale that occurs down to one below 1: a GradScaler begins at 2^16, and at most 2^24 is usual."""
+IN_PARTS = (
+    "the parameters lie in parts on several processes ({parts}), and one alone cannot run the model without the others"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,13 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     report = replace(report, command="run", findings=findings, skipped=left_out)
     seconds = time.monotonic() - began
     return Look(report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
+
+
+def not_looked_at(program: Program, what: str, why: str) -> Look:
+    """What is known of a sick step that is not run again, and why it is not."""
+    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
+    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
+    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
 
 
 @contextmanager
@@ -332,3 +342,17 @@ def _not_replayed(program: Program, uncovered: Sequence[str], unsaid: Sequence[s
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def trained_on(run: Mapping[str, Any]) -> str | None:
+    """The device type of the training behind a replay; None where none was made."""
+    device = run.get("device")
+    if device is None:
+        return None
+    return "cuda" if run.get("policy") == "cuda" else str(device).partition(":")[0]
+
+
+def device_of(program: Program) -> str:
+    """Where the model of a step is."""
+    first = next(program.model.parameters(), None)
+    return "cpu" if first is None else str(first.device)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.found import Found, find
 from ampdoctor.checkpoints.layouts.step_names import step_in
-from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, UsageError
+from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, SeveralRunsError, UsageError
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report import Report, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.opening import has_log, has_log_below
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
@@ -26,6 +27,7 @@ def scan(
     jobs: int | None = None,
     exact: bool = False,
     every_member: bool = False,
+    whole: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
@@ -38,6 +40,7 @@ def scan(
         exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
             concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
+        whole: The same, and no error for a single checkpoint: a baseline is to know all that is there.
         thresholds: What counts as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         set_aside: Of many checkpoints, the first is searched for that is sick in a way that this leaves.
 
@@ -58,6 +61,7 @@ def scan(
         jobs=jobs,
         exact=exact,
         every_member=every_member,
+        whole=whole,
         thresholds=thresholds,
         set_aside=set_aside,
     )
@@ -70,6 +74,7 @@ def scan_found(
     jobs: int | None,
     exact: bool,
     every_member: bool = False,
+    whole: bool = False,
     thresholds: Thresholds,
     set_aside: SetAside,
 ) -> Report:
@@ -79,6 +84,34 @@ def scan_found(
         told = progress_of(progress, member)
         return examine(checkpoint, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
 
+    try:
+        found.require_one_run()
+    except SeveralRunsError as error:
+        raise CheckpointError(f"{error} Type: ampdoctor scan {error.typed}") from None
+    if every_member and len(found.members) < 2:
+        raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
+    report = _scanned(found, look, every_member=every_member or whole, thresholds=thresholds, set_aside=set_aside)
+    return _with_what_was_passed_over(report, found)
+
+
+def _with_what_was_passed_over(report: Report, found: Found) -> Report:
+    """The report with the folders below that were not looked through, and those that cannot be listed as errors."""
+    below, unlisted = found.contents.below, found.unlisted
+    if not below.skipped and not unlisted:
+        return report
+    errors = (*report.errors, *unlisted)
+    return replace(
+        report,
+        verdict=verdict_of(report.found, settled=not errors),
+        complete=not errors,
+        skipped=(*report.skipped, *below.skipped),
+        errors=errors,
+    )
+
+
+def _scanned(
+    found: Found, look: Callable[..., Examined], *, every_member: bool, thresholds: Thresholds, set_aside: SetAside
+) -> Report:
     if len(found.members) > 1:
         log, unread = found.log()
         place = {"path": found.name, "location": shown_path(found.path)}
@@ -93,8 +126,6 @@ def scan_found(
         )
         target = {**report.target, **place}
         return replace(report, target=target, skipped=(*report.skipped, *unread))
-    if every_member:
-        raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
     with _opened(found) as checkpoint:
         report = look(checkpoint).report
     named = found.members[0].path if found.members else found.path.absolute()

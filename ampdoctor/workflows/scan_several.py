@@ -40,6 +40,7 @@ def scan_several(
     jobs: int | None = None,
     exact: bool = False,
     skip_lfs_pointers: bool = False,
+    whole: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
@@ -54,6 +55,7 @@ def scan_several(
         exact: As for `scan`.
         skip_lfs_pointers: Leave out Git LFS pointers too, even if there is only one path. Otherwise a pointer is an
             error, because the file that it stands for was not examined.
+        whole: As for `scan`.
         thresholds: As for `scan`.
         set_aside: As for `scan`.
 
@@ -85,7 +87,13 @@ def scan_several(
                 continue
             told = progress_of(progress, name if several else "")
             report = scan_found(
-                found, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside
+                found,
+                progress=told,
+                jobs=jobs,
+                exact=exact,
+                whole=whole,
+                thresholds=thresholds,
+                set_aside=set_aside,
             )
             report = _without_pointers(report, found) if skip_lfs_pointers else report
             looks.append(_Look(found, name, report))
@@ -119,6 +127,11 @@ class _Look:
     def findings(self) -> tuple[Finding, ...]:
         found = self.report.findings if self.report is not None else ()
         return tuple(with_files(finding, self.file) for finding in found)
+
+    @property
+    def elsewhere(self) -> tuple[tuple[Finding, ...], ...]:
+        groups = self.report.elsewhere if self.report is not None else ()
+        return tuple(tuple(with_files(finding, self.file) for finding in group) for group in groups)
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -185,6 +198,7 @@ def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
         if any(report.tensors is not None for report in reports)
         else None,
         thresholds=thresholds.listed(),
+        elsewhere=tuple(group for look in looks for group in look.elsewhere),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ampdoctor import TrainingRun
-from ampdoctor.errors import AmpdoctorError
+from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -29,7 +29,11 @@ def measure(device: torch.device, cases: Iterable[str]) -> Section:
         if importlib.util.find_spec("transformers") is None and _needs_transformers(case):
             skipped.append(f"{case}: transformers is not installed")
             continue
-        rows[case] = diagnosed(case, device)
+        row = diagnosed(case, device)
+        if "unable" in row:
+            skipped.append(f"{case}: its own code does not run there: {row['unable']}")
+            continue
+        rows[case] = row
         differences += differing(case, rows[case], diagnosed(case, None))
     return Section(rows=rows, differences=tuple(differences), skipped=tuple(skipped))
 
@@ -38,7 +42,8 @@ def diagnosed(case: str, device: torch.device | None) -> dict[str, Any]:
     """What `bisect-nan` says of the case on a device; None for the CPU, with nothing of this check in its way.
 
     Returns:
-        Its verdict, and the cause and place of its worst finding; or `error`, the sentence with which it ended.
+        Its verdict, and the cause and place of its worst finding; or `error`, the sentence with which it ended, or
+        `unable`, where the case's own code raised it.
     """
     factory = functools.partial(runs.make_run, case) if device is None else functools.partial(run_on, case, device)
     with TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -50,6 +55,8 @@ def diagnosed(case: str, device: torch.device | None) -> dict[str, Any]:
         request = ReplayRequest(factory=factory, checkpoint=checkpoint, device=str(device or "cpu"), policy="cuda")
         try:
             return _row(bisect_nan(request))
+        except UserCodeError as error:
+            return {"unable": str(error).splitlines()[0]}
         except (AmpdoctorError, RuntimeError) as error:  # of torch's, from the device: named beside what went well
             return {"error": str(error).splitlines()[0]}
 

@@ -18,7 +18,7 @@ from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
 from ampdoctor.diagnosis.replay.sentences import place
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
-from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Source, Where
 from tests.diagnosis.births import birth, stats
 
@@ -204,3 +204,17 @@ def test_another_result_of_the_same_step():
 )
 def test_places_in_words(phase, module, words):
     assert place(Where(step=3, phase=phase, module=module)) == words
+
+
+def test_the_fingerprint_of_several_places_does_not_change_with_one_more():
+    def about(*tensors, op="state:weight", **evidence):
+        first, *others = (Where(phase="checkpoint", module=name, op=op, tensor=f"{name}.weight") for name in tensors)
+        return Finding(
+            code="AMP104", name="n", severity="note", message="m", where=first, also=tuple(others), evidence=evidence
+        )
+
+    known = about("c", "d").fingerprint
+    assert about("c", "d", "a").fingerprint == about("b", "d", "c").fingerprint == known
+    assert about("c", "d", op="state:bias").fingerprint != known
+    assert about("c", "d", role="ema").fingerprint != about("c", "d", role="weight").fingerprint
+    assert about("c").fingerprint != about("d").fingerprint

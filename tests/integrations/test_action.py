@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 INPUTS = ACTION["inputs"]
-COMMANDS = ("scan", "bisect-nan", "profile", "recommend")
+COMMANDS = ("scan", "health", "bisect-nan", "profile", "recommend", "plan", "merge")
 OWN = {"command", "target", "args", "install", "working-directory"}
 """Inputs of the action that are no flags."""
 LEFT_TO_ARGS = {
@@ -26,6 +26,8 @@ LEFT_TO_ARGS = {
     *("half-products", "compare-steps", "no-compare", "spill", "fresh-scaler"),
     *("until-sick", "max-steps", "skip-batches", "model"),
     *("tau", "rho", "error-note", "error-warning", "error-bad", "fp32-share", "horizon"),
+    *("follow", "samples", "reduction", "tp", "pp", "cp", "to-tp", "to-pp", "to-cp", "device-memory"),
+    *("memory-per-sample", "peak-memory", "params", "shard-stage", "state-bytes", "profile", "scale"),
     *("target", "precision-matters", "ranks", "reduce-fp16", "accumulation"),
 }
 """Flags without an input: for a terminal, of little use in CI, or rare; `args` takes them."""
@@ -149,6 +151,32 @@ def test_a_replay_takes_its_own_inputs(step):
     done, outputs, _ = step(command="bisect-nan", target="run.py:make_run", arg='size=3\nname="a b"', steps="2")
     assert done.returncode == 0, done.stderr
     assert json.loads(Path(outputs["report"]).read_text(encoding="utf-8"))["run"]["steps"] == 2
+
+
+def test_a_log_is_judged_and_its_numbers_go_where_they_are_asked_to(step):
+    sick = "".join(f"step {at}: loss {'nan' if at > 50 else 2.0}, grad_norm 1.0\n" for at in range(60))
+    (step.place / "job.out").write_text(sick, encoding="utf-8")
+    done, outputs, summary = step(command="health", target="job.out", export="csv=numbers\nopenmetrics=run.prom")
+    assert (done.returncode, outputs["verdict"]) == (1, "sick"), done.stderr
+    assert done.stdout.startswith("::error")
+    assert "AMP722" in summary
+    assert (step.place / "numbers" / "steps.csv").is_file()
+    assert (step.place / "run.prom").is_file()
+
+
+def test_a_plan_needs_no_target(step):
+    done, outputs, _ = step(
+        command="plan", global_batch="512", micro_batch="8", gpus="8", to_gpus="16", precision="bf16"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path(outputs["report"]).read_text(encoding="utf-8"))["command"] == "plan"
+
+
+def test_saved_reports_become_one(step):
+    for name in ("healthy", "sick"):
+        step(target=f"{name}.safetensors", report=f"json={name}.json")
+    done, outputs, _ = step(command="merge", target="healthy.json\nsick.json")
+    assert (done.returncode, outputs["verdict"]) == (1, "sick"), done.stderr
 
 
 HOSTILE = [

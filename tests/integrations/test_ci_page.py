@@ -34,7 +34,7 @@ def steps(node):
 
 def test_the_action_is_used_with_inputs_and_outputs_that_it_has():
     used = [step for block in blocks("yaml") for step in steps(yaml.safe_load(block))]
-    assert len(used) == 2
+    assert len(used) == 3
     for step in used:
         assert set(step["with"]) <= set(ACTION["inputs"])
     assert set(re.findall(r"steps\.scan\.outputs\.([\w-]+)", PAGE)) <= set(ACTION["outputs"])

@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import math
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ampdoctor.loop.inert.functions import function_named, name_of
-from ampdoctor.loop.inert.reading import read
+from ampdoctor.loop.inert.reading import UnreadableTreeError, read
 from ampdoctor.loop.inert.writing import NotInertError, written
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as users write them
@@ -101,3 +101,126 @@ def test_functions_of_torchs_are_named():
     for function in (torch.log, torch.Tensor.__setitem__, torch.Tensor.new_zeros, torch.stack, torch.Tensor.__rsub__):
         assert function_named(name_of(function)) == function
     assert name_of(print) is None
+
+
+CALLED = []
+
+
+def _noted(name):
+    CALLED.append(name)
+
+
+class Loud:
+    """What a stranger's values must not reach: each of its methods says that it was called."""
+
+    __slots__ = ("kept",)
+
+    def __new__(cls, *_args):
+        _noted("new")
+        return super().__new__(cls)
+
+    def __setattr__(self, name, value):
+        _noted(f"set {name}")
+        object.__setattr__(self, name, value)
+
+    def __hash__(self):
+        _noted("hash")
+        return 0
+
+    def __eq__(self, other):
+        _noted("eq")
+        return True
+
+
+class LoudWithADict(Loud):
+    @property
+    def opens(self):
+        return None
+
+    @opens.setter
+    def opens(self, value):
+        _noted("opens")
+
+
+class LoudDict(dict):
+    def __new__(cls, *args):
+        _noted("new dict")
+        return super().__new__(cls, *args)
+
+    def __setitem__(self, key, value):
+        _noted("setitem")
+
+
+class LoudUserDict(UserDict):
+    def __new__(cls, *args):
+        _noted("new user dict")
+        return super().__new__(cls)
+
+    @property
+    def data(self):
+        return {}
+
+    @data.setter
+    def data(self, value):
+        _noted("data")
+
+
+class LoudDefault(defaultdict):
+    def __new__(cls, *args):
+        _noted("new default")
+        return super().__new__(cls, *args)
+
+
+LOUD = {cls.__qualname__: cls for cls in (Loud, LoudWithADict, LoudDict, LoudUserDict, LoudDefault, Config)}
+
+
+def _read_loud(tree):
+    CALLED.clear()
+    return read(tree, lambda module, name: LOUD.get(name) if module == __name__ else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "held"),
+    [
+        ("object", "Loud", {"fields": {"kept": 1}}),
+        ("object", "LoudWithADict", {"fields": {"kept": 1, "opens": "/etc/passwd", "other": 2}}),
+        ("mapping", "LoudDict", {"items": [["a", 1]]}),
+        ("mapping", "LoudUserDict", {"items": [["a", 1]]}),
+        ("mapping", "LoudDefault", {"items": [["a", 1]]}),
+    ],
+)
+def test_no_method_of_a_users_class_is_called(kind, name, held):
+    made = _read_loud({"kind": kind, "class": f"{__name__}:{name}", **held})
+    assert CALLED == []
+    assert type(made) is LOUD[name]
+    if name == "LoudWithADict":
+        assert (made.kept, vars(made)) == (1, {"opens": "/etc/passwd", "other": 2})
+    if isinstance(made, dict):
+        assert dict.__getitem__(made, "a") == 1
+
+
+LOUD_TREE = {"kind": "object", "class": f"{__name__}:Loud", "fields": {"kept": 1}}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"kind": "dict", "items": [[LOUD_TREE, 1], [LOUD_TREE, 2]]},
+        {"kind": "set", "items": [LOUD_TREE]},
+        {"kind": "frozenset", "items": [{"kind": "tuple", "items": [LOUD_TREE]}]},
+        {
+            "kind": "set",
+            "items": [{"kind": "object", "class": f"{__name__}:Config", "fields": {"width": 1, "deep": LOUD_TREE}}],
+        },
+    ],
+    ids=["a key", "a member", "inside a tuple", "inside a frozen data class"],
+)
+def test_a_key_that_hashes_itself_is_refused(tree):
+    with pytest.raises(UnreadableTreeError, match="a key of the class Loud, which hashes itself"):
+        _read_loud(tree)
+    assert CALLED == []
+
+
+def test_a_frozen_data_class_is_a_key():
+    key = {"kind": "object", "class": f"{__name__}:Config", "fields": {"width": 1, "deep": None}}
+    assert _read_loud({"kind": "dict", "items": [[key, 2]]}) == {Config(1): 2}

@@ -45,23 +45,35 @@ _GOLDEN = 0x9E3779B9
 into step with a period of the log (two lines per step, say)."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    "step": ("step", "global_step", "iteration", "iter", "num_updates", "update", "steps", "it"),
-    "loss": ("loss", "train_loss", "training_loss", "train_loss_step", "loss_step", "lm_loss", "train_loss_epoch"),
-    "grad_norm": ("grad_norm", "gradient_norm", "gnorm", "grad_norm_total", "grad_2.0_norm_total", "total_norm"),
-    "scale": ("loss_scale", "grad_scale", "scaler_scale", "amp_scale", "scale"),
-    "learning_rate": ("learning_rate", "lr"),
-    "seconds": ("step_seconds", "step_time", "seconds_per_step", "iteration_time", "iter_time", "time_per_step"),
-    "data_seconds": ("data_seconds", "data_time", "data_loading_time"),
-    "samples": ("consumed_samples", "samples_seen", "num_samples_seen", "samples"),
-    "tokens": ("num_input_tokens_seen", "tokens_seen", "consumed_tokens", "n_tokens", "total_tokens", "tokens"),
-    "memory_bytes": ("memory_bytes", "max_memory_bytes"),
+    field: tuple(names.split())
+    for field, names in {
+        "step": "step global_step iteration iter num_updates update steps it",
+        "loss": (
+            "loss train_loss training_loss train_loss_step loss_step lm_loss train_loss_epoch total_loss "
+            "reduced_train_loss step_loss"
+        ),
+        "grad_norm": "grad_norm gradient_norm gnorm grad_norm_total grad_2.0_norm_total total_norm",
+        "scale": "loss_scale grad_scale scaler_scale amp_scale scale",
+        "learning_rate": "learning_rate lr",
+        "seconds": (
+            "step_seconds step_duration_seconds step_time seconds_per_step iteration_time iter_time time_per_step"
+        ),
+        "data_seconds": "data_seconds data_time data_loading_time",
+        "samples": "consumed_samples samples_seen num_samples_seen samples_total samples",
+        "tokens": "num_input_tokens_seen tokens_seen consumed_tokens n_tokens tokens_total total_tokens tokens",
+        "memory_bytes": "memory_bytes max_memory_bytes memory_active_peak_bytes",
+        "skips": "skipped_steps_total/overflow",
+    }.items()
 }
 """Fields and the names of their columns, the most telling first; `_plain` normalises a column's name."""
 _OF_A_STEP, _OF_AN_EPOCH = "train_loss_step", "train_loss_epoch"
 """What Lightning calls a loss that is logged with `on_step` and `on_epoch`, in columns side by side."""
-_RATE_OF_ONE = "lr_"
-"""How a column begins in which Lightning's LearningRateMonitor puts one optimizer's rate."""
+_RATE_OF_ONE = ("lr_", "lr/")
+"""How a column begins in which Lightning's LearningRateMonitor, or Ultralytics, puts one rate."""
+_OURS = "ampdoctor/"
+"""How a tag of ampdoctor's own exports begins."""
 
+_FIELD_OF = {name: field for field, names in _NAMES.items() for name in names}
 _Fields = dict[str, float]
 
 
@@ -345,10 +357,15 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
     return known
 
 
+def field_of(column: str) -> str | None:
+    """Returns the field that a column of this name has; None for a column that has no meaning here."""
+    return _FIELD_OF.get(_plain(column))
+
+
 @lru_cache(maxsize=1024)
 def _plain(column: str) -> str:
     """Returns a column's name in lower case, words joined by "_", without its split ("train/loss", "Loss/train")."""
-    name = re.sub(r"[\s-]+", "_", column.strip().lower())
+    name = re.sub(r"[\s-]+", "_", column.strip().lower()).removeprefix(_OURS)
     before, _, after = name.rpartition("/")
     if before in {"train", "training", "optim", "optimizer", "amp"}:
         return after

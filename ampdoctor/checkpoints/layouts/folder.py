@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from ampdoctor.checkpoints.layouts.shards import INDEXED, add_shards, remark_dup
 from ampdoctor.checkpoints.storage.files import RegularFile, identity_of
 from ampdoctor.checkpoints.storage.listing import Listing, list_folder
 from ampdoctor.errors import CheckpointError, NoCheckpointError
+from ampdoctor.evidence.report import Skipped
 
 LAYOUTS: tuple[Layout, ...] = (
     DISTRIBUTED,
@@ -37,6 +39,12 @@ takes any file of weights is the last."""
 
 _LOGS_SEARCHED = 20
 """Folders in a folder that holds nothing else, the last by name, in which a run's log is looked for."""
+_FOLDERS_BELOW = 100
+"""Folders in a folder that are looked through for checkpoints, at most; a data set's folder has thousands."""
+_LEVELS_BELOW = 3
+"""How deep they are looked for: a run's folder with `version_0/checkpoints/last.ckpt/`."""
+_BUNDLE = frozenset({"manifest.json", "calls.safetensors"})
+"""Files of a step that `ampdoctor run` has recorded: inputs and gradients of a sick step, and no checkpoint."""
 _MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
 _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".metadata", "meta.pt"), "lightning-fsdp"),
@@ -92,7 +100,7 @@ def _open_run_log(path: Path) -> Checkpoint:
         raise
 
 
-def open_folder(listing: Listing) -> Checkpoint:
+def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
     """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
 
     A folder that holds no more than the log of a run is that log.
@@ -101,6 +109,8 @@ def open_folder(listing: Listing) -> Checkpoint:
 
     Args:
         listing: The folder, and the names in it that belong to the checkpoint.
+        below: Read the files in folders below with it, which a pipeline of several models has (`unet/`): to judge the
+            folder, all of it counts; to resume from it, its own files.
 
     Raises:
         CheckpointError: Nothing in it can be read.
@@ -108,7 +118,9 @@ def open_folder(listing: Listing) -> Checkpoint:
     gathering = Gathering()
     try:
         _add_with_ranks(gathering, listing, "")
-        _follow(gathering, listing)
+        followed = _follow(gathering, listing)
+        if below and gathering.parts:
+            _add_below(gathering, listing, followed)
         if not gathering.parts and not gathering.errors and (logs := run_logs(listing.path, listing.names)):
             add_run_log(gathering, listing.path, logs[0])
         if gathering.layout == "folder":
@@ -133,6 +145,96 @@ def may_be_read(name: str) -> bool:
 def says_checkpoint(name: str) -> bool:
     """Whether a checkpoint lies where a file of this name does."""
     return may_hold_tensors(name) or any(layout.claims(name) for layout in LAYOUTS if layout is not LOOSE_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What lies in the folders below one.
+
+    Attributes:
+        folders: Those with files of a checkpoint: their names from the first folder on, and they. Of a folder with such
+            files nothing further below is listed.
+        skipped: What was passed over, and why.
+        unlisted: Names of folders that cannot be listed, and the errors.
+    """
+
+    folders: tuple[tuple[str, Listing], ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    unlisted: tuple[tuple[str, CheckpointError], ...] = ()
+
+
+def search_below(root: Listing, apart: Collection[str]) -> Below:
+    """Look through the folders below one for files of checkpoints. A folder to which two ways lead is listed once.
+
+    Hidden folders are another tool's and are not looked through, nor are those of a folder with very many; a step that
+    `ampdoctor run` has recorded is no checkpoint.
+
+    Args:
+        root: The folder.
+        apart: Names of folders in it that are known.
+    """
+    folders: list[tuple[str, Listing]] = []
+    skipped: list[Skipped] = []
+    unlisted: list[tuple[str, CheckpointError]] = []
+    seen = {identity_of(root.path), *(identity_of(root.path / name) for name in apart)}
+
+    def walk(listing: Listing, prefix: str, names: Sequence[str], levels: int) -> None:
+        if len(names) > _FOLDERS_BELOW:
+            where = prefix.rstrip("/") or listing.path.name
+            reason = f"{len(names)} folders in it, which were not looked through for checkpoints"
+            skipped.append(Skipped(what=where, reason=reason))
+            return
+        for name in names:
+            path = listing.path / name
+            identity = identity_of(path)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            try:
+                inner = list_folder(path)
+            except CheckpointError as error:
+                unlisted.append((prefix + name, error))
+                continue
+            if set(inner.files) >= _BUNDLE:
+                skipped.append(Skipped(what=prefix + name, reason="a recorded step, which bisect-nan replays"))
+            elif any(map(says_checkpoint, inner.names)):
+                folders.append((prefix + name, inner))
+            elif levels > 1:
+                walk(inner, f"{prefix}{name}/", _searched(inner, ()), levels - 1)
+
+    walk(root, "", _searched(root, apart), _LEVELS_BELOW)
+    return Below(tuple(folders), tuple(skipped), tuple(unlisted))
+
+
+def _searched(listing: Listing, apart: Collection[str]) -> list[str]:
+    return [n for n in listing.names if n in listing.folders and n not in apart and not n.startswith((".", "__"))]
+
+
+def parts_in(listing: Listing) -> set[str]:
+    """Returns the names of the folders in a checkpoint's that are read with it.
+
+    They are those of ranks, of parts that are saved apart, and the one that a file names as the latest.
+    """
+    apart = [layout for layout in LAYOUTS if layout is not LOOSE_FILES]
+    own = {n for n in listing.folders if _MEGATRON_RANK.fullmatch(n) or any(one.claims(n) for one in apart)}
+    pointer = pointer_in(listing)
+    try:
+        return own | ({target_of(listing.path, pointer)} if pointer is not None else set())
+    except CheckpointError:  # following it says why
+        return own
+
+
+def _add_below(into: Gathering, listing: Listing, followed: str | None) -> None:
+    """Open the files in the folders below, which no other part of the checkpoint has taken."""
+    taken = parts_in(listing) | ({followed} if followed is not None else set())
+    below = search_below(listing, taken)
+    into.skipped += below.skipped
+    for name, error in below.unlisted:
+        into.refuse(name, error)
+    log, step, layout = (into.log, into.own_log), into.global_step, into.layout
+    for name, inner in below.folders:
+        _add_with_ranks(into, inner, f"{name}/")
+        (into.log, into.own_log), into.global_step, into.layout = log, step, layout
 
 
 def _writer(names: Sequence[str]) -> str:
@@ -179,8 +281,8 @@ def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
         part.index = part.index or level.unit
 
 
-def _follow(into: Gathering, listing: Listing) -> None:
-    """Open the folder that a run's folder says is its latest checkpoint.
+def _follow(into: Gathering, listing: Listing) -> str | None:
+    """Open the folder that a run's folder says is its latest checkpoint; returns its name.
 
     If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
     target is only a remark: people delete the optimizer's state to save space.
@@ -188,19 +290,19 @@ def _follow(into: Gathering, listing: Listing) -> None:
     folder, names = listing.path, listing.names
     pointer = pointer_in(listing)
     if pointer is None:
-        return
+        return None
     try:
         target = target_of(folder, pointer)
     except CheckpointError as error:
         into.refuse(pointer, error)
-        return
+        return None
     there = folder / target
     if target in names and there.is_symlink():
         found = folder_inside(folder, target)
         if found is None:
             said = f"{pointer} names {target}, which is a link to no other folder in this one; name what it leads to."
             into.refuse(pointer, CheckpointError(said))
-            return
+            return target
         there = found
     if target in names and target in listing.folders:
         try:
@@ -209,12 +311,13 @@ def _follow(into: Gathering, listing: Listing) -> None:
             into.refuse(target, error)
         else:
             _add_with_ranks(into, below, f"{target}/")
-        return
+        return target
     message = f"{pointer} names the folder {target}, which is not there"
     if into.parts:
         into.remarks.append(message)
     else:
         into.refuse(pointer, CheckpointError(f"{message}."))
+    return target
 
 
 def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:

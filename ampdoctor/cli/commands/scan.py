@@ -65,7 +65,14 @@ class ScanOptions:
         if given and self.skip_lfs_pointers:
             raise UsageError(f"--skip-lfs-pointers does not go with {given[0]}: leave one of the two out")
 
-    def work(self, paths: list[str], thresholds: Thresholds, progress: Progress | None, set_aside: SetAside) -> Report:
+    def work(
+        self,
+        paths: list[str],
+        thresholds: Thresholds,
+        whole: bool,
+        progress: Progress | None,
+        set_aside: SetAside,
+    ) -> Report:
         """Do what is asked; each workflow is loaded where it is wanted, for `--help` needs none."""
         if self.listing:
             with loading():
@@ -89,6 +96,7 @@ class ScanOptions:
                 jobs=self.jobs,
                 exact=self.exact,
                 skip_lfs_pointers=self.skip_lfs_pointers,
+                whole=whole,
                 thresholds=thresholds,
                 set_aside=set_aside,
             )
@@ -101,6 +109,7 @@ class ScanOptions:
             jobs=self.jobs,
             exact=self.exact,
             every_member=self.every,
+            whole=whole,
             thresholds=thresholds,
             set_aside=set_aside,
         )
@@ -132,4 +141,5 @@ def scan(
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
     asked.refuse_contradictions(paths)
     inputs = paths if asked.against is None else [*paths, asked.against]
-    return reporting(functools.partial(asked.work, paths, thresholds), output, gates, inputs)
+    whole = gates.write_baseline is not None  # it is to know what is in each checkpoint of a folder
+    return reporting(functools.partial(asked.work, paths, thresholds, whole), output, gates, inputs)

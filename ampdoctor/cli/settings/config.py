@@ -74,7 +74,9 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
             from ampdoctor.cli.settings.config_rules import read_ignores
 
             ignores = read_ignores(file, value)
-        elif key in settings:
+        elif key in settings and (
+            isinstance(value, dict) or key not in everywhere
+        ):  # `health` is an option of run, too
             read = _of_command(file, key, value, settings[key], everywhere)
             special = read if key == command else special
         elif key == "tool" and not file.prefix:

@@ -187,15 +187,19 @@ class ConfiguredCommand(TyperCommand):
 
     @contextmanager
     def _blaming(self, ctx: Any) -> Iterator[None]:
-        """Put the place before an error about an option that nobody has typed."""
+        """Put the place before an error about an option that nobody has typed.
+
+        A sentence is about the options before its first colon; behind it stands advice, which may name others.
+        """
         try:
             yield
         except UsageError as error:
+            about = str(error).partition(": ")[0]
             for setting in self.settings:
                 origin = self._origin(ctx, setting.parameter)
                 named = (setting.option, *paths_in(setting.key, ctx.params[setting.parameter]))
                 if origin is not None and any(
-                    re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", str(error)) for name in named
+                    re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", about) for name in named
                 ):
                     raise UsageError(f"{origin}: {error}") from error
             raise

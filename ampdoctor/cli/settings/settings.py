@@ -6,7 +6,7 @@ All of them are read off the commands' own signatures, so that there is no secon
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -62,7 +62,15 @@ def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
     Args:
         function: The command, with `Annotated[type, typer.Option("--name", ...)]` parameters.
     """
-    found = []
+    return tuple(one for one, of_one_run in options_of(function) if not of_one_run)
+
+
+def options_of(function: Callable[..., Any]) -> Iterator[tuple[Setting, bool]]:
+    """Yield every option of a command, and whether it is about one run, so that it is no setting.
+
+    Args:
+        function: As in `settings_of`.
+    """
     for name, parameter in inspect.signature(function).parameters.items():
         annotated, *metadata = get_args(parameter.annotation) or (None,)
         option = next((item for item in metadata if isinstance(item, OptionInfo)), None)
@@ -71,10 +79,8 @@ def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
         first = option.default  # in an annotation the first name stands where defaults do
         names = map(str, (first, *(option.param_decls or ())))
         key = next(name.removeprefix("--") for name in names if name.startswith("--"))
-        if key not in NO_SETTINGS and ONE_RUN not in metadata:
-            kind, choices = _kind(annotated)
-            found.append(Setting(parameter=name, key=key, kind=kind, choices=choices))
-    return tuple(found)
+        kind, choices = _kind(annotated)
+        yield Setting(parameter=name, key=key, kind=kind, choices=choices), key in NO_SETTINGS or ONE_RUN in metadata
 
 
 def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:

@@ -49,8 +49,8 @@ def length_at(count: float, betas: Sequence[float]) -> float:
     """
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or count <= 0:
         return 1.0
-    first, second = betas
-    return math.sqrt(1 - math.pow(second, count)) / (1 - math.pow(first, count))
+    first, second = (1.0 if beta == 0 else -math.expm1(count * math.log(beta)) for beta in betas)  # 1 - beta^count
+    return math.sqrt(second) / first if first else math.inf  # a count that is no number of steps: freed memory
 
 
 def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> Severity:

@@ -1,12 +1,13 @@
-"""AMP210: forwards after an optimizer's step still use the half copies of the weights that autocast made before it."""
+"""AMP210: forwards use the half copies that autocast made of the weights before the weights were written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS
-from ampdoctor.evidence.of_runs.trace import Comparison, StepEvent
+from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_WARNING
@@ -32,9 +33,29 @@ RULE = register(
     thresholds=(BETTER,),
 )
 ADVICE = (
-    "Enter torch.autocast anew for each forward and leave it before the backward and optimizer.step(); or call "
-    "torch.clear_autocast_cache() after each step, or give torch.autocast cache_enabled=False."
+    "Enter torch.autocast anew for each forward, and leave it before the weights are written (optimizer.step(), a "
+    "swap, an average, a clipping); or call torch.clear_autocast_cache() after each write, or give torch.autocast "
+    "cache_enabled=False."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OldCopies:
+    """Half copies that a forward read after their weights were written.
+
+    Attributes:
+        where: The write, at the user's line.
+        writer: What wrote the weights, as the subject and verb of a sentence.
+        weight: Name of the first weight.
+        weights: Number of weights.
+        used_at: The first forward that read an old copy: "FILE:LINE", else its module; "" where neither is known.
+    """
+
+    where: Where
+    writer: str
+    weight: str
+    weights: int
+    used_at: str
 
 
 def may_be_stale(events: Sequence[StepEvent]) -> bool:
@@ -44,32 +65,42 @@ def may_be_stale(events: Sequence[StepEvent]) -> bool:
 
 
 def stale_casts_finding(
-    comparison: Comparison,
-    anew: float,
-    prescription: Prescription | None,
+    step: int,
+    error: float,
+    anew: float | None,
+    old: OldCopies,
+    prescription: Prescription | None = None,
+    *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Finding | None:
-    """The gradients are those of old weights, by as much as the update has moved them: for small steps a note.
+    """The gradients are those of old weights, by as much as the writes have moved them: for small updates a note.
 
     Args:
-        comparison: The step beside fp32.
-        anew: Relative L2 error of its gradients with copies that are made anew after each update.
+        step: The step.
+        error: Relative L2 error of its gradients, beside fp32's; where `anew` is None beside those with new copies.
+        anew: The error with copies that are made anew at each use; None where the step cannot run in fp32.
+        old: What was read after it was written.
         prescription: The change.
         thresholds: By how much the error must fall.
     """
-    error = comparison.gradient_error
-    if not error > thresholds[BETTER] * anew:
+    if not error > (thresholds[BETTER] * anew if anew is not None else 0.0):
         return None
+    others = f" and {old.weights - 1} more" if old.weights > 1 else ""
+    away = (
+        f"{error:.2g} away from those with copies that are made anew (relative L2)"
+        if anew is None
+        else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew"
+    )
+    figures = {"gradient_error": error} | ({} if anew is None else {"gradient_error_with_new_casts": anew})
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity=_severity(error, thresholds),
         cause="stale_casts",
-        where=Where(step=comparison.step, phase="forward", op="autocast"),
-        message=f"step {comparison.step}: an optimizer steps inside an autocast context, and the forwards after it in "
-        "the same context use the half copies of the weights from before the update: the gradients are "
-        f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew",
-        evidence={"gradient_error": error, "gradient_error_with_new_casts": anew},
+        where=old.where,
+        message=f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
+        f"that in the same context use the half copies of the old weights: the gradients are {away}",
+        evidence={**figures, "weights": old.weights, "used_at": old.used_at},
         help=ADVICE,
         prescription=prescription,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.tensors.average_through_half import cast_averages
 from ampdoctor.diagnosis.tensors.tensor_finding import (
     MAX_FINDINGS,
     address,
@@ -45,8 +46,9 @@ NON_FINITE_TENSOR = register(
 
 @NON_FINITE_WEIGHT.judges(CheckpointSummary)
 def _weights(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    cast = cast_averages(summary)  # AMP114 says what became of these
     for role in ("weight", "ema"):
-        yield from _each(summary, NON_FINITE_WEIGHT, _sick(summary, role))
+        yield from _each(summary, NON_FINITE_WEIGHT, [t for t in _sick(summary, role) if address(t) not in cast])
 
 
 @NON_FINITE_BUFFER.judges(CheckpointSummary)

@@ -121,8 +121,20 @@ class Finding:
 
     @property
     def fingerprint(self) -> str:
-        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same."""
-        return fingerprint_at(self.code, self.places[0])
+        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same.
+
+        Of several places it is what they have in common, so that one more of them leaves the others' finding known.
+        """
+        if not self.also:
+            return fingerprint_at(self.code, self.where)
+        modules, ops = {place.module for place in self.places}, {place.op for place in self.places}
+        role = self.evidence.get("role")
+        common = Where(
+            phase=self.where.phase,
+            module=modules.pop() if len(modules) == 1 else f"several {role}" if isinstance(role, str) else "several",
+            op=ops.pop() if len(ops) == 1 else None,
+        )
+        return fingerprint_at(self.code, common)
 
 
 def fingerprint_at(code: str, where: Where) -> str:
@@ -309,6 +321,8 @@ class Report:
         thresholds: Those that the user has moved; all others have their defaults.
         configuration: The configuration file, where one has set something for the command: what fails the run, what is
             ignored and how grave a rule is may stand there.
+        elsewhere: Of a folder of many checkpoints, what was found in each of the others that were read, for a baseline
+            that is to know all of it; no report shows it.
     """
 
     command: Annotated[str, Shape(Command)]
@@ -336,6 +350,7 @@ class Report:
     gate: Gate | None = None
     thresholds: tuple[MovedThreshold, ...] = ()
     configuration: Configuration | None = None
+    elsewhere: tuple[tuple[Finding, ...], ...] = field(default=(), metadata=UNWRITTEN)
 
     @property
     def found(self) -> tuple[Finding, ...]:

@@ -183,7 +183,7 @@ class HealthRun:
         name: For people.
         source: Path of its log, as the user named it.
         format: Whose log it is: "ampdoctor", "transformers", "lightning", "tensorboard", "megatron", "deepspeed",
-            "accelerate", "wandb".
+            "wandb", "table" (CSV or JSON lines) or "console" (what a job has printed).
         optimizer: The optimizer's name where the run has several; "" otherwise.
         ending: Whether it still runs.
         exit_code: The script's, where the log says it.

@@ -1,4 +1,4 @@
-"""A line of the log from its text, several times as fast as `line_of`: for whoever reads a million of them.
+"""A line of the log from its text, twice as fast as `line_of`, and several times with orjson: for a log of a million.
 
 Lines of one kind mostly have the same keys in the same order, with values of the same types: their shape. Of each shape
 it is found out once which value belongs to which field, and of a line only that its numbers are in range. Steps and

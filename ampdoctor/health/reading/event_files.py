@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, scal
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.evidence.run_log.lines import RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
-from ampdoctor.health.reading.rows import Row, lines_of, milliseconds
+from ampdoctor.health.reading.rows import Row, SkipCount, lines_of, milliseconds
 
 
 def _claims(place: Place) -> Sequence[str]:
@@ -21,8 +21,9 @@ def _claims(place: Place) -> Sequence[str]:
 def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
     with ExitStack() as stack:
         files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
+        skips = SkipCount()
         rows = (
-            Row(event.step, fields, milliseconds(event.wall_time))
+            Row(event.step, skips.of_a_step(fields), milliseconds(event.wall_time))
             for event in scalars_in(files, noticed.skipped)
             if (fields := known_fields(event.values))
         )

@@ -5,15 +5,33 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from ampdoctor.checkpoints.formats.log_files import Left
+from ampdoctor.checkpoints.formats.log_files import Left, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.evidence.run_log.lines import RunLine, Stamped
 from ampdoctor.health.reading.order import Order
+from ampdoctor.health.reading.rows import Row, lines_of
+
+LOOKED_THROUGH = 64 * 1024 * 1024
+"""Bytes of texts that may be logs which are looked through until one is found: a folder may hold a thousand outputs."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """What may still be read in search of a log.
+
+    Attributes:
+        left: Bytes.
+        passed_by: How many files were not looked at, because nothing was left.
+    """
+
+    left: int = LOOKED_THROUGH
+    passed_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +43,16 @@ class Place:
         names: Theirs, in order; of a file that was named its own alone.
         named: Whether it is one file that was named: then it is read whatever it is called.
         refused: By name, why a file cannot be read that may be a log, as a sentence; it grows while kinds are asked.
+        budget: What may be read in search of a log, here and in other places.
+        known: What kinds have found out about files, so that each is looked through once.
     """
 
     folder: Path
     names: tuple[str, ...]
     named: bool = False
     refused: dict[str, str] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
+    known: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def head(self, name: str, count: int) -> bytes:
         """Returns how a file begins; b"" where it cannot be read, which is kept in `refused`."""
@@ -76,6 +98,22 @@ class Noticed:
         return tuple(name for name, left in sorted(self.left.items()) if left.unfinished)
 
 
+class LineRows(Protocol):
+    """Makes rows of a file's lines, as they come."""
+
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:
+        """Yields what further lines say.
+
+        Args:
+            lines: Whole ones.
+            left: Gets what is left out.
+        """
+
+    def rest(self, noticed: Noticed) -> Iterator[Row]:
+        """Yields what waits for a line that has not come, and says what was noticed."""
+
+
+Begin: TypeAlias = Callable[[RegularFile], LineRows]
 Read: TypeAlias = Callable[[Path, Sequence[str], Noticed], Iterator[Stamped]]
 
 
@@ -93,6 +131,8 @@ class LogKind:
             where there is no such log.
         read: Yields what these files of a folder say as lines of a run's log, in the order of their arrival. Each file
             is read as far as it goes when it is opened.
+        begin: Begins to read a log that is one file to which lines are added; None for any other. It looks at the
+            file's beginning.
         lacks: Yields what belongs to the log of a place and is not read: as an error what should have been, so that
             there is no saying that all is well.
     """
@@ -100,21 +140,59 @@ class LogKind:
     format: str
     claims: Callable[[Place], Sequence[str]]
     read: Read
+    begin: Begin | None = None
     lacks: Callable[[Place], Iterator[ErrorNote | Skipped]] = _nothing
 
 
-def kind_of_one_file(format: str, of_place: Callable[[Place], Iterable[str]], read: Read) -> LogKind:  # noqa: A002
+def kind_of_one_file(
+    format: str,  # noqa: A002
+    of_place: Callable[[Place], Iterable[str]],
+    begin: Begin,
+    matters: Callable[[bytes], bool] = lambda _: True,
+) -> LogKind:
     """Returns a kind of which each file is a log: of a folder's the latest is read, and the others are named.
 
     Args:
         format: As in `LogKind`.
-        of_place: Returns those files of a place that are such a log.
-        read: As in `LogKind`.
+        of_place: Returns those files of a place that are such a log, the latest first.
+        begin: As in `LogKind`.
+        matters: Whether a last line that nothing ends would have been a row.
     """
 
     def lacks(place: Place) -> Iterator[Skipped]:
-        latest, *others = place.latest(of_place(place))
+        latest, *others = of_place(place)
         for name in others:
             yield Skipped(what=name, reason=f"a log that was written before {latest}")
 
-    return LogKind(format=format, claims=lambda place: place.latest(of_place(place))[:1], read=read, lacks=lacks)
+    return LogKind(
+        format=format,
+        claims=lambda place: list(of_place(place))[:1],
+        read=reading(begin, matters),
+        begin=begin,
+        lacks=lacks,
+    )
+
+
+def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> Read:
+    """Returns how a log of one file is read as a whole, by what makes rows of its lines."""
+
+    def read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+        (name,) = names
+        left = noticed.left[name]
+        with RegularFile(folder / name, name) as file:
+            made = begin(file)
+            rows = chain(made.rows(lines_in(file, left=left), left), _rest(made, noticed))
+            yield from lines_of(rows, run_of(folder, name), noticed.order)
+        if not matters(left.unfinished):
+            left.unfinished = b""
+
+    return read
+
+
+def _rest(made: LineRows, noticed: Noticed) -> Iterator[Row]:
+    yield from made.rest(noticed)  # asked for when the lines have come
+
+
+def run_of(folder: Path, name: str) -> RunLine:
+    """Returns what is known of the run whose log is this file."""
+    return RunLine(name=folder.name if name == "metrics.csv" else Path(name).stem)

@@ -14,10 +14,11 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
 from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
+from ampdoctor.health.reading.elsewhere import log_elsewhere
 from ampdoctor.health.reading.event_files import TENSORBOARD
-from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
+from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, Noticed, Place
 from ampdoctor.health.reading.our_log import AMPDOCTOR
-from ampdoctor.health.reading.stdout_lines import DEEPSPEED, MEGATRON
+from ampdoctor.health.reading.printed.outputs import CONSOLE, DEEPSPEED, MEGATRON
 from ampdoctor.health.reading.tables import ANY_TABLE, LIGHTNING
 from ampdoctor.health.reading.trainer_state import TRANSFORMERS
 from ampdoctor.health.reading.wandb_file import WANDB
@@ -30,8 +31,9 @@ KINDS: tuple[LogKind, ...] = (
     WANDB,
     TENSORBOARD,
     MEGATRON,
-    DEEPSPEED,
     ANY_TABLE,
+    CONSOLE,
+    DEEPSPEED,
 )
 """Of a folder that has several, the first is read: it says most."""
 
@@ -47,12 +49,15 @@ _BELOW = (
     ("ampdoctor-health", "*"),
     ("", "*"),
     ("", "*/version_*"),  # Lightning's loggers that have a name
+    ("", "*/vis_data"),  # mmengine's
+    ("", "*/*"),
+    ("runs", "*/*"),  # Ultralytics' runs/detect/train
 )
 """Where runs keep their logs in a folder that has none itself: the folder, and the names in it, of which the latest
 counts."""
 _READ = (
-    "ampdoctor's own log, trainer_state.json, metrics.csv, TensorBoard's event files, a .wandb file, what Megatron-LM "
-    "or DeepSpeed print, CSV or JSON lines with a step and a loss"
+    "ampdoctor's own log, trainer_state.json, metrics.csv, TensorBoard's event files, a .wandb file, what a job prints "
+    "(lines with a step and a loss, of Megatron-LM or DeepSpeed), CSV or JSON lines with a step and a loss"
 )
 
 
@@ -138,32 +143,47 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
         CheckpointError: There is none, or the path cannot be read.
         LimitExceededError: The folder has too many entries.
     """
-    typed = os.fspath(path)
-    place = _place(Path(path))
+    typed, budget = os.fspath(path), Budget()
+    place = _place(Path(path), budget)
     found = _in(typed, place)
     if found is not None:
         return found
     refused = dict(place.refused)
+    hint = log_elsewhere(place)
     if place.named:
-        raise CheckpointError(next(iter(refused.values()), f"{Path(path).name} is no log that is read here: {_READ}."))
+        why = f"{Path(path).name} is no log that is read here: {hint or _READ}."
+        raise CheckpointError(next(iter(refused.values()), why))
+    seen = set()
     for runs in _runs_below(Path(path)):
         for folder in runs:
-            place = _place(folder)
+            if folder in seen:
+                continue
+            seen.add(folder)
+            place = _place(folder, budget)
             found = _in(typed, place)
             if found is not None:
-                others = [one for one in runs if one is not folder]
+                others = [one for one in runs if one is not folder and _has_log(one, budget)]
                 return _beside(found, folder, others, Path(path), refused)
             refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in place.refused.items()}
     name = Path(path).name or typed
     if refused:
         raise CheckpointError(f"{name} holds no log that can be read: {next(iter(refused.values()))}")
-    raise CheckpointError(f"{name} holds no log that is read here: {_READ}.")
+    if budget.passed_by:
+        raise CheckpointError(
+            f"{name} holds no log that was found: {budget.passed_by:,} of its files were not looked through, the "
+            f"oldest ones, after the first {LOOKED_THROUGH >> 20} MB of the others: name the log's own file."
+        )
+    raise CheckpointError(f"{name} holds no log that is read here: {hint or _READ}.")
 
 
 def has_log(path: Path) -> bool:
     """Is there a log in a file or folder itself? What cannot be read is none."""
+    return _has_log(path, Budget())
+
+
+def _has_log(path: Path, budget: Budget) -> bool:
     try:
-        return _in(str(path), _place(path)) is not None
+        return _in(str(path), _place(path, budget)) is not None
     except CheckpointError:
         return False
 
@@ -177,11 +197,11 @@ def has_log_below(path: Path) -> bool:
     return True
 
 
-def _place(path: Path) -> Place:
+def _place(path: Path, budget: Budget) -> Place:
     if is_folder(path):
-        return Place(path, tuple(list_folder(path).files))
+        return Place(path, tuple(list_folder(path).files), budget=budget)
     with RegularFile(path, path.name):  # says why, where it cannot be opened
-        return Place(path.parent, (path.name,), named=True)
+        return Place(path.parent, (path.name,), named=True, budget=budget)
 
 
 def _in(typed: str, place: Place) -> FoundLog | None:
@@ -190,14 +210,14 @@ def _in(typed: str, place: Place) -> FoundLog | None:
         if names:
             lacks = tuple(kind.lacks(place))
             errors = tuple(one for one in lacks if isinstance(one, ErrorNote))
-            known = {one.what for one in errors}
+            known = {one.what for one in errors} | set(names)
             refused = {name: why for name, why in place.refused.items() if name not in known}
             return FoundLog(
                 typed=typed,
                 kind=kind,
                 folder=place.folder,
                 names=names,
-                skipped=(*(one for one in lacks if isinstance(one, Skipped)), *_not_read(refused)),
+                skipped=(*(one for one in lacks if isinstance(one, Skipped)), *_not_read(refused), *_passed_by(place)),
                 errors=errors,
             )
     return None
@@ -205,6 +225,11 @@ def _in(typed: str, place: Place) -> FoundLog | None:
 
 def _not_read(refused: Mapping[str, str]) -> list[Skipped]:
     return [Skipped(what=name, reason=f"not read as a log: {why}") for name, why in refused.items()]
+
+
+def _passed_by(place: Place) -> list[Skipped]:
+    count, place.budget.passed_by = place.budget.passed_by, 0
+    return [Skipped(what=f"{count:,} other files", reason="not looked through: they are older")] if count else []
 
 
 def _runs_below(folder: Path) -> Iterator[Sequence[Path]]:
@@ -227,9 +252,8 @@ def _last_written(folder: Path) -> tuple[int, str]:
 
 
 def _beside(found: FoundLog, folder: Path, others: Sequence[Path], root: Path, refused: Mapping[str, str]) -> FoundLog:
-    there = [other for other in others if has_log(other)]
     skipped = tuple(
         Skipped(what=str(other.relative_to(root)), reason=f"a log that was written before {folder.relative_to(root)}'s")
-        for other in there
+        for other in others
     )
     return replace(found, skipped=(*found.skipped, *skipped, *_not_read(refused)))

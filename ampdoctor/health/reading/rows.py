@@ -39,6 +39,21 @@ def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
     return Row(step, {name: value for name, value in fields.items() if name != "step"}, time_ms)
 
 
+class SkipCount:
+    """Makes of a count of skipped steps, as ampdoctor's exports have it, whether a step was skipped."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+
+    def of_a_step(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns a row's numbers with `skipped` in place of `skips`."""
+        skips = values.pop("skips", None)
+        if skips is not None:
+            values["skipped"] = float(skips > self._before)
+            self._before = skips
+        return values
+
+
 def milliseconds(seconds: object) -> int:
     """Returns a time of a log, which is in seconds since 1970; 0 for what is none."""
     if not isinstance(seconds, int | float) or not abs(seconds) < _LARGEST / 1000:
@@ -58,55 +73,83 @@ def lines_of(rows: Iterable[Row], run: RunLine, order: Order, *, ended: bool = F
         order: Told in which order they come.
         ended: Whether the log says that the run has ended in order.
     """
-    stamps = _Stamps(run.name)
-    yield stamps.stamped(run, 0)
-    steps = 0
-    for attempt, row in _in_order((row for row in rows if 0 <= row.step < _MOST_STEPS), order):
-        line = _step(row)
-        if line is not None:
-            stamps.attempt = attempt
-            steps += 1
-            yield stamps.stamped(line, row.time_ms)
-    if ended:
-        yield stamps.stamped(EndLine(steps=steps), stamps.last)
-
-
-@dataclass(slots=True)
-class _Stamps:
-    name: str
-    attempt: int = 0
-    last: int = 0
-
-    def stamped(self, line: Line, time_ms: int) -> Stamped:
-        self.last = time_ms
-        branch = self.attempt - 1 if self.attempt else None
-        return Stamped(Stamp(run_id=self.name or "-", attempt=self.attempt, branch=branch, time_ms=time_ms), line)
-
-
-def _in_order(rows: Iterable[Row], order: Order) -> Iterator[tuple[int, Row]]:
-    """Yields each step once, with the attempt that it belongs to."""
-    waiting: list[Row] = []
-    attempt = 0
+    made = RunLines(run, order)
+    yield made.header()
     for row in rows:
+        yield from made.hear(row)
+    yield from made.rest()
+    if ended:
+        yield made.end()
+
+
+class RunLines:
+    """Makes the lines of a run from its rows, as they come.
+
+    Args:
+        run: What is known of the run.
+        order: Told in which order they come.
+    """
+
+    def __init__(self, run: RunLine, order: Order) -> None:
+        self._run, self._order = run, order
+        self._waiting: list[Row] = []
+        self._attempt = self._steps = self._last = 0
+
+    def header(self) -> Stamped:
+        """Returns the first line."""
+        return self._stamped(self._run, 0, 0)
+
+    def end(self) -> Stamped:
+        """Returns the last line, of a run that has ended in order."""
+        return self._stamped(EndLine(steps=self._steps), self._last, self._attempt)
+
+    def hear(self, row: Row) -> Iterator[Stamped]:
+        """Takes a row, and yields the lines of the steps to which nothing can be added any more."""
+        if not 0 <= row.step < _MOST_STEPS:
+            return
+        waiting = self._waiting
         known = next((one for one in reversed(waiting) if one.step == row.step), None)
         if known is not None and (known is waiting[-1] or _adds(known, row)):
             if told := known.values.keys() & row.values.keys() & _SAYS_SOMETHING:
                 alike = all(_same(known.values[name], row.values[name]) for name in told)
                 if known is waiting[-1] and (not alike or not row.values.keys() - known.values.keys()):
-                    order.repeats(alike=alike)
+                    self._order.repeats(alike=alike)
             known.values |= row.values
             known.time_ms = row.time_ms or known.time_ms
-            continue
+            return
         if waiting and row.step <= waiting[-1].step:
             if not row.values.keys() & _SAYS_SOMETHING:  # a rate or an average of something that has passed
-                continue
-            yield from ((attempt, one) for one in waiting)
-            waiting, attempt = [], attempt + 1
-        order.goes_on(row.step)
-        waiting.append(row)
-        if len(waiting) > LATE:
-            yield attempt, waiting.pop(0)
-    yield from ((attempt, one) for one in waiting)
+                return
+            yield from self.rest()
+            self._attempt += 1
+        self._order.goes_on(row.step)
+        self._waiting.append(row)
+        if len(self._waiting) > LATE:
+            yield from self._lines([self._waiting.pop(0)])
+
+    def waiting(self) -> list[Stamped]:
+        """Returns the lines of the steps to which something may still be added, as they are now."""
+        steps = self._steps
+        lines = list(self._lines(self._waiting))
+        self._steps = steps
+        return lines
+
+    def rest(self) -> Iterator[Stamped]:
+        """Yields the lines of the steps that wait."""
+        rows, self._waiting = self._waiting, []
+        yield from self._lines(rows)
+
+    def _lines(self, rows: Iterable[Row]) -> Iterator[Stamped]:
+        for row in rows:
+            line = _step(row)
+            if line is not None:
+                self._steps += 1
+                self._last = row.time_ms
+                yield self._stamped(line, row.time_ms, self._attempt)
+
+    def _stamped(self, line: Line, time_ms: int, attempt: int) -> Stamped:
+        branch = attempt - 1 if attempt else None
+        return Stamped(Stamp(run_id=self._run.name or "-", attempt=attempt, branch=branch, time_ms=time_ms), line)
 
 
 def _adds(known: Row, late: Row) -> bool:
@@ -126,7 +169,7 @@ def _step(row: Row) -> StepLine | None:
     rate, skipped = values.get("learning_rate"), values.get("skipped")
     return StepLine(
         step=row.step,
-        loss=values.get("loss"),
+        loss=_loss(values),
         gradient_norm=values.get("gradient_norm", values.get("grad_norm")),
         max_norm=values.get("max_norm"),
         loss_scale=values.get("loss_scale", values.get("scale")),
@@ -138,6 +181,13 @@ def _step(row: Row) -> StepLine | None:
         samples=_count(values.get("samples")),
         tokens=_count(values.get("tokens")),
     )
+
+
+def _loss(values: Mapping[str, float]) -> float | None:
+    """Returns the loss; NaN for a 0.0 beside a norm that is not finite: the Trainer and its trackers write it so."""
+    loss, norm = values.get("loss"), values.get("gradient_norm", values.get("grad_norm"))
+    hidden = loss == 0 and norm is not None and not math.isfinite(norm)
+    return math.nan if hidden else loss
 
 
 def _count(value: float | None) -> int | None:

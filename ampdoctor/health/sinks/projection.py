@@ -70,7 +70,7 @@ class Projection:
         self._details: Stamped | None = None  # of a long look, what has come so far
         self._skipped: dict[str, int] = {}
         self._rollbacks = 0
-        self._before: dict[str, tuple[int | None, int | None]] = {}
+        self._before: dict[str, StepLine] = {}
 
     def of(self, whole: Stamped) -> Iterator[Row | Alert]:
         """Yields what a line says to sinks: nothing, or what a look has come to that it ends."""
@@ -157,11 +157,14 @@ class Projection:
         return values
 
     def _rates(self, line: StepLine, optimizer: str) -> dict[str, float | None]:
-        samples, tokens = self._before.get(optimizer, (None, None))
-        self._before[optimizer] = line.samples, line.tokens
+        """What was counted since the line before, which may be many steps away, a second of those steps."""
+        before, self._before[optimizer] = self._before.get(optimizer), line
+        if before is None or line.seconds is None or line.step <= before.step:
+            return {}
+        seconds = line.seconds * (line.step - before.step)
         return {
-            "samples_per_second": _over(_less(line.samples, samples), line.seconds),
-            "tokens_per_second": _over(_less(line.tokens, tokens), line.seconds),
+            "samples_per_second": _over(_less(line.samples, before.samples), seconds),
+            "tokens_per_second": _over(_less(line.tokens, before.tokens), seconds),
         }
 
     def _skips(self, optimizer: str, reason: str, more: int) -> dict[str, float]:

@@ -84,6 +84,7 @@ class Kind:
         begin: Makes a sink of a target; its library is imported there and nowhere else.
         module: The library that it needs; None for none.
         is_path: The target is a path, and is meant from where the command was typed.
+        takes_urls: A target may be a URL as well, which the library understands.
         often: Each step may be given to it; one that asks a server gets a step a second, which stands for those since.
         writes: The files that a target comes to, which is a path, for a run of a name, as far as they are known.
         refuse: Says why a target makes no sense; None where it makes some.
@@ -96,6 +97,7 @@ class Kind:
     begin: Callable[[str, RunFacts], Sink]
     module: str | None = None
     is_path: bool = False
+    takes_urls: bool = False
     often: bool = True
     writes: Callable[[str, str], tuple[str, ...]] = _nothing
     refuse: Callable[[str], str | None] = _anything

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,10 @@ KINDS: tuple[Kind, ...] = (
     to_csv.KIND,
 )
 """A new sink is a file with a `KIND`, and its line here."""
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+"""How a URL begins; one letter and a colon are a disk of Windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Export:
     @property
     def is_path(self) -> bool:
         """Whether the target is a path."""
-        return self.kind.is_path and not self.kind.is_endpoint(self.target)
+        return self.kind.is_path and not self.kind.is_endpoint(self.target) and not is_url(self.target)
 
     def files(self, run: str = "") -> tuple[str, ...]:
         """Returns the files that it writes for a run of this name, as far as their names are known."""
@@ -50,6 +55,11 @@ class Export:
     def begin(self, facts: RunFacts) -> Sink:
         """Makes the sink; its library is imported now."""
         return self.kind.begin(self.target, facts)
+
+
+def is_url(target: str) -> bool:
+    """Is a target the name of a thing elsewhere, as `s3://bucket/logs`, and no path?"""
+    return _URL.match(target) is not None
 
 
 def export_of(text: str) -> Export:
@@ -66,7 +76,7 @@ def export_of(text: str) -> Export:
         raise UsageError(f"--export {text}: no such sink; there are {forms}")
     if not equals or not target.strip():
         raise UsageError(f"--export {text}: say where to: {kind.name}={kind.target}")
-    refusal = kind.refuse(target)
+    refusal = _no_url(kind, target) or kind.refuse(target)
     if refusal is not None:
         raise UsageError(f"--export {text}: {refusal}")
     if kind.module is not None and find_spec(kind.module) is None:
@@ -79,3 +89,9 @@ def export_of(text: str) -> Export:
             what = "a folder" if os.path.isdir(file) else "no regular file"  # noqa: PTH112 - the same
             raise UsageError(f"--export {text}: cannot write {file}: it is {what}")
     return asked
+
+
+def _no_url(kind: Kind, target: str) -> str | None:
+    if not kind.is_path or not is_url(target) or (kind.takes_urls and not target.startswith("file:")):
+        return None
+    return f"it is a URL, and {kind.name} is written to a path of this machine"

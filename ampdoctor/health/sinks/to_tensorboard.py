@@ -67,5 +67,6 @@ KIND = Kind(
     begin=TensorBoard,
     module="tensorboard",
     is_path=True,
+    takes_urls=True,
     writes=_writes,
 )

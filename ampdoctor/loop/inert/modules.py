@@ -70,11 +70,18 @@ def module_read(
                 raise UnreadableTreeError(f"an attribute {name[:40]!r}, which is every module's own")
             vars(module)[name] = read(value, find)
         for name, shape in tree["parameters"].items():
-            module.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))
+            module._parameters[_part(name)] = None if shape is None else nn.Parameter(torch.empty(shape))
         for name in tree["buffers"]:
-            module.register_buffer(name, None)
+            module._buffers[_part(name)] = None
         for name, part in tree["modules"].items():
-            module.register_module(name, None if part is None else child(part))
+            module._modules[_part(name)] = None if part is None else child(part)
     except (TypeError, AttributeError, RuntimeError) as error:
         raise UnreadableTreeError(f"parts that do not fit ({type(error).__name__})") from None
     return module
+
+
+def _part(name: Any) -> str:
+    """The name of a part: it is put where a module keeps it, as `register_parameter` may be the user's own."""
+    if not isinstance(name, str) or not name or "." in name or hasattr(nn.Module, name):
+        raise UnreadableTreeError(f"a part of the name {str(name)[:40]!r}")
+    return name

@@ -1,6 +1,7 @@
-"""Trees of JSON as values again. A class is one that the caller finds by its name, and no constructor is called.
+"""Trees of JSON as values again. A class is one that the caller finds by its name, and no method of it is called.
 
-What the caller does not find becomes a bag of the same attributes.
+No constructor, no `__new__`, no property's setter, no `__hash__`: attributes are put where Python keeps them. What the
+caller does not find becomes a bag of the same attributes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Special = Callable[[str, Mapping[str, Any]], Any]
 NOTHING: Any = object()
 """What `Special` says of a kind that it does not know."""
 _DEEPEST = 80
+_NATIVE = (types.BuiltinFunctionType, types.BuiltinMethodType)
+"""What `__new__` of a class that is written in C is."""
 
 
 class UnreadableTreeError(ValueError):
@@ -73,7 +76,7 @@ class _Reader:
 
     def _composed(self, kind: str, tree: Mapping[str, Any], depth: int) -> Any:
         if kind in _MANY:
-            return _MANY[kind](self._many(tree["items"], depth))
+            return _MANY[kind](_hashed(kind, self._many(tree["items"], depth)))
         if kind == "dict":
             return dict(self._pairs(tree["items"], depth))
         if kind == "partial":
@@ -114,7 +117,7 @@ class _Reader:
         pairs = []
         for key, one in items:
             pairs.append((self.value(key, depth), self.value(one, depth)))
-            hash(pairs[-1][0])
+        _hashed("dict", [key for key, _ in pairs])
         return pairs
 
     @staticmethod
@@ -124,35 +127,72 @@ class _Reader:
         return fields
 
 
+def _hashed(kind: str, keys: list[Any]) -> list[Any]:
+    """The keys, of which none has a hash of the user's own making.
+
+    Raises:
+        UnreadableTreeError: One has, or has none.
+    """
+    if kind in ("dict", "set", "frozenset"):
+        for key in keys:
+            own: Any = type(key).__hash__
+            code = getattr(own, "__code__", None)  # none where C computes it; that of a data class has no file
+            if own is None or not (code is None or own is enum.Enum.__hash__ or code.co_filename == "<string>"):
+                raise UnreadableTreeError(f"a key of the class {type(key).__qualname__[:80]}, which hashes itself")
+            if isinstance(key, tuple | frozenset):
+                _hashed("set", list(key))
+            elif code is not None and dataclasses.is_dataclass(key):
+                _hashed("set", [getattr(key, field.name) for field in dataclasses.fields(key)])
+            hash(key)
+    return keys
+
+
 def _mapping(cls: Any, pairs: list[tuple[Any, Any]]) -> Any:
     if isinstance(cls, type) and issubclass(cls, UserDict):
-        around = cls.__new__(cls)
-        object.__setattr__(around, "data", dict(pairs))
+        around = object.__new__(cls)
+        _put(around, "data", dict(pairs))
         return around
     if not (isinstance(cls, type) and issubclass(cls, dict)):
         return dict(pairs)
-    made: Any = cls.__new__(cls)
+    own = next(vars(base)["__new__"] for base in cls.__mro__ if isinstance(vars(base).get("__new__"), _NATIVE))
+    made: Any = own(cls)
     put: Any = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
     names: set[str] = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for name in names:  # an output of transformers' has its items as attributes as well
-        object.__setattr__(made, name, None)
+        _put(made, name, None)
     for key, one in pairs:
         put(made, key, one)
         if key in names:
-            object.__setattr__(made, key, one)
+            _put(made, key, one)
     return made
 
 
 def _object(cls: Any, fields: Mapping[str, Any]) -> Any:
-    if not isinstance(cls, type) or issubclass(cls, torch.nn.Module | torch.Tensor):
+    whole = isinstance(cls, type) and not issubclass(cls, torch.nn.Module | torch.Tensor)
+    if not whole or hasattr(cls, "model_type"):  # a configuration of transformers' has a kind of its own
         return types.SimpleNamespace(**fields)
     try:
         made = object.__new__(cls)
     except TypeError:  # a C type
         return types.SimpleNamespace(**fields)
     for name, one in fields.items():
-        object.__setattr__(made, name, one)
+        _put(made, name, one)
     return made
+
+
+def _put(made: Any, name: str, value: Any) -> None:
+    """Puts an attribute where Python keeps it: in the object's slot of this name, or in its dictionary."""
+    for base in type(made).__mro__:
+        slot = vars(base).get(name)
+        if isinstance(slot, types.MemberDescriptorType):
+            slot.__set__(made, value)
+            return
+    for base in type(made).__mro__:
+        held = vars(base).get("__dict__")
+        if isinstance(held, types.GetSetDescriptorType):
+            held.__get__(made)[name] = value
+            return
+    raise AttributeError(name)
 
 
 def _field(name: str) -> str:

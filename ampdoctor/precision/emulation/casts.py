@@ -81,7 +81,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _lower_precision(name: str, cache: WeightCache) -> Callable[..., Any]:
+def _lower_precision(name: str, cache: WeightCache, always: torch.dtype | None = None) -> Callable[..., Any]:
+    """Returns a kernel that casts to autocast's dtype, or to one that the op always has."""
     op = overload(name)
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -92,7 +93,7 @@ def _lower_precision(name: str, cache: WeightCache) -> Callable[..., Any]:
         return value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = always or torch.get_autocast_dtype("cpu")
         with Excluded(AUTOCAST):
             return op(*[cast(arg, dtype) for arg in args], **{key: cast(arg, dtype) for key, arg in kwargs.items()})
 
@@ -198,8 +199,10 @@ def policy_kernels(cache: WeightCache) -> list[Kernel]:
     kernels = []
     cast, own = cast_on_cuda(), registered(_KEY)
     for name in sorted(cast - (policy_ops.SAME_ON_CPU & own)):
-        if name in policy_ops.LOWER_PRECISION or name in policy_ops.RECURRENT:
+        if name in policy_ops.LOWER_PRECISION:
             fn = _lower_precision(name, cache)
+        elif name in policy_ops.RECURRENT:
+            fn = _lower_precision(name, cache, torch.float16)
         elif name in policy_ops.FP32:
             fn = _fp32(name)
         elif name in policy_ops.FP32_SET_OPT_DTYPE:

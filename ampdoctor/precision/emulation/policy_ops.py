@@ -26,7 +26,8 @@ LOWER_PRECISION: Final = _names("""
 RECURRENT: Final = _names("""
     lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
 """)
-"""Cast like `LOWER_PRECISION`: on CUDA that happens one level down, in `_cudnn_rnn` or in the cells."""
+"""Every fp32 and half input is cast to fp16, also where autocast's dtype is bf16: `ATen/cudnn/AutocastRNN.cpp` names
+`kHalf` (an H100 with torch 2.11 answers so: fixtures/golden)."""
 
 FP32: Final = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor

@@ -278,11 +278,15 @@ class Provenance:
 
 
 _NEITHER = (False, False)
+_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)
+"""Formats that most kernels lack: random seeds and offsets of attention on a GPU."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether it is a tensor whose values can be read here: dense, with memory, of no transform's level."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor._is_zerotensor() or tensor.is_complex():
+        return False
+    if tensor.dtype in _NO_KERNELS:
         return False
     return tensor.numel() > 0 and not of_transform(tensor)
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.loop.inert.modules import module_read
 from ampdoctor.loop.inert.reading import NOTHING, UnreadableTreeError, read
-from ampdoctor.replay.bundles.classes import finding, library_of
+from ampdoctor.replay.bundles.classes import configuration, finding, library_of, lora_fields
 from ampdoctor.replay.bundles.describing import HEADS, code_of
 from ampdoctor.replay.bundles.named_code import NamedCode
+from ampdoctor.replay.guarding.network import network_closed
 from ampdoctor.replay.training_run import kind_of
 
 T = TypeVar("T")
 
 _DEEPEST = 20
 _TORCHS = ("sdpa", "eager", "flex_attention")
-"""Attention that needs torch alone."""
+"""Attention that needs torch alone: any other may be code of the hub's, or a library's kernel."""
 
 
 class Rebuilding:
@@ -124,8 +125,10 @@ class Rebuilding:
         cls = self._class(made, said)
         args = [self._value(one, depth) for one in self._entry(made, "args", list)]
         kwargs = {str(key): self._value(one, depth) for key, one in self._entry(made, "kwargs", dict).items()}
+        library = cls.__module__.partition(".")[0] in ("torch", "transformers")
         try:
-            return _checked(cls(*args, **kwargs), self._name)
+            with self._of_library(cls.__qualname__) if library else nullcontext():
+                return _checked(cls(*args, **kwargs), self._name)
         except NameError as error:
             if self._code is None or not self._code.trimmed:
                 raise
@@ -156,7 +159,9 @@ class Rebuilding:
                 cls = self.find(module, name)
                 if not hasattr(cls, "from_dict"):
                     raise UnreadableTreeError(f"the configuration {name[:80]} of {module[:80]}, which is not there")
-                return cls.from_dict(read(part["fields"], self.find))
+                fields = self._entry({"fields": read(part["fields"], self.find)}, "fields", dict)
+                with self._of_library(name):
+                    return configuration(cls, fields)
             return NOTHING
 
         return read(tree, self.find, special)
@@ -206,19 +211,41 @@ class Rebuilding:
         fields = self._fields(said)
         if fields.get("quantization_config") is not None:
             raise ReplayError(f"{self._name}: the model's layers are quantised, which is not replayed elsewhere")
-        fields = {key: value for key, value in fields.items() if key not in ("auto_map", "quantization_config")}
-        if "use_pretrained_backbone" in fields:  # nothing is fetched from anywhere
-            fields["use_pretrained_backbone"] = False
-        config = cls.config_class.from_dict(fields)  # type: ignore[attr-defined]
-        attention = said.get("attention")
-        if attention in _TORCHS or (isinstance(attention, str) and torch.cuda.is_available()):
-            config._attn_implementation = attention  # noqa: SLF001 - it has no public name
-        elif attention is not None:
-            config._attn_implementation = "sdpa"  # noqa: SLF001 - the same
-            self._say(
-                f"attention by {str(attention)[:40]!r} is not here: torch's own computes the same, rounded otherwise"
-            )
-        return self._with_head(_checked(cls(config), self._name), said.get("head"))
+        with self._of_library(cls.__name__):
+            config = configuration(cls.config_class, fields)  # type: ignore[attr-defined]
+            attention = said.get("attention")
+            if attention in _TORCHS:
+                config._attn_implementation = attention  # noqa: SLF001 - it has no public name
+            elif attention is not None:
+                config._attn_implementation = "sdpa"  # noqa: SLF001 - the same
+                self._say(
+                    f"attention by {str(attention)[:40]!r} is not made for a bundle: torch's own computes the same, "
+                    f"rounded otherwise"
+                )
+            made = _checked(cls(config), self._name)
+        return self._with_head(made, said.get("head"))
+
+    @contextmanager
+    def _of_library(self, what: str) -> Iterator[None]:
+        """Closes the network while a library makes something that the manifest describes.
+
+        Raises:
+            ReplayError: It could not be made without the network.
+        """
+        with network_closed() as asked:
+            try:
+                yield
+            except (UnreadableTreeError, CheckpointError, FactoryError):
+                raise
+            except Exception as error:
+                if not asked:
+                    raise
+                raise ReplayError(
+                    f"{self._name}: making {what[:80]} asks for {asked[0]}, and nothing is fetched for a bundle: name "
+                    f"a function that makes the model (--model FILE.py:make_model)"
+                ) from error
+        if asked:
+            self._say(f"making {what[:80]} asked for {asked[0]}, which was refused: nothing is fetched for a bundle")
 
     def _with_head(self, model: nn.Module, said: Mapping[str, Any] | None) -> nn.Module:
         if said is None:
@@ -243,9 +270,10 @@ class Rebuilding:
             raise ReplayError(f"{self._name} needs peft for its adapters: install it")
         fields = self._fields(said)
         known = library.LoraConfig.__dataclass_fields__
-        config = library.LoraConfig(**{key: value for key, value in fields.items() if key in known})
         inner = self._model(said["module"], depth + 1)
-        return _checked(library.get_peft_model(inner, config, adapter_name=said["adapter"]), self._name)
+        with self._of_library("the adapter"):
+            config = library.LoraConfig(**{key: one for key, one in lora_fields(fields).items() if key in known})
+            return _checked(library.get_peft_model(inner, config, adapter_name=said["adapter"]), self._name)
 
 
 class _Passing(nn.Module):

@@ -45,7 +45,7 @@ class OfFinding:
     Attributes:
         url: The rule's page in the repository's documentation.
         fingerprint: Of code, module, op and tensor: the same in another run, step or with other values. Of several
-            addresses, the first by name.
+            addresses, what they have in common.
     """
 
     url: Annotated[str, form(format="uri-reference")]

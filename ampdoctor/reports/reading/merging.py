@@ -10,6 +10,7 @@ What becomes of each part:
 - `run`: what all agree on. `target`: the one that all have; of several what all agree on, with the `paths` of all, and
   in `merged` the target and the verdict of each. Paths are from the repository's root where the reports were made in
   several folders of it.
+- `health`: the runs of all, the same ones once, in the order of the reports.
 - every other section describes one run or checkpoint and cannot be summed up: that of the first report that has one
   stays, and a note in `run` says so where another differs.
 """
@@ -25,6 +26,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
+from ampdoctor.evidence.report.health import HealthSection
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.forms.to_json import strict_json_line
 from ampdoctor.reports.words import words
@@ -62,7 +64,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         raise UsageError(f"reports of several commands ({', '.join(commands)}): one report is of one command")
     if len(reports) == 1:
         return first
-    sections = {name: _first(getattr(report, name) for report in reports) for name in _SECTIONS}
+    sections: dict[str, Any] = {name: _first(getattr(report, name) for report in reports) for name in _SECTIONS}
     placed = _placed(reports)
     return Report(
         command=first.command,
@@ -76,6 +78,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         errors=_once(report.errors for report in reports),
         suppressed=_suppressed(placed),
         tensors=_tensors(reports),
+        health=_health(reports),
         thresholds=_once(report.thresholds for report in reports),
         **sections,
     )
@@ -204,6 +207,17 @@ def _agreed(maps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for key, value in maps[0].items()
         if all(key in other and _key(other[key]) == _key(value) for other in maps[1:])
     }
+
+
+def _health(reports: Sequence[Report]) -> HealthSection | None:
+    """The runs of all reports side by side, which is what the section is for."""
+    known = [report.health for report in reports if report.health is not None]
+    if not known:
+        return None
+    axes = {one.axis for one in known}
+    every = next((one.detail_every for one in known if one.detail_every is not None), None)
+    axis = known[0].axis if len(axes) == 1 else "step"
+    return HealthSection(runs=_once(one.runs for one in known), axis=axis, detail_every=every)
 
 
 def _tensors(reports: Sequence[Report]) -> tuple[TensorRow, ...] | None:

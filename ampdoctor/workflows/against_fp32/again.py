@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from ampdoctor.evidence.report import Prescription
 from ampdoctor.precision import Swap
 from ampdoctor.probes.altering.intervene import WrittenCasts
 from ampdoctor.probes.trace.writes import Write, WritesProbe
-from ampdoctor.workflows.against_fp32.moves import Kept, held, kept, moved, sample, states_of
+from ampdoctor.workflows.against_fp32.moves import Kept, State, held, kept, moved, sample, states_of
 from ampdoctor.workflows.against_fp32.place import Place
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
 from ampdoctor.workflows.proving import changes as change
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 KEPT_ELSEWHERE = 0.5
 """Relative error up to which a tensor of optimizer state has moved by what its weight should have: a compensation in
 bf16 has 2^-8, a momentum another size altogether."""
+_NESTED = 5
+"""An optimizer's list of groups, of an inner optimizer, of tensors: no deeper."""
 FLUSHED = 0.25
 """Share of the elements of a second moment that an op has to flush to be what makes a step twice too long."""
 MOST = 0.9
@@ -73,7 +75,7 @@ class Again:
         return probe
 
     def kept_elsewhere(self) -> frozenset[str]:
-        """Returns the parameters whose lost moves the optimizer keeps: a compensation (Kahan), a master of its own."""
+        """Returns the parameters whose lost moves are kept: by a compensation (Kahan) or a master, whoever holds it."""
         session = self.session
         self.before.restore()
         values = kept(session)
@@ -82,14 +84,16 @@ class Again:
             meant = moved(session, values).trained
         self.before.restore()
         old = {(name, key): sample(tensor).double() for name, key, tensor in _optimizer_state(session)}
+        wide = {name: tensor.detach().clone() for name, tensor in _wide_beside(session)}
         session.step(self.step)
         done = moved(session, values).trained
-        found = set()
+        found = _with_masters(session, wide, values.trained, meant)
         for name, key, tensor in _optimizer_state(session):
             now = sample(tensor).double()
             if name not in meant or now.shape != meant[name].shape:
                 continue
-            gone = now - old.get((name, key), torch.zeros_like(now))
+            now = now.to(meant[name].device)  # a count of steps lies on the CPU
+            gone = now - old.get((name, key), torch.zeros_like(now)).to(now.device)
             # a master has moved so; a compensation holds what fp32, which adds it up, has moved and the weight has not
             together = (gone, -gone, done[name] + now, done[name] - now)
             apart = min(float((move - meant[name]).norm()) for move in together)
@@ -105,8 +109,10 @@ class Again:
         parameters = [tensor.detach() for _, tensor in held(self.session)]
         found = {
             name
-            for (_, name), state in states_of(self.session)
-            if any(p.dtype == state.dtype and p.shape == state.shape and torch.equal(p, state) for p in parameters)
+            for (_, name), state in states_of(self.session)  # an average may lie on the CPU
+            if any(
+                p.dtype == state.dtype and p.shape == state.shape and p.equal(state.to(p.device)) for p in parameters
+            )
         }
         self.before.restore()
         return frozenset(found)
@@ -259,6 +265,54 @@ def _optimizer_state(session: Session) -> Iterator[tuple[str, str, torch.Tensor]
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     yield names.get(id(parameter), ""), str(key), value
+
+
+def _wide_beside(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the fp32 tensors beside the model's parameters: what optimizers hold as attributes, and the run's own."""
+    known = {id(parameter) for parameter in session.model.parameters()}
+    for name, tensor in (*_attributes(session.optimizers), *session.own_state()):
+        if tensor.dtype is torch.float32 and id(tensor) not in known:
+            yield name, tensor
+
+
+def _attributes(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in an optimizer's attributes, its inner optimizers' among them."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth < _NESTED:
+        if isinstance(value, torch.optim.Optimizer):
+            value = vars(value)
+        listed = enumerate(value) if isinstance(value, list | tuple) else ()
+        for key, inner in [*(value.items() if isinstance(value, Mapping) else listed)]:
+            yield from _attributes(inner, f"{name}.{key}", depth + 1)
+
+
+def _with_masters(session: Session, before: Mapping[str, torch.Tensor], start: State, meant: State) -> set[str]:
+    """Returns the parameters that are the half copies of fp32 tensors which moved as fp32's parameters do.
+
+    A moving average has the parameter's values as well, but not its moves. In fp32 a parameter begins at the half
+    copy's value and may end at the master's.
+
+    Args:
+        session: The session, after the step.
+        before: The fp32 tensors before it, by name.
+        start: Samples of the parameters before it.
+        meant: How they move in fp32.
+    """
+    weights, found = dict(held(session)), set()
+    for name, tensor in _wide_beside(session):
+        old = before.get(name)
+        if old is None or old.shape != tensor.shape:
+            continue
+        for parameter, move in meant.items():
+            weight = weights[parameter]
+            if weight.shape != tensor.shape or not weight.detach().equal(tensor.detach().to(weight)):
+                continue
+            now, began = sample(tensor).to(move), (sample(old).to(move), start[parameter].to(move))
+            apart = min(float((now - one - move).norm()) for one in began)
+            if apart <= KEPT_ELSEWHERE * float(move.norm()):
+                found.add(parameter)
+    return found
 
 
 def _state_name(parameter: str, key: str) -> str:

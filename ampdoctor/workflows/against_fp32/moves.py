@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -103,19 +103,35 @@ def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns what gives a half parameter's fp32 master, where the run's own code keeps one; else the parameter.
 
-    A master is a parameter of an optimizer that the model does not have, and that is the half one when it is cast.
+    A master is a parameter of an optimizer that the model does not have, and that is the half one when it is cast; or
+    the half one's part of a flat one, which has the model's parameters one behind the other.
     """
     own = {id(p) for p in session.model.parameters()}
-    held = [p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]]
+    held: list[torch.Tensor] = [
+        p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]
+    ]
     others, trained = [p for p in held if id(p) not in own], {id(p) for p in held}
+    flat: list[torch.Tensor] = [p for p in others if p.dim() == 1]
+    at: dict[int, int] = dict(_places(p for p in session.model.parameters() if id(p) not in trained)) if flat else {}
 
     def master(half: torch.Tensor) -> torch.Tensor:
         if id(half) in trained:
             return half
-        alike = (p for p in others if p.shape == half.shape and torch.equal(p.detach().to(half.dtype), half.detach()))
-        return next(alike, half)
+        parts = (p[at[id(half)] :][: half.numel()] for p in flat if at[id(half)] + half.numel() <= p.numel())
+        for one in (*(p for p in others if p.shape == half.shape), *(p.view(half.shape) for p in parts)):
+            if half.detach().equal(one.detach().to(half)):  # masters may lie on the CPU
+                return one
+        return half
 
     return master
+
+
+def _places(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yields each parameter's id, and where it begins when they lie one behind the other."""
+    at = 0
+    for parameter in parameters:
+        yield id(parameter), at
+        at += parameter.numel()
 
 
 def held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:

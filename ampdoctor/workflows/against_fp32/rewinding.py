@@ -38,7 +38,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
-from ampdoctor.workflows.against_fp32.stale_casts import stale_casts
+from ampdoctor.workflows.against_fp32.stale_casts import stale_casts, stale_casts_without_fp32
 from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.against_fp32.warm_up import at_full_rate
@@ -103,12 +103,17 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
         try:
             pair = _Pair.replayed(session, before, step, passing)
         except AmpdoctorError as error:
-            return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
+            stale = stale_casts_without_fp32(session, before, step, thresholds)
+            cut = f"from step {step} on the run cannot be replayed in fp32: {error}"
+            return passing.ended(() if stale is None else (stale,), cut=cut)
         place.step = step + 1
         if pair is None:
             continue
         same = first_difference(noted.observed, pair.observed) is None
-        if not same or pair.steps != (noted.optimizer_steps,) * 2:
+        own, wide = pair.steps
+        if same and own == noted.optimizer_steps != wide:
+            return passing.ended(cut=f"step {step} makes {own} updates, and in fp32 {wide}: the loop's code decides so")
+        if not same or own != noted.optimizer_steps:
             return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
         findings = _looked_at_closely(place, before, pair, thresholds, passing=passing)
         passing.add(pair.comparison)

@@ -145,6 +145,7 @@ class Passing:
         self._largest = 0.0
         self._chaotic = 0
         self._at_rest = 0
+        self._given = False  # an optimizer was given gradients
         self._doubt: Finding | None = None
         self._held = 0
         self._births: dict[str, Birth] = {}
@@ -190,6 +191,7 @@ class Passing:
         self._held = 0
         self._largest = max(self._largest, comparison.gradient_norm)
         self._at_rest += is_at_rest(comparison)
+        self._given |= bool(comparison.parameters)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: what is left of the gradient is rounding
         self.compared.append(comparison)
@@ -231,7 +233,10 @@ class Passing:
             return "found"
         if not self._steps:
             return "not_run"
-        return "ok" if self._largest else "nothing to compare: fp32 has no gradient either"
+        if self._largest:
+            return "ok"
+        missing = "fp32 has no gradient either" if self._given else "no optimizer was given a gradient"
+        return f"nothing to compare: {missing}"
 
 
 def is_at_rest(comparison: Comparison) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Skipped
 from ampdoctor.probes.measures.half_ops import HalfOps, Region
@@ -57,7 +59,7 @@ def _look(session: Session, looked: HalfOps) -> None:
 
 
 def _why(looked: HalfOps, session: Session) -> str | None:
-    computed = "bf16" if looked.formats else "fp32"
+    computed = _named(next(iter(looked.formats), torch.float32))
     decides = _decides(looked, session)
     meant = f'where that is meant, say so: TrainingRun(precision="{computed}")'
     return None if decides is None else f"step 0 computes in {computed}: {decides}; {meant}"
@@ -70,7 +72,8 @@ def _decides(looked: HalfOps, session: Session) -> str | None:
         last = regions[-1]
         if not (looked.formats and last.unnamed and last.dtype is not session.precision.dtype):
             return None
-        return f"autocast{_places([last])} names no dtype, and a CPU's is bf16 (name dtype={session.precision.dtype})"
+        own = f"autocast's own there is {_named(last.dtype)}"
+        return f"autocast{_places([last])} names no dtype, and {own} (name dtype={session.precision.dtype})"
     if looked.formats:
         return None  # the model itself is in the other format
     if regions:
@@ -81,6 +84,11 @@ def _decides(looked: HalfOps, session: Session) -> str | None:
     if not session.precision.autocast:
         return "with autocast=False the factory itself gives model and batches their dtype, and they have float32"
     return f"{_function(session.run)} enters no autocast"
+
+
+def _named(dtype: torch.dtype | None) -> str:
+    """The name that `TrainingRun(precision=...)` takes."""
+    return {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
 
 
 def _places(regions: Sequence[Region]) -> str:

@@ -31,6 +31,21 @@ def unexamined(
     return None
 
 
+def never_updated(outcomes: Sequence[StepOutcome], *, moves: bool) -> ErrorNote | None:
+    """What a run lacks whose steps neither call an optimizer nor move a parameter: no update was examined.
+
+    Args:
+        outcomes: How the steps ended.
+        moves: A parameter that an optimizer holds has moved (an update by hand), or no optimizer holds one.
+    """
+    called = any(event.kind in ("step", "optimizer_step") for outcome in outcomes for event in outcome.events)
+    if moves or called or any(outcome.optimizer_steps or outcome.raised for outcome in outcomes):
+        return None
+    said = f"no optimizer stepped in {len(outcomes)} replayed steps and no parameter moved, so no update was examined"
+    change = "call optimizer.step() (or scaler.step(optimizer)) in the step; a step that accumulates needs more --steps"
+    return ErrorNote(what="updates", kind="empty", message=f"{said}: {change}")
+
+
 def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
     """Did a step leave a loss, or a gradient?"""
     return _graded(observed) or any(outcome.loss is not None for outcome in outcomes)

@@ -99,17 +99,20 @@ def mostly_frozen(session: Session) -> bool:
 
 
 @contextmanager
-def fresh_casts(session: Session) -> Iterator[None]:
-    """Throw away autocast's copies of the weights after each step of an optimizer."""
-    handles = [
-        optimizer.register_step_post_hook(lambda *_: torch.clear_autocast_cache())
-        for optimizer in session.optimizers.values()
-    ]
+def fresh_casts(session: Session) -> Iterator[None]:  # noqa: ARG001 - autocast keeps its copies beside the session
+    """Make autocast's copies of the weights anew at each use: cache_enabled=False, in the user's contexts too."""
+    switch, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
+
+    def off(enabled: bool) -> None:  # noqa: FBT001, ARG001 - torch's signature
+        switch(False)
+
+    torch.set_autocast_cache_enabled = off
+    switch(False)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        torch.set_autocast_cache_enabled = switch
+        switch(before)
 
 
 @contextmanager

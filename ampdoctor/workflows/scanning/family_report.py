@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
-from ampdoctor.evidence.report import ErrorNote, Report, finding_order, verdict_of
+from ampdoctor.evidence.report import ErrorNote, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.report.scans import RoleFigures, TrendFigures, TrendSection, TrendUnit
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import SetAside, keep_all
@@ -80,7 +80,16 @@ def scan_family(
         skipped=(*report.skipped, *read.left_out),
         errors=errors,
         trend=_trend(unit, points, read, len(family), shown),
+        elsewhere=tuple(_decided(seen) for seen in read.all if seen is not shown),
     )
+
+
+def _decided(seen: Seen) -> tuple[Finding, ...]:
+    """What was found in a member, as grave as somebody has decided that it is."""
+    if seen.report is None or seen.left is None:
+        return ()
+    own = {finding.fingerprint for finding in seen.report.findings}  # and no ignore that has outlived what it is for
+    return tuple(finding for finding in seen.left.found if finding.fingerprint in own)
 
 
 def _fullest(healthy: Sequence[Seen], family: Sequence[Member]) -> Seen | None:

@@ -150,7 +150,10 @@ def read_family(
 def _with_undated(
     in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
 ) -> Read:
-    """Read members of unknown time, as far as they are checkpoints: a run's folder holds other things, too."""
+    """Read members of unknown time, as far as they are checkpoints: a run's folder holds other things, too.
+
+    A checkpoint in a folder of its own is read whatever it holds.
+    """
     known = {shape for seen in in_order for shape in seen.shapes}
     examined: list[Seen] = []
     skipped: list[Skipped] = []
@@ -160,13 +163,14 @@ def _with_undated(
             raise CheckpointError("it holds no matrix of the checkpoints' shapes")
         return look(checkpoint, name)
 
-    in_turn = sorted(unplaced, key=lambda m: not m.alias)
+    in_turn = sorted((m for m in unplaced if not m.beside), key=lambda m: not m.alias)
     for member in in_turn[:MAX_UNDATED]:
         seen = see(member, akin)
         if seen.error is None or member.alias:
             examined.append(seen)
         else:
             skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
+    examined += [see(member, look) for member in unplaced if member.beside]
     rest = in_turn[MAX_UNDATED:]
     skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
     return Read(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))

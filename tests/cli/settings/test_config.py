@@ -7,13 +7,17 @@ import os
 import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ampdoctor.cli.app import app
 from ampdoctor.cli.main import main
 from ampdoctor.cli.settings.config_file import MAX_BYTES
+from ampdoctor.cli.settings.config_paths import USES
 from ampdoctor.cli.settings.configured import ConfiguredCommand
+from ampdoctor.cli.settings.settings import options_of
+from ampdoctor.errors import UsageError
 from tests.samples import HEALTHY, SICK, WARNED
 
 
@@ -388,6 +392,20 @@ STRANGERS = [
     ("loss = '/srv/mine.py:go'", "loss"),
     ("[bisect-nan]\nbatches = 'os:abort'", "bisect-nan.batches: os:abort is a module"),
     ("loss = 'package.losses:mean'", "name its file (FILE.py:NAME)"),
+    ("model = '../mine.py:make'", "model"),
+    ("export = ['csv=../mine']", "export"),
+    ("export = ['tensorboard=runs', 'csv=/tmp/mine']", "export"),
+    ("export = ['csv=~/mine']", "export"),
+    ("export = ['csv=link/mine']", "export"),
+    ("export = ['openmetrics=.github/x.prom']", "hidden"),
+    ("export = ['openmetrics=:9464']", "export: openmetrics=:9464 sends the run's numbers to where it says"),
+    ("export = ['tensorboard=s3://somebody/logs']", "export: tensorboard=s3://somebody/logs sends"),
+    ("[health]\nexport = ['wandb=somebody/project']", "health.export: wandb=somebody/project sends"),
+    ("[run]\nexport = ['mlflow=https://somebody.example']", "run.export: mlflow=https://somebody.example sends"),
+    ("export = ['trackio=project']", "export: trackio=project sends"),
+    ("[run]\nhealth = '../mine'", "run.health"),
+    ("health = '/tmp/mine'", "health"),
+    ("health = '.git/hooks'", "hidden"),
 ]
 
 
@@ -399,6 +417,56 @@ def test_a_strangers_file_neither_writes_nor_runs_what_lies_outside_its_folder(t
     assert said in sentence
     assert "was found, not named with --config" in sentence
     assert asked == []
+
+
+def test_what_a_found_file_writes_below_its_own_folder_is_taken_from_there(folder, capsys, monkeypatch):
+    (folder / "sub").mkdir()
+    monkeypatch.chdir(folder / "sub")
+    (folder / "ampdoctor.toml").write_text("health = 'runs'\nexport = ['csv=out', 'tensorboard=tb']\n")
+    capsys.readouterr()
+    assert main(["run", "--show-config", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert (found["health"]["value"], found["health"]["from"]) == ("../runs", "../ampdoctor.toml: health")
+    assert found["export"]["value"] == ["csv=../out", "tensorboard=../tb"]
+
+
+def test_a_named_file_and_the_environment_may_name_a_server(folder, capsys, monkeypatch):
+    (folder / "inner").mkdir()
+    (folder / "inner" / "ci.toml").write_text("[health]\nexport = ['wandb=me/project', 'csv=~/out', 'csv=../out']\n")
+    assert main(["health", "--show-config", "--format", "json", "--config", "inner/ci.toml"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert found["export"]["value"] == ["wandb=me/project", f"csv={Path('~/out').expanduser()}", "csv=out"]
+    monkeypatch.setenv("AMPDOCTOR_EXPORT", "mlflow=https://mine.example")
+    assert main(["health", "--show-config", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["export"]["value"] == ["mlflow=https://mine.example"]
+
+
+def test_health_is_an_option_of_run_and_a_command(folder, capsys):
+    (folder / "ampdoctor.toml").write_text("health = 'dir'\n")
+    assert main(["run", "--show-config", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["health"]["value"] == "dir"
+    (folder / "ampdoctor.toml").write_text("[health]\nfail-on = 'warning'\n[run]\nhealth = 'dir'\n")
+    assert main(["health", "--show-config", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["fail-on"]["value"] == "warning"
+    (folder / "ampdoctor.toml").write_text("health = 3\n")
+    assert "health: expected a string, not a whole number" in refused(capsys)
+    (folder / "ampdoctor.toml").write_text("scan = 'dir'\n")
+    assert "scan: expected a table, not a string" in refused(capsys)
+
+
+def test_an_option_that_advice_mentions_is_not_blamed(folder, capsys, monkeypatch, stub_workflow):
+    def replay(*_args, **_options):
+        raise UsageError("--max-steps bounds the search: give --checkpoint, or leave x.pt out")
+
+    stub_workflow("bisect_nan", replay)
+    (folder / "run.py").write_text("def make():\n    pass\n")
+    (folder / "x.pt").write_bytes(b"")
+    monkeypatch.setenv("AMPDOCTOR_CHECKPOINT", "x.pt")
+    assert main(["bisect-nan", "run.py:make", "--until-sick", "--max-steps", "2"]) == 2
+    assert capsys.readouterr().err.startswith("ampdoctor: error: --max-steps bounds the search")
+    monkeypatch.setenv("AMPDOCTOR_MAX_STEPS", "2")
+    assert main(["bisect-nan", "run.py:make", "--until-sick"]) == 2
+    assert capsys.readouterr().err.startswith("ampdoctor: error: AMPDOCTOR_MAX_STEPS: --max-steps bounds the search")
 
 
 @pytest.fixture
@@ -588,6 +656,15 @@ def test_every_option_of_a_command_is_a_setting_or_of_one_run():
         options = {opt.removeprefix("--") for p in command.params for opt in p.opts if opt.startswith("--")}
         apart = {"config", "isolated", "show-config", "write-baseline", *(["module"] if name == "run" else [])}
         assert options - {setting.key for setting in command.settings} == apart, name
+
+
+def test_what_every_option_does_with_its_text_stands_in_one_table():
+    import typer
+
+    every = typer.main.get_command(app).commands.values()
+    options = [option for command in every for option, _ in options_of(command.callback)]
+    texts = {option.key for option in options if option.kind in ("text", "list") and not option.choices}
+    assert texts == set(USES)
 
 
 def test_no_two_settings_share_a_variable():

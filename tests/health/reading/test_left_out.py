@@ -69,6 +69,13 @@ def test_a_comma_in_a_table_with_tabs_ends_no_cell(tmp_path):
     assert (step.step, step.loss, step.gradient_norm) == (1, 2.5, None)
 
 
+@pytest.mark.parametrize("between", [",", "\t", ";"])
+def test_a_table_may_have_any_name_where_it_was_named(tmp_path, between):
+    (tmp_path / "job.txt").write_text(TABLE.replace(",", between))
+    steps, _ = read(tmp_path / "job.txt")
+    assert [(step.step, step.loss, step.gradient_norm) for step in steps] == [(at, 2.0, 9.1e-05) for at in range(5)]
+
+
 def test_a_semicolon_parts_cells_where_the_names_have_no_comma(tmp_path):
     (tmp_path / "t.csv").write_text("step;loss;note\n1;2.5;a, b\n")
     (step,), _ = read(tmp_path / "t.csv")
@@ -101,6 +108,12 @@ def test_a_number_that_is_no_steps_makes_no_row(tmp_path, digits):
         known = read(tmp_path / name)[0]
         (tmp_path / name).write_text(text + last)
         assert repr(read(tmp_path / name)[0]) == repr(known)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + TABLE.encode())
+    assert [step.step for step in read(tmp_path / name)[0]] == list(range(5))
 
 
 def test_the_trainers_state_may_begin_with_a_byte_order_mark(tmp_path):

@@ -50,6 +50,15 @@ def test_a_step_says_what_is_known_of_it_and_no_more():
     }
 
 
+def test_throughput_is_over_all_the_steps_since_the_line_before():
+    """As in a log with a line every ten steps: the seconds of a line are those of one step."""
+    lines = [StepLine(step=at, seconds=1.0, samples=512 * at, tokens=2048 * at) for at in (10, 20, 30, 31)]
+    assert [row.values.get("samples_per_second") for row in rows(map(stamped, lines))] == [None, 512, 512, 512]
+    assert [row.values.get("tokens_per_second") for row in rows(map(stamped, lines))] == [None, 2048, 2048, 2048]
+    undone = StepLine(step=20, seconds=1.0, samples=40 * 512)
+    assert "samples_per_second" not in values(undone, *lines)
+
+
 def test_what_is_not_finite_is_said():
     by_step = {row.step: row.values for row in rows(a_run()) if "loss" in row.values}
     assert math.isnan(by_step[7]["loss"])

@@ -355,6 +355,9 @@ def test_csv(tmp_path):
         ("openmetrics=:0", ":0 is no port"),
         ("openmetrics=:70000", "no port: write :9105, or a file"),
         ("openmetrics=:²", "no port"),
+        ("csv=s3://bucket/logs", "it is a URL, and csv is written to a path of this machine"),
+        ("openmetrics=https://host/x.prom", "it is a URL, and openmetrics is written to a path"),
+        ("tensorboard=file:///tmp/x", "it is a URL, and tensorboard is written to a path"),
     ],
 )
 def test_what_makes_no_sense_is_said(text, sentence):
@@ -380,6 +383,14 @@ def test_paths_are_meant_from_where_the_command_was_typed(tmp_path, monkeypatch)
     assert export_of("openmetrics=:9105").target == ":9105"
     assert export_of("mlflow=a/b").target == "a/b"
     assert str(export_of("mlflow=a=b")) == "mlflow=a=b"
+    assert export_of("csv=C:/a").target == str(tmp_path / "C:" / "a")  # a disk, where there are disks
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/logs", "gs://bucket/logs"])
+def test_a_url_that_the_library_understands_stays_one(url, monkeypatch):
+    monkeypatch.setattr("ampdoctor.health.sinks.table.find_spec", lambda _: "is there")
+    one = export_of(f"tensorboard={url}")
+    assert (one.target, one.is_path, one.files("run")) == (url, False, ())
 
 
 @pytest.mark.parametrize("text", ["openmetrics=pipe", "csv=folder", "openmetrics=folder"])

@@ -7,6 +7,8 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Suppressed
+from ampdoctor.evidence.report.health import HealthAxis, HealthRun, HealthSection
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_sarif import render_sarif
 from ampdoctor.reports.reading.from_json import report_from_text
 from ampdoctor.reports.reading.merging import merge_reports
@@ -167,3 +169,16 @@ def test_what_cannot_be_one_report_is_refused():
         merge_reports([SICK, HEALTHY])
     with pytest.raises(UsageError, match="no report to merge"):
         merge_reports([])
+
+
+def test_the_runs_of_several_health_reports_stand_side_by_side():
+    first = HealthRun(name="a", source="a.jsonl", format="ampdoctor", steps=3, axis=HealthAxis(first=(0,), last=(2,)))
+    other = replace(first, name="another")
+    one = replace(HEALTHY, command="health", target={"path": "a.jsonl"}, health=HealthSection(runs=(first,)))
+    two = replace(
+        HEALTHY, command="health", target={"path": "b.jsonl"}, health=HealthSection(runs=(other,), detail_every=5)
+    )
+    merged = merge_reports([one, two, one])
+    assert merged.health == HealthSection(runs=(first, other), detail_every=5)
+    assert merge_reports([HEALTHY, replace(HEALTHY, target={"path": "c"})]).health is None
+    assert report_from_text(render_json(merged)).health == merged.health

@@ -113,3 +113,115 @@ def test_one_update_in_its_context_is_well():
 
 def test_small_updates_of_several_networks_are_no_harm():
     assert {finding.severity for finding in replay("networks_in_one_context").findings} <= {"note"}
+
+
+def swapped(write: str, healthy: str = "") -> TrainingRun:
+    """A penalty holds the model's outputs against those of reference weights that are swapped in inside one context."""
+    torch.manual_seed(0)
+    model = net()
+    generator = torch.Generator().manual_seed(1)
+    reference = [p.detach() + 0.05 * torch.randn(p.shape, generator=generator) for p in model.parameters()]
+
+    def swap(values):
+        old = [p.detach().clone() for p in model.parameters()]
+        for p, v in zip(model.parameters(), values, strict=True):
+            if write == "copy_ of .data":
+                p.data.copy_(v)
+            elif write == "copy_":
+                with torch.no_grad():
+                    p.copy_(v)
+            elif write == ".data = ":
+                p.data = v.clone()
+        if write == "clamp_":  # a critic's weights are clipped (WGAN)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.02, 0.02)
+        if write == "load_state_dict":
+            model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
+        if healthy == "cache cleared":
+            torch.clear_autocast_cache()
+        return old
+
+    def step(model, batch, optimizer, scaler):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=healthy != "no cache"):
+            out = model(batch[0]).float()
+            if healthy != "a context each":
+                policy = swap(reference)
+                other = model(batch[0]).float()
+                swap(policy)
+        if healthy == "a context each":
+            policy = swap(reference)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                other = model(batch[0]).float()
+            swap(policy)
+        loss = functional.cross_entropy(out, batch[1]) + 30 * (out - other.detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return TrainingRun(
+        model=model,
+        batches=data(),
+        step=step,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        precision="bf16",
+        scaler=None,
+    )
+
+
+@pytest.mark.parametrize("write", ["copy_ of .data", "copy_", ".data = ", "load_state_dict"])
+def test_any_write_to_a_weight_whose_copy_is_kept_is_named_with_its_line(write):
+    (finding,) = replay("swapped", write=write).findings
+    assert (finding.code, finding.severity, finding.cause) == ("AMP210", "error", "stale_casts")
+    assert ("weights are replaced" if write == ".data = " else "copy_ at") in finding.message
+    if "data" in write:
+        assert finding.evidence["gradient_error"] > 20 * finding.evidence["gradient_error_with_new_casts"]
+        assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
+    else:  # fp32 refuses the step: the weight that its backward needs was written
+        assert finding.evidence["gradient_error"] > 0.5
+        assert (finding.prescription.kind, finding.prescription.status) == ("code", "not_run")
+    if write.startswith("copy_"):
+        assert finding.where.source.file.endswith("test_stale_casts.py")
+
+
+def test_weights_that_are_clipped_inside_the_context_are_named():
+    (finding,) = replay("swapped", write="clamp_").findings
+    assert (finding.code, finding.cause) == ("AMP210", "stale_casts")
+    assert "clamp_ at" in finding.message
+
+
+@pytest.mark.parametrize("healthy", ["cache cleared", "no cache", "a context each"])
+def test_weights_that_are_swapped_and_cast_anew_are_well(healthy):
+    assert replay("swapped", write="copy_ of .data", healthy=healthy).findings == ()
+
+
+def test_half_copies_that_a_run_keeps_on_purpose_are_not_blamed():
+    assert replay("kept_on_purpose").findings == ()
+
+
+def kept_on_purpose() -> TrainingRun:
+    """A first layer's half copy from before the run: frozen by hand."""
+    torch.manual_seed(0)
+    model = net()
+
+    def step(model, batch, optimizer, scaler):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            frozen = model[0].weight.bfloat16().detach()
+            with torch.no_grad():
+                model[0].weight.mul_(0.999)
+            out = model(batch[0]) + functional.linear(batch[0].bfloat16(), frozen)[:, :4]
+            loss = functional.cross_entropy(out.float(), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return TrainingRun(
+        model=model,
+        batches=data(),
+        step=step,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        precision="bf16",
+        scaler=None,
+    )

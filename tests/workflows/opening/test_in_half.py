@@ -28,7 +28,7 @@ class Scaled(nn.Module):
         return (batch * self.weight).tanh()
 
 
-def made(context=None, *, model=None, precision="fp16", autocast=True):
+def made(context=None, *, model=None, precision="fp16", autocast=True, updates="by the optimizer"):
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -38,8 +38,13 @@ def made(context=None, *, model=None, precision="fp16", autocast=True):
         with context() if context is not None else contextlib.ExitStack():
             loss = model(batch.to(next(model.parameters()).dtype)).float().square().mean()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if updates == "by the optimizer":
+            scaler.step(optimizer)
+            scaler.update()
+        elif updates == "by hand":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.01 * parameter.grad)
         return loss
 
     batches = [torch.randn(4, 8) for _ in range(3)]
@@ -56,8 +61,16 @@ def switched_off():
     return torch.autocast("cuda", enabled=False)
 
 
+def stands_in_bf16():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
 def unnamed():
     return torch.autocast("cpu")
+
+
+def unnamed_cuda():
+    return torch.autocast("cuda")
 
 
 @pytest.fixture
@@ -68,6 +81,17 @@ def searched(check_report):
         return report
 
     return search
+
+
+def test_a_bf16_run_that_computes_in_fp16_is_told_so(searched):
+    report = searched(context=unnamed_cuda, precision="bf16")
+    assert report.verdict == "inconclusive"
+    (left_out,) = (one for one in report.skipped if one.kind == "not_in_half")
+    line = inspect.getsourcelines(unnamed_cuda)[1] + 1
+    place = f"tests/workflows/opening/test_in_half.py:{line}"
+    assert left_out.reason.startswith(f"step 0 computes in fp16: autocast at {place} names no dtype, ")
+    assert "autocast's own there is fp16 (name dtype=torch.bfloat16)" in left_out.reason
+    assert left_out.reason.endswith('say so: TrainingRun(precision="fp16")')
 
 
 @pytest.mark.parametrize(
@@ -118,3 +142,17 @@ def test_a_model_that_was_to_be_half_and_is_not_is_named(searched):
 )
 def test_what_computes_as_it_says_is_healthy(searched, arguments):
     assert searched(**arguments).verdict == "healthy"
+
+
+def test_steps_that_update_nothing_are_not_healthy(searched):
+    report = searched(context=stands_in_bf16, precision="bf16", updates="none")
+    assert (report.verdict, judge(report).code) == ("inconclusive", 2)
+    assert [error.what for error in report.errors] == ["updates"]
+    assert "call optimizer.step()" in report.errors[0].message
+
+
+def test_updates_by_hand_are_updates(searched):
+    report = searched(context=stands_in_bf16, precision="bf16", updates="by hand")
+    assert report.verdict == "healthy"
+    (check,) = (one for one in report.checks if one.name.startswith("gradients and updates"))
+    assert check.result == "nothing to compare: no optimizer was given a gradient"

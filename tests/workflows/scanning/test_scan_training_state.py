@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ampdoctor.diagnosis.optimizer.step_counters import length_at
 from ampdoctor.workflows.scan import scan
 
 FIRST_SICK = 60
@@ -293,3 +294,22 @@ def test_torch_keeps_a_bf16_counter_unless_the_optimizer_is_fused(fused):
     optimizer.load_state_dict(state)
     optimizer.step()
     assert float(optimizer.state[weight]["step"]) == (257 if fused else 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1e-30, 1e-41, 6e-8, 0.5, -3.0, float("nan"), float("inf")])
+def test_a_half_step_counter_that_is_no_number_of_steps_ends_no_scan(tmp_path, dtype, count):
+    state = {0: {"step": torch.tensor(count, dtype=dtype), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "c.pt"
+    )
+    assert scan(tmp_path / "c.pt").verdict in ("healthy", "sick")
+
+
+def test_the_length_of_an_update_is_right_for_any_count():
+    assert length_at(1, (0.9, 0.999)) == pytest.approx(math.sqrt(0.001) / 0.1)
+    assert length_at(256, (0.9, 0.999)) == pytest.approx(math.sqrt(1 - 0.999**256) / (1 - 0.9**256))
+    assert length_at(10, (0.0, 0.999)) == pytest.approx(math.sqrt(1 - 0.999**10))
+    assert math.isfinite(length_at(1e-30, (0.9, 0.999)))
+    assert length_at(5e-324, (0.9999999, 0.999)) == math.inf

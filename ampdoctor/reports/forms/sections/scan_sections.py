@@ -23,7 +23,7 @@ _ROLE_NAMES = {
     "scaler": "scaler",
     "other": "other tensors",
 }
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_MOVED = 5
 
 

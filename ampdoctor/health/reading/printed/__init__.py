@@ -1,0 +1,1 @@
+"""What a training prints, as a log."""

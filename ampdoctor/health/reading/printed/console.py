@@ -1,0 +1,256 @@
+"""What a training prints, whichever program prints it: lines with a step and a loss among everything else.
+
+First the beginning of a file is looked through for which of its lines are those of the training: a program may print a
+loss at each step, its mean at each epoch, and that of an evaluation. Then the lines are read one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ampdoctor.checkpoints.formats.log_files import Left, as_number
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.health.reading.epochs import Epochs
+from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.printed.line import Printed, printed
+from ampdoctor.health.reading.rows import Row
+
+OVERFLOW = re.compile(
+    rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
+    rb"(?: reducing to ([0-9.e+]+))?"
+)
+"""What DeepSpeed prints of a step that it skips; it prints none of the others."""
+MOST_TRIED = 2000
+"""Lines with numbers by which the beginning of a file is judged."""
+_MAIN = ("loss", "grad_norm")
+_COUNTED = "no line says which step it is of: the lines are counted"
+_MARKS = ("step", "bar", "fraction", "epoch", "count")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which lines of a file are those of its training.
+
+    Attributes:
+        place: By what the steps are told: the name of the step, or one of `_MARKS`.
+        rank: Whose lines are read: each process of a job may print them.
+        names: By field, the name that its number has.
+        bars: Whether the place of a printed dictionary is that of the bar beside it.
+        counted: Whether nothing tells the steps, so that the rows are counted.
+        rows: How many such lines there are in the beginning.
+        first: The step of the first, as it is printed.
+    """
+
+    place: str
+    rank: int
+    names: dict[str, str]
+    bars: bool
+    counted: bool
+    rows: int
+    first: int
+
+
+def layout_of(lines: Iterable[bytes]) -> Layout | None:
+    """Returns how the lines of a file are to be read, from its beginning; None where no line is a training's."""
+    found: list[Printed] = []
+    for line in lines:
+        one = printed(line)
+        if one is None or not (one.numbers or one.is_bar):
+            continue
+        if not one.numbers and len(found) > 1 and not (found[-1].numbers or found[-2].numbers):
+            found.pop()  # of the bars between two rows the first and the last count
+        found.append(one)
+        if len(found) >= MOST_TRIED:
+            break
+    rows = [one for one in found if not one.numbers.keys().isdisjoint(_MAIN) and _place(one)]
+    for main in _MAIN:
+        told = [one for one in rows if main in one.numbers]
+        if told:
+            break
+    else:
+        return None
+    counts = Counter((one.evaluates, _place(one), one.numbers[main].name) for one in told)
+    (evaluates, place, _), _ = min(counts.items(), key=lambda one: (one[0][0], -one[1]))
+    own = [one for one in rows if _place(one) == place and (main not in one.numbers or one.evaluates == evaluates)]
+    first = own[0].step if own[0].step is not None else 1
+    rank = min(one.rank for one in own if main in one.numbers)
+    own = [one for one in own if one.rank == rank]
+    names = {}
+    for field_ in {name for one in own for name in one.numbers}:
+        names[field_] = Counter(one.numbers[field_].name for one in own if field_ in one.numbers).most_common(1)[0][0]
+    own = [
+        one for one in own if any(one.numbers[main].name == names.get(main) for main in _MAIN if main in one.numbers)
+    ]
+    bars = place == "count" and _rises(_beside_bars(found, rank))
+    counted = place == "count" and not bars
+    if place == "epoch":
+        counted = not _rises([one.epoch for one in own])
+    return Layout(place=place, rank=rank, names=names, bars=bars, counted=counted, rows=len(own), first=first)
+
+
+def _place(one: Printed) -> str:
+    """Returns by what a line tells its step; "" where it does not."""
+    if one.named:
+        return one.named
+    if one.is_dictionary:
+        return "count"
+    if one.step is not None:
+        return "bar" if one.is_bar else "fraction"
+    return "epoch" if one.epoch is not None else ""
+
+
+def _rises(places: list[int | float | None]) -> bool:
+    """Do these places rise, all but for a restart?"""
+    if not places or None in places:
+        return False
+    known = [place for place in places if place is not None]
+    falls = sum(after <= before for before, after in pairwise(known))
+    return all(place == int(place) for place in known) and falls <= len(known) // 16
+
+
+def _beside_bars(found: list[Printed], rank: int) -> list[int | float | None]:
+    """Returns the place that each dictionary of a rank has by its bar."""
+    reader = _Bars()
+    places: list[int | float | None] = []
+    for one in found:
+        if one.is_bar:
+            places += [place for _, place in reader.bar(one.step)]
+        if one.is_dictionary and one.rank == rank and not one.numbers.keys().isdisjoint(_MAIN):
+            places += [place for _, place in reader.row(one)]
+    return places + [place for _, place in reader.rest()]
+
+
+@dataclass(slots=True)
+class _Bars:
+    """Gives each printed dictionary the place of the bar that is drawn again behind it, or else of the one before."""
+
+    last: int | None = None
+    _waiting: Printed | None = None
+
+    def bar(self, place: int | None) -> Iterator[tuple[Printed, int | None]]:
+        self.last = place
+        yield from self.rest()
+
+    def row(self, one: Printed) -> Iterator[tuple[Printed, int | None]]:
+        yield from self.rest()
+        self._waiting = one
+
+    def rest(self) -> Iterator[tuple[Printed, int | None]]:
+        one, self._waiting = self._waiting, None
+        if one is not None:
+            yield one, self.last
+
+
+@dataclass(slots=True)
+class ConsoleRows:
+    """Makes rows of the lines of a file, as they come.
+
+    Attributes:
+        layout: How they are to be read.
+        unplaced: Overflows of which the step is not known.
+    """
+
+    layout: Layout
+    unplaced: int = 0
+    _epochs: Epochs = field(default_factory=Epochs)
+    _bars: _Bars = field(default_factory=_Bars)
+    _drawn: Printed | None = None
+    _epoch: float | None = None
+    _count: int = 0
+    _at: int = field(init=False)
+    _overflowed: int = -1
+    _scale: float | None = None
+
+    def __post_init__(self) -> None:
+        self._at = min(self.layout.first, 1) - 1
+
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+        """As in `LineRows`."""
+        for line in lines:
+            yield from self._hear(line)
+
+    def rest(self, noticed: Noticed) -> Iterator[Row]:
+        """As in `LineRows`."""
+        yield from self._rows(self._bars.rest())
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            yield from self._rows([(drawn, drawn.step)])
+        if self.layout.counted:
+            noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
+        if self.unplaced:
+            what = "an overflow" if self.unplaced == 1 else f"{self.unplaced:,} overflows"
+            noticed.skipped.append(Skipped(what=what, reason="DeepSpeed does not print which steps it has skipped"))
+
+    def _hear(self, line: bytes) -> Iterator[Row]:
+        overflow = OVERFLOW.search(line)
+        if overflow is not None:
+            yield from self._hear(line[: overflow.start()])  # a bar, which nothing ends
+            yield from self._overflow(overflow)
+            return
+        one = printed(line)
+        if one is None:
+            return
+        if one.is_bar and self.layout.bars:
+            yield from self._rows(self._bars.bar(one.step))
+            self._at = one.step or self._at
+        if not self._is_a_row(one):
+            self._epoch = one.epoch if one.epoch is not None and not one.numbers else self._epoch
+            return
+        if self.layout.bars:
+            yield from self._rows(self._bars.row(one))
+        elif one.is_bar:  # it is drawn again with the loss of its step
+            before, self._drawn = self._drawn, one
+            if before is not None and (before.step, before.of, before.epoch) != (one.step, one.of, one.epoch):
+                yield from self._rows([(before, before.step)])
+        else:
+            yield from self._rows([(one, one.step)])
+
+    def _is_a_row(self, one: Printed) -> bool:
+        """Is a line one of those of the layout? Of such a line the numbers are kept that have the layout's names."""
+        own = {name: number for name, number in one.numbers.items() if self.layout.names.get(name) == number.name}
+        main = one.numbers.keys() & _MAIN
+        if not main or not own.keys() >= main or one.rank != self.layout.rank or _place(one) != self.layout.place:
+            return False
+        one.numbers = own
+        return True
+
+    def _rows(self, placed: Iterable[tuple[Printed, int | None]]) -> Iterator[Row]:
+        for one, place in placed:
+            step = self._step(one, place)
+            values = {name: number.value for name, number in one.numbers.items()}
+            if self._scale is not None:
+                values.setdefault("scale", self._scale)
+                if step != self._overflowed and not self._by_epochs:
+                    values["skipped"] = 0.0
+            self._at = step
+            yield Row(step, values)
+
+    @property
+    def _by_epochs(self) -> bool:
+        """Whether a row stands for more steps than its own number says."""
+        return self.layout.counted or self.layout.place == "epoch"
+
+    def _step(self, one: Printed, place: int | None) -> int:
+        self._count += 1
+        if self.layout.counted or (place is None and one.epoch is None):
+            return self._count
+        if self.layout.place == "epoch":
+            return int(one.epoch or 0)
+        if self.layout.bars:
+            return place if place is not None else self._count
+        epoch = self._epoch if one.epoch is None else one.epoch
+        return self._epochs.step(epoch, place or 0, one.of)
+
+    def _overflow(self, found: re.Match[bytes]) -> Iterator[Row]:
+        attempted, self._scale = (as_number((found[at] or found[1]).decode()) for at in (1, 2))
+        if self._by_epochs:  # which of a row's many steps it was is not known
+            self.unplaced += 1
+            return
+        self._at += 1
+        self._overflowed = self._at
+        if attempted is not None:
+            yield Row(self._at, {"loss_scale": attempted, "skipped": 1.0})

@@ -1,0 +1,216 @@
+"""What a job prints: lines of a text file into which its output was sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ampdoctor.checkpoints.formats.log_files import Left, as_number
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError
+from ampdoctor.health.reading.log_kind import Noticed, Place, kind_of_one_file
+from ampdoctor.health.reading.printed.console import OVERFLOW, ConsoleRows, Layout, layout_of
+from ampdoctor.health.reading.printed.line import printed
+from ampdoctor.health.reading.printed.overflows import OverflowRows
+from ampdoctor.health.reading.rows import Row
+
+_SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
+_NAMES = frozenset({"log", "stdout", "stderr", "output"})
+_HEAD = 8 * 1024 * 1024
+"""Bytes in which the first line of a step stands: before it a job prints its arguments and compiles."""
+_ENOUGH = 1024 * 1024
+"""Bytes behind the first line of a step from which is learnt which lines are those of steps."""
+_LOOK = 256 * 1024
+_FEW = 8
+"""Lines of a job that has just begun."""
+
+_ITERATION = re.compile(rb"\biteration\s+(\d{1,16})/\s*\d+\s*\|(.*)")
+_MEGATRON = {
+    "consumed samples": "samples",
+    "consumed tokens": "tokens",
+    "learning rate": "learning_rate",
+    "lm loss": "loss",
+    "loss": "loss",
+    "loss scale": "loss_scale",
+    "grad norm": "gradient_norm",
+    "elapsed time per iteration (ms)": "milliseconds",
+    "elapsed time per iteration (s)": "seconds",
+    "number of skipped iterations": "skips",
+    "number of nan iterations": "nans",
+}
+
+_STEP = re.compile(rb"\[Rank 0\] step=(\d{1,16}), skipped=(\d+)(?:, lr=\[\[?([^,\]]+))?")
+
+
+class _MegatronRows:
+    """Makes rows of Megatron-LM's lines, each the mean over the iterations since the one before it.
+
+    Megatron-LM leaves a loss that is not finite out of the mean. Only where a line is one iteration, which iteration
+    was skipped or had no finite loss is known; a line of iteration 1 is one.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+        for line in lines:
+            found = _ITERATION.search(line)
+            if found is not None:
+                yield self._row(found)
+
+    def rest(self, noticed: Noticed) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
+        return iter(())
+
+    def _row(self, found: re.Match[bytes]) -> Row:
+        step, values = int(found[1]), {}
+        for part in found[2].decode("utf-8", "replace").split("|"):
+            key, _, value = part.rpartition(":")
+            field, number = _MEGATRON.get(key.strip()), as_number(value.strip())
+            if field is not None and number is not None:
+                values[field] = number
+        if "milliseconds" in values:
+            values["seconds"] = values.pop("milliseconds") / 1000
+        skips, nans = values.pop("skips", None), values.pop("nans", 0.0)
+        single = step in {1, self._before + 1}
+        if skips == 0 or (single and skips is not None):
+            values["skipped"] = float(skips > 0)
+        if single and nans:
+            values["loss"] = float("nan")
+        self._before = step
+        return Row(step, values)
+
+
+class _DeepSpeedRows:
+    """Makes rows of DeepSpeed's lines.
+
+    An overflow is printed without its step: those since the last line of a step are put right behind that step.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._scale: float | None = None
+
+    def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
+        for line in lines:
+            overflow = OVERFLOW.search(line)
+            if overflow is not None:
+                attempted = as_number(overflow[1].decode())
+                self._step += 1
+                if attempted is not None:
+                    yield Row(self._step, {"loss_scale": attempted, "skipped": 1.0})
+                self._scale = as_number((overflow[2] or overflow[1]).decode())
+            elif (found := _STEP.search(line)) is not None:
+                yield self._row(found)
+
+    def rest(self, noticed: Noticed) -> Iterator[Row]:  # noqa: ARG002 - nothing waits
+        return iter(())
+
+    def _row(self, found: re.Match[bytes]) -> Row:
+        rate = as_number((found[3] or b"").decode("utf-8", "replace"))
+        values = {} if rate is None else {"learning_rate": rate}
+        known = {} if self._scale is None else {"loss_scale": self._scale}
+        if self._step != int(found[1]):  # else the last of the overflows was this step's
+            values |= {**known, "skipped": 0.0}
+        self._step = int(found[1])
+        return Row(self._step, values)
+
+
+def _is_overflow_or_step(line: bytes) -> bool:
+    return _STEP.search(line) is not None or OVERFLOW.search(line) is not None
+
+
+class _Text:
+    """What the beginning of a text says about whose output it is."""
+
+    def __init__(self, head: bytes) -> None:
+        self.lines = sum(map(bool, _lines(head)))
+        self.megatron = _ITERATION.search(head) is not None
+        self.steps_of_deepspeed = _STEP.search(head) is not None
+        self.overflows = OVERFLOW.search(head) is not None
+        self.layout: Layout | None = None if self.megatron else layout_of(_lines(head))
+
+    @property
+    def format(self) -> str:
+        """Whose it is, in a word; "" for a text that is no log."""
+        if self.megatron:
+            return "megatron"
+        if self.layout is not None:
+            return "console"
+        return "deepspeed" if self.steps_of_deepspeed or self.overflows else ""
+
+
+def _lines(head: bytes) -> list[bytes]:
+    """The whole lines."""
+    return head.replace(b"\r", b"\n").split(b"\n")[:-1]
+
+
+def _text(file: RegularFile, most: int = _HEAD) -> tuple[_Text | None, int]:
+    """Looks through the beginning of a file; returns what it says, or None, and how many bytes were read."""
+    head, looked_at = b"", 0
+    while len(head) < min(most, file.size):
+        more = _LOOK if not head else max(len(head), _LOOK)
+        head += file.read(len(head), min(more, most - len(head), file.size - len(head)))
+        if b"\0" in head[:_LOOK]:
+            return None, len(head)
+        if not _Text(head[looked_at:]).format:
+            looked_at = head.rfind(b"\n") + 1
+            continue
+        if len(head) < min(_ENOUGH, file.size):
+            head += file.read(len(head), min(_ENOUGH, file.size) - len(head))
+        return _Text(head), len(head)
+    return None, len(head)
+
+
+def _of(place: Place, name: str) -> str:
+    """Returns whose output a file is, in a word; each file is looked through once."""
+    if ("output", name) not in place.known:
+        found = ""
+        if not place.named and place.budget.left <= 0:
+            place.budget.passed_by += 1
+        else:
+            try:
+                with RegularFile(place.folder / name, name) as file:
+                    text, read = _text(file, _HEAD if place.named else min(_HEAD, place.budget.left))
+                place.budget.left -= read
+                found = _accepted(place, text)
+            except CheckpointError as error:
+                place.refused[name] = str(error)
+        place.known["output", name] = found
+    return str(place.known["output", name])
+
+
+def _accepted(place: Place, text: _Text | None) -> str:
+    """A single line with a step and a loss is a log where its file was named and says no more, else an example."""
+    if text is None:
+        return ""
+    single = text.format == "console" and text.layout is not None and text.layout.rows < 2
+    return "" if single and not (place.named and text.lines <= _FEW) else text.format
+
+
+def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
+    def logs_of(place: Place) -> list[str]:
+        likely = [name for name in place.names if place.named or name in _NAMES or Path(name).suffix in _SUFFIXES]
+        return [name for name in place.latest(likely) if _of(place, name) == format]
+
+    return logs_of
+
+
+def _console(file: RegularFile) -> ConsoleRows:
+    text, _ = _text(file)
+    layout = None if text is None else text.layout
+    if layout is None:
+        raise CheckpointError(f"{file.name} no longer has a line with a step and a loss.")
+    return ConsoleRows(layout)
+
+
+def _deepspeed(file: RegularFile) -> _DeepSpeedRows | OverflowRows:
+    text, _ = _text(file)
+    return OverflowRows() if text is not None and not text.steps_of_deepspeed else _DeepSpeedRows()
+
+
+MEGATRON = kind_of_one_file(
+    "megatron", _logs_of("megatron"), lambda _: _MegatronRows(), lambda line: _ITERATION.search(line) is not None
+)
+CONSOLE = kind_of_one_file("console", _logs_of("console"), _console, lambda line: printed(line) is not None)
+DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed, _is_overflow_or_step)

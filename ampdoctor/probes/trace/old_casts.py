@@ -1,0 +1,148 @@
+"""Forwards that use a half copy of a weight from before the weight was written: autocast keeps its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.probes.ops.naming import kernel_name
+from ampdoctor.probes.ops.sites import Site, Sites
+from ampdoctor.probes.ops.tensors import tensors_in
+
+if TYPE_CHECKING:
+    from ampdoctor.loop.watched import Watched
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A half copy of a weight, and the weight.
+
+    Attributes:
+        copy: Held, so that its memory is not used for something else while the step runs.
+        weight: What was cast.
+        memory: Where the weight's values lay then.
+        written: The op that wrote them since; None where none did.
+    """
+
+    copy: torch.Tensor
+    weight: torch.Tensor
+    memory: int
+    written: Site | None = None
+
+    @property
+    def replaced(self) -> bool:
+        """The weight has other memory by now (`p.data = values`): no op shows that."""
+        return self.weight.data_ptr() != self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class OldCast:
+    """A forward op that read a copy of a weight's old values.
+
+    Attributes:
+        weight: The weight's name.
+        use: The forward op.
+        written: The op that wrote the weight after it was cast; None where `p.data` was replaced.
+    """
+
+    weight: str
+    use: Site
+    written: Site | None
+
+
+@dataclass(slots=True)
+class _Copies:
+    by_memory: dict[int, _Copy] = field(default_factory=dict)
+    of_weight: dict[int, list[_Copy]] = field(default_factory=dict)
+
+
+class OldCastsProbe(TorchDispatchMode):
+    """Notes forward ops that read half copies of weights whose values are others by now.
+
+    A backward reads the copies that its forward has saved: that is right, and not noted. Whether a copy is autocast's
+    or one that the user's code keeps on purpose is not asked here.
+
+    Attributes:
+        found: In the order of the ops, once a weight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self.found: list[OldCast] = []
+        self._sites = Sites()
+        self._copies = _Copies()
+        self._names: dict[int, str] = {}
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Module hooks are in place inside."""
+        with self._sites.attach(run):
+            self._names = dict(run.parameter_names())
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
+        """The dispatch mode and the function mode are on."""
+        self._sites.clear()
+        self.found = []
+        try:
+            with self, self._sites.functions.watching():
+                yield
+        finally:
+            self._copies = _Copies()
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Forget the ops of the step."""
+        self._sites.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            kernel = kernel_name(func)
+            site = self._sites.of(kernel)
+            if site.phase != "backward":
+                self._reads(site, args, kwargs)
+            result = func(*args, **kwargs)
+            if kernel == "_to_copy":
+                self._casts(args[0], result)
+            elif func._schema.is_mutable:
+                self._writes(func, args, kwargs, site)
+            return result
+
+    def _casts(self, weight: torch.Tensor, copy: Any) -> None:
+        """Autocast keeps copies of fp32 leaves that need a gradient, and of nothing else."""
+        if id(weight) not in self._names or copy.dtype not in (torch.float16, torch.bfloat16):
+            return
+        known = _Copy(copy, weight, weight.data_ptr())
+        self._copies.by_memory[_storage(copy)] = known
+        self._copies.of_weight.setdefault(_storage(weight), []).append(known)
+
+    def _writes(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
+        schema = func._schema.arguments
+        for at, argument in enumerate(schema):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            for tensor in tensors_in(value):
+                for known in self._copies.of_weight.get(_storage(tensor), ()):
+                    known.written = known.written or site
+
+    def _reads(self, site: Site, args: Any, kwargs: Any) -> None:
+        if not self._copies.by_memory:
+            return
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            known = self._copies.by_memory.get(_storage(tensor))
+            if known is None or not (known.written or known.replaced):
+                continue
+            name = self._names[id(known.weight)]
+            if not any(old.weight == name for old in self.found):
+                self.found.append(OldCast(name, site, known.written))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else 0
