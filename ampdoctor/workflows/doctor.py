@@ -30,7 +30,7 @@ from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
-from ampdoctor.live.processes import grouped, launched, run_id_of_all
+from ampdoctor.live.processes import Place, grouped, launched, run_id_of_all
 from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
@@ -39,7 +39,7 @@ from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import causes_of, describe
+from ampdoctor.loop.raised import causes_of, code_of, describe
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
@@ -155,14 +155,9 @@ class Doctor:
         self._said: set[str] = set()
 
     @property
-    def rank(self) -> int:
-        """Of this process, as far as it is known by now."""
-        return self._place.rank
-
-    @property
-    def world(self) -> int:
-        """Number of processes, as far as it is known by now."""
-        return self._place.world
+    def place(self) -> Place:
+        """Of this process among the others, as far as it is known by now."""
+        return self._place
 
     @contextmanager
     def attending(
@@ -656,7 +651,7 @@ class Doctor:
     def _say(self, sentence: str) -> None:
         """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
         with suppress(Exception):
-            self._hear(f"rank {self.rank}: {sentence}" if self.rank else sentence)
+            self._hear(f"rank {self.place.rank}: {sentence}" if self.place.rank else sentence)
 
     def _describe(self, attempt: Attempt) -> None:
         self._described = True
