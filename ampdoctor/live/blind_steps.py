@@ -12,6 +12,43 @@ from ampdoctor.live.numbers.readings import StepReading
 State = Literal["changed", "intact"]
 _MOST = 64
 """Updates whose numbers may be on their way; of others none come."""
+TOO_LATE = (
+    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
+    "nothing was run again"
+)
+WAYS_OUT = (
+    ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
+    "step; or the last good checkpoint, {from_there}"
+)
+RECORD = (
+    "where record_batches=K has kept the batches of the last K updates: they are replayed from it up to the sick step"
+)
+HELD_BACK = (
+    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
+    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
+)
+UNREAD = (
+    "the numbers of step {step} are lost, and so are those of later steps where the host is as far ahead of its device "
+    "(16 steps): the log has no line of them, and whether they were sick is not known"
+)
+UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose numbers were lost"
+
+
+def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
+    """How a sick step is come to again, where it was told only after its update.
+
+    Args:
+        bundle: Its bundle, if one was kept.
+        model: What `--model` takes for it, if that is known.
+        records: The batches of the last updates are kept.
+    """
+    there = "from which the training is run again" if records else RECORD
+    if bundle is not None:
+        option = f" --model {model}" if model is not None else ""
+        there = f"from which its bundle is replayed: ampdoctor bisect-nan {bundle} --checkpoint LAST{option}"
+    return WAYS_OUT.format(from_there=there)
+
+
 SKIPPED = "its scaler skips it"
 """What is not finite there may be so by the scale alone."""
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.collectives import refused
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
@@ -44,6 +45,11 @@ class Attempt:
     scaler: Any
     micro_steps: int
     seconds: float | None
+
+    @property
+    def is_called_either_way(self) -> bool:
+        """A scaler calls the optimizer whatever it has found: a fused one skips by itself, on its device."""
+        return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +192,7 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's.
+        """Inside, nothing that runs is the loop's, and a collective raises `CollectiveError`: the others run none.
 
         Random states are afterwards as they were: what writes a report in colours draws numbers as well.
         """
@@ -194,7 +200,7 @@ class LoopWatch:
         self._busy = self.recorder.away = True
         random = RandomState.capture()
         try:
-            with self.recorder.pausing():
+            with self.recorder.pausing(), refused():
                 yield
         finally:
             random.restore()
