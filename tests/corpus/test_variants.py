@@ -178,13 +178,7 @@ def failing(case, changes, policy, count=1):
 
 
 def with_policies(cases):
-    """Each case under one policy, in turn; under the other one too where everything is asked (`make thorough`)."""
-    asked = []
-    for place, case in enumerate(cases):
-        known = policies(case)
-        chosen = known[place % len(known)]
-        asked += [pytest.param(case, one, marks=() if one == chosen else pytest.mark.thorough) for one in known]
-    return pytest.mark.parametrize(("case", "policy"), asked)
+    return pytest.mark.parametrize(("case", "policy"), [(case, policy) for case in cases for policy in policies(case)])
 
 
 @pytest.mark.parametrize(
