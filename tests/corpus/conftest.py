@@ -14,9 +14,9 @@ def pytest_collection_modifyitems(items):
     changes = sorted({item.originalname for item in items if item.path.name == "test_variants.py"})
     for item in items:
         case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-        if case and item.originalname in changes and item.get_closest_marker("slow"):
-            if (changes.index(item.originalname) + CASES.index(case)) % 2:
-                item.add_marker(pytest.mark.thorough)
+        varied = case and item.originalname in changes and item.get_closest_marker("slow")
+        if varied and (changes.index(item.originalname) + CASES.index(case)) % 2:
+            item.add_marker(pytest.mark.thorough)
         if case in NOT_HERE:
             reason = f"the label of {case} holds for {runs.label(case)['holds']}"
             item.add_marker(pytest.mark.skip(reason=reason))
