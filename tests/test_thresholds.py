@@ -42,7 +42,7 @@ from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
-from tests.diagnosis.trends import test_batch_rules, test_step_rules, test_tensor_rules
+from tests.diagnosis.trends import test_batch_rules, test_skips, test_step_rules, test_tensor_rules
 from tests.diagnosis.trends.lines import changed, details, judged, steps
 from tests.diagnosis.updates import test_single_updates
 from tests.scaling.test_search import noise, searched
@@ -317,7 +317,7 @@ CASES = {
     "AMP723.falls": (6, watched(steps(**test_step_rules.scale([100, 200, 300, 400])))),
     "AMP723.in_a_row": (2, watched(steps(**test_step_rules.scale([100, 101])))),
     "AMP723.least": (4096.0, watched(steps(**test_step_rules.scale([100, 101, 102, 103, 104])))),
-    "AMP723.at_floor": (3, watched(steps(**test_step_rules.at_floor(20)))),
+    "AMP723.at_floor": (3, watched(steps(**test_step_rules.at_floor(14)))),
     "AMP724.sum": (4.0, watched(steps(900, loss=slight_rise, gradient_norm=noisy_rise))),
     "AMP724.loss": (0.5, watched(steps(900, loss=slight_rise))),
     "AMP724.norm": (0.5, watched(steps(900, gradient_norm=noisy_rise))),
@@ -348,6 +348,10 @@ CASES = {
     "AMP737.share": (0.9, watched(details(change=changed("norm", 2, "parameter", test_tensor_rules.since(0.9))))),
     "AMP738.lost": (0.99, watched(details(change=test_tensor_rules.rounded_away))),
     "AMP739.share": (0.95, watched(steps(700, loss=test_step_rules.rots))),
+    "AMP740.settling": (100, watched(test_skips.none_taken(60))),
+    "AMP740.starts": (3, watched(test_skips.scaler_anew(5, 3))),
+    "AMP741.loss": (1.2, watched(test_skips.quiet(60, loss=lambda at, v: v * (1.5 if at >= 25 else 1)))),
+    "AMP741.norm": (1e3, watched(test_skips.quiet(120, norm=test_skips.climbing))),
     "AMP902.norms": (
         10,
         lambda thresholds: known_failure(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdoctor.evidence.codec import Count, Positive
+from ampdoctor.evidence.codec import UNWRITTEN, Count, Positive
 
 Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler", "configuration"]
 """The part of a training step. `loss` is loop and loss code that runs outside the model's own forward. `configuration`
@@ -22,10 +22,12 @@ class Source:
     Attributes:
         file: Path as Python knows it, relative to the working directory if it lies below it.
         line: 1-based line number.
+        installed: The file is an installed package's: not the user's to change.
     """
 
     file: str
     line: Positive
+    installed: bool = field(default=False, compare=False, metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

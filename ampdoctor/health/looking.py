@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ampdoctor.diagnosis.catalogue import codes_in
+from ampdoctor.diagnosis.log.log_alone import at_the_end
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.codec import Positive
@@ -17,7 +18,7 @@ from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
 from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import AlertLine, LookLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.run_log.tables import DetailTable
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.condenser import Condenser
@@ -77,6 +78,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
             reader.hear(whole)
             if told is not None and number % _EVERY == 0:
                 told(number)
+    reader.ends()
     source = shown_path(found.folder)
     kind = found.kind.format
     runs = reader.condenser.runs(
@@ -91,6 +93,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
             else f"{found.name} has no step: nothing was trained yet, or nothing was logged."
         )
     findings, undone = reader.findings()
+    findings += tuple(_of_the_end(reader.condenser, thresholds))
     return Looked(
         runs=runs,
         findings=findings,
@@ -140,6 +143,7 @@ class _Reader:
         self._shown: int | None = None
         self._found: list[tuple[int, Finding]] = []
         self._judged = codes_in("trends")
+        self._last: dict[int, Stamped] = {}
 
     def hear(self, whole: Stamped) -> None:
         stamp, line = whole.stamp, whole.line
@@ -150,6 +154,7 @@ class _Reader:
             self._judge = self._judge_of(stamp)
         if stamp.rank == self._shown:
             self.condenser.hear(whole)
+        self._last[stamp.rank] = whole
         kind = type(line)
         if kind is AlertLine and isinstance(line, AlertLine):
             if line.finding.code not in self._judged:  # those are found anew, with the thresholds in force
@@ -158,9 +163,15 @@ class _Reader:
             self._judge.knows(line)
             for finding in line.findings:
                 self._add(whole, _at(finding, line.step))
-        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable):
+        elif (found := self._judge.hear(line)) and isinstance(line, StepLine | DetailLine | DetailTable | EndLine):
             for finding in found:
                 self._add(whole, finding)
+
+    def ends(self) -> None:
+        """No line follows: of a log that just breaks off, the last steps are judged as they stand."""
+        for rank, judge in self.ranks.items():
+            for finding in judge.ends():
+                self._add(self._last[rank], finding)
 
     def _judge_of(self, stamp: Stamp) -> Judge:
         rank, restarts = stamp.rank, self._restarts.get(stamp.rank, stamp.restarts)
@@ -199,8 +210,16 @@ class _Reader:
                 continue
             key = (finding.code, finding.where.tensor, step, finding.evidence.get("optimizer"))
             ranks.setdefault(key, set()).add(finding.where.rank)
-            standing.setdefault(key, finding)
+            if key not in standing or finding.where.rank == standing[key].where.rank:  # which says more than before
+                standing[key] = finding
         return tuple(_of_ranks(finding, len(ranks[key])) for key, finding in standing.items()), tuple(undone)
+
+
+def _of_the_end(condenser: Condenser, thresholds: Thresholds) -> Iterator[Finding]:
+    """What the steps that stand in the end say; of several optimizers, whose steps they are."""
+    for optimizer, entries in condenser.last_entries():
+        for finding in at_the_end(entries, thresholds):
+            yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
 
 
 def _at(finding: Finding, step: int) -> Finding:

@@ -16,11 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.scaler_calls import told_of_scalers
+from ampdoctor.loop.scaler_events import raised_by_scaler
 from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
-from ampdoctor.probes.ops.source import user_frames
+from ampdoctor.probes.ops.source import own_line, user_frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,25 @@ class Attempt:
     seconds: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """An optimizer steps once more on the gradients of its last update, or its scaler does: no step of its own.
+
+    Attributes:
+        step: The number of that update.
+        name: The optimizer's name.
+        scaled: A scaler has made that update, or skipped it.
+        held_back: It has skipped it.
+        line: The user's line that makes the call, as Python names it.
+    """
+
+    step: int
+    name: str
+    scaled: bool
+    held_back: bool
+    line: tuple[str, int] | None
+
+
 class LoopListener(Protocol):
     """Told of a loop's updates; what it raises ends the loop, and nothing else of it does."""
 
@@ -59,6 +80,12 @@ class LoopListener(Protocol):
     def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """The update was made, or skipped; None where only a device knows."""
 
+    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
+        """A scaler has refused a call of "unscale_", "step" or "update", for this optimizer or None."""
+
+    def stepping_again(self, again: Again) -> None:
+        """An optimizer is about to step on gradients that it has used, or its scaler has skipped that."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -70,6 +97,8 @@ class _Known:
         name: Its name.
         attempts: Its updates so far.
         last: When the last of them ended.
+        scaled: A scaler has made the last of them, or skipped it.
+        held_back: It has skipped it.
     """
 
     there: weakref.ref[Any]
@@ -77,6 +106,28 @@ class _Known:
     name: str
     attempts: int = 0
     last: float | None = None
+    scaled: bool = False
+    held_back: bool = False
+
+
+@dataclass(slots=True)
+class ScalerFacts:
+    """What a loop has asked of its scalers.
+
+    Attributes:
+        knows_scale: It has asked for a scale, and may scale and unscale in its own code.
+        updates: Calls of `update` so far.
+        scaled_by: The scaler that has scaled a loss last.
+    """
+
+    knows_scale: bool = False
+    updates: int = 0
+    scaled_by: weakref.ref[Any] | None = None
+
+    @property
+    def last(self) -> Any:
+        """The scaler that has scaled a loss last; None where it is gone, or none has."""
+        return None if self.scaled_by is None else self.scaled_by()
 
 
 class LoopWatch:
@@ -87,10 +138,15 @@ class LoopWatch:
 
     Args:
         listener: Told of the updates.
+
+    Attributes:
+        recorder: Records the steps.
+        scalers: What the loop has asked of its scalers.
     """
 
     def __init__(self, listener: LoopListener) -> None:
         self.recorder = StepRecorder()
+        self.scalers = ScalerFacts()
         self._listener = listener
         self._optimizers: dict[int, _Known] = {}
         self._names = 0
@@ -151,6 +207,11 @@ class LoopWatch:
         """The same, to be kept behind the update."""
         return self.recorder.keepable(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
+    def name_of(self, optimizer: Any) -> str:
+        """The name of an optimizer in the log; "" for one that has made no update yet."""
+        known = self._optimizers.get(id(optimizer))
+        return known.name if known is not None and known.there() is optimizer else ""
+
     def whose(self, name: str) -> str | None:
         """What the loop calls the optimizer of this name, and of what kind it is; None where it steps no others."""
         living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
@@ -165,14 +226,40 @@ class LoopWatch:
         """As in `ScalerListener`."""
         if self._is_not_ours():
             return run()
+        if method in ("get_scale", "state_dict"):
+            # which asks for the scale: a checkpoint is no arithmetic
+            self.scalers.knows_scale |= method == "get_scale" and not self._here.saving
+            self._here.saving = method == "state_dict"
+            try:
+                return run()
+            finally:
+                self._here.saving = False
         if method == "scale":
-            return self.recorder.scaled(argument, run)
+            self.scalers.scaled_by = weakref.ref(scaler)
+            result = self.recorder.scaled(argument, run)
+            # a number, to learn the scale
+            self.scalers.knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
+            return result
+        if method == "update":
+            self.scalers.updates += 1
+        inside = self._here.scaler is not None  # a step unscales by itself
+        try:
+            return self._called(scaler, method, argument, run)
+        except Exception as error:
+            if not inside and raised_by_scaler(error):
+                self._listener.refused(method, argument if hasattr(argument, "param_groups") else None, error)
+            raise
+
+    def _called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method == "unscale_":
             self._listener.unscaling(argument)
             self.recorder.unscaling()
+            again = hasattr(argument, "param_groups") and self.recorder.used.are_used(argument)
             with self.recorder.pausing():
                 result = run()
             self.recorder.unscaled(argument)
+            if again:
+                self.recorder.used.unscaled(argument)
             return result
         if method != "step":
             return run()
@@ -185,6 +272,8 @@ class LoopWatch:
             here.scaler = None
         if not here.made and hasattr(argument, "param_groups"):
             with self._telling:
+                if self._steps_again(self._innermost(argument)):
+                    return result
                 attempt, losses = self._attempt_of(self._innermost(argument), scaler)
                 self._listener.held_back(attempt, losses)
                 self._ended(attempt, skipped=True)
@@ -214,7 +303,7 @@ class LoopWatch:
 
         def judged(*inner: Any, **named: Any) -> Any:
             result = closure(*inner, **named)
-            self._judge(optimizer, scaler)
+            self._judge(optimizer, scaler, inside=1)
             return result
 
         return (
@@ -222,9 +311,12 @@ class LoopWatch:
             {key: judged if value is closure else value for key, value in kwargs.items()},
         )
 
-    def _judge(self, optimizer: Any, scaler: Any) -> None:
+    def _judge(self, optimizer: Any, scaler: Any, *, inside: int = 0) -> None:
         self.recorder.rest()
         with self._telling:
+            if self._steps_again(optimizer, inside=inside):
+                self._here.again = optimizer
+                return
             attempt, losses = self._attempt_of(optimizer, scaler)
             self._here.attempt = attempt
             if _holds_back(optimizer):
@@ -236,6 +328,10 @@ class LoopWatch:
         if self._is_not_ours():
             return
         attempt, passed = self._here.attempt, self._here.passed
+        if self._here.again is optimizer:
+            self._here.again = None
+            self.recorder.used.used(optimizer)
+            self.recorder.updated(optimizer)
         if passed is optimizer:
             self._by_themselves[id(optimizer)] = optimizer
         if attempt is not None and attempt.optimizer is optimizer:
@@ -248,12 +344,34 @@ class LoopWatch:
         first = known.attempts == 0
         known.attempts += 1
         known.last = time.monotonic()
+        known.scaled, known.held_back = attempt.scaler is not None, bool(skipped)
+        self.recorder.used.used(attempt.optimizer)
         self._listener.attempted(attempt, skipped=skipped)
         self.recorder.updated(attempt.optimizer)
         try:
             self._find_models(attempt, first=first)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.recorder.fail(error)
+
+    def _steps_again(self, optimizer: Any, *, inside: int = 0) -> bool:
+        """Whether an optimizer is about to use gradients once more; if so, and it is no part of a step, that is told.
+
+        `inside` is how many of its calls are running: 1 where a closure is asked.
+        """
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
+            return False
+        if not inside_own_step(optimizer, known=inside):
+            self._listener.stepping_again(
+                Again(
+                    step=known.attempts - 1,
+                    name=known.name,
+                    scaled=known.scaled,
+                    held_back=known.held_back,
+                    line=own_line(),
+                )
+            )
+        return True
 
     def _find_models(self, attempt: Attempt, *, first: bool) -> None:
         models = self.recorder.models
@@ -331,6 +449,8 @@ class _OfThread(threading.local):
         made: The optimizer was called in it.
         attempt: The update that is about to be made.
         passed: A wrapper whose step runs, as long as that of what it holds does not.
+        again: An optimizer that is stepping once more on the gradients of its last update.
+        saving: A scaler's state is being taken.
     """
 
     def __init__(self) -> None:
@@ -338,6 +458,8 @@ class _OfThread(threading.local):
         self.made = False
         self.attempt: Attempt | None = None
         self.passed: Any = None
+        self.again: Any = None
+        self.saving = False
 
 
 def _share(here: Any, there: Any) -> bool:

@@ -192,7 +192,7 @@ class StepWatch(Listener):
                 self._trace.met(state_of(None, [optimizer]))
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._run.events.after_step()
+        self._run.events.after_step(optimizer)
         if self._trace.idle or self._stepped is not optimizer:
             return
         self._judge_use(optimizer)  # what a closure spread is there only now

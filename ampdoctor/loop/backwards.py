@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.loop.hooks.used_gradients import UsedGradients
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
 
 PLAIN = 1.0
@@ -35,16 +36,19 @@ class Backwards:
     Attributes:
         scale: Of the loss of the last run of autograd's engine, backward or not; None for a plain one.
         scaled: A scaler was seen to scale a loss, in any step.
+        used: Which gradients an optimizer has used.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], on_kept_graph: Callable[[], None]) -> None:
         self._parameters = parameters
         self._on_kept_graph = on_kept_graph
         self.scaled = False
+        self.used = UsedGradients()
         self.clear()
 
     def clear(self) -> None:
         """Forget the last step."""
+        self.used.clear()
         self._scaled_one = False  # a step that scales once has no graph to be walked
         self._versions: dict[int, int] = {}
         self._written: dict[int, weakref.ref[torch.Tensor]] = {}  # by id(parameter): the gradient of that version
@@ -73,6 +77,7 @@ class Backwards:
                     hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
 
         def seen(backward: Backward, run: Callable[[], Any]) -> Any:
+            self.used.engine_runs()
             if not self._depth:  # one inside another (reentrant checkpointing) is a part of it
                 self.scale = None
                 self._accumulates = backward.accumulated
@@ -87,6 +92,7 @@ class Backwards:
 
         with hooks:
             hook()
+            hooks.enter_context(self.used.watching())
             hooks.enter_context(seen_backwards(seen))
             if clipping is not None:
                 setattr(clip_grad, _CLIP, self._noting_clips(clipping))
@@ -160,7 +166,9 @@ class Backwards:
 
     def _noting_clips(self, clipping: Callable[..., None]) -> Callable[..., None]:
         def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> None:
-            for parameter in parameters if isinstance(parameters, list) else ():
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self.used.clipped({id(p.grad) for p in parameters if p.grad is not None})
+            for parameter in parameters:
                 if self._parts.get(id(parameter), {PLAIN}) != {PLAIN}:
                     self._clips[id(parameter)] = (total_norm, float(max_norm))
             clipping(parameters, max_norm, total_norm, *args, **kwargs)

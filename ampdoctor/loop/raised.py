@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
 """Maximum number of characters of an exception's own text in one sentence; the rest is in the traceback."""
@@ -27,3 +29,12 @@ def describe(error: BaseException) -> str:
     if len(message) > _MAX_MESSAGE:
         message = message[: _MAX_MESSAGE - 3] + "..."
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an exception, what it was raised from, and what was being handled then, once each."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

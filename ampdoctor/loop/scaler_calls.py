@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ampdoctor.loop.torch_internals import replaced
+from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
 
-_METHODS = ("scale", "unscale_", "step", "update")
+_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
 class ScalerListener(Protocol):
@@ -26,7 +26,7 @@ class ScalerListener(Protocol):
 
         Args:
             scaler: The scaler.
-            method: "scale", "unscale_", "step" or "update".
+            method: "scale", "unscale_", "step", "update", "get_scale" or "state_dict".
             argument: The first argument: what is scaled, the optimizer, the new scale or None.
             run: Makes the call.
         """
@@ -34,7 +34,7 @@ class ScalerListener(Protocol):
 
 @contextmanager
 def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
-    """Inside, each call on an enabled `torch.amp.GradScaler`, or a subclass that calls on, is told once.
+    """Inside, each call on an enabled `torch.amp.GradScaler`, or on one of a subclass, is told once.
 
     Args:
         listener: Told of the calls.
@@ -58,12 +58,10 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        for method in _METHODS:
-            original = getattr(torch.amp.GradScaler, method)
-            stack.enter_context(replaced(torch.amp.GradScaler, method, wrapped(original, method)))
+        stack.enter_context(wrapped_in_each_class(_METHODS, wrapped))
         for scaler in others:
             if not isinstance(scaler, torch.amp.GradScaler):
-                for method in _METHODS:
+                for method in (method for method in _METHODS if hasattr(type(scaler), method)):
                     setattr(scaler, method, MethodType(wrapped(getattr(type(scaler), method), method), scaler))
                     stack.callback(vars(scaler).pop, method, None)
         yield

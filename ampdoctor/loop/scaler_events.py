@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.of_runs.trace import StepEvent
+from ampdoctor.evidence.where import Source
 from ampdoctor.loop.backwards import PLAIN, Backwards
+from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
+from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.phases import Part, Phases
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
@@ -60,6 +64,7 @@ class StepEvents:
     Attributes:
         backwards: What is known of the step's backwards.
         refused: The scaler's method that torch itself ended the step in, because it is not its turn; None else.
+        called_at: Gives the line of the call that is running, for what is told with its line.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class StepEvents:
         self._looking = False
         self._knows_scale = False
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
+        self.called_at: Callable[[], Source | None] = lambda: None
         self.clear()
 
     def clear(self) -> None:
@@ -90,6 +96,7 @@ class StepEvents:
         self._stepping: Any = None  # the scaler whose `step` was called last
         self._scales: dict[int, _Known] = {}
         self._running: list[tuple[int, str]] = []
+        self._held_back: set[str] = set()  # optimizers whose last update their scaler has skipped
         self.refused: str | None = None
 
     def next_step(self, optimizer: str) -> None:
@@ -137,8 +144,8 @@ class StepEvents:
                 before = partial(self.before_step, name=name)  # a wrapper's hooks may be those of what it wraps
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
                 stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
+            stack.enter_context(wrapped_in_each_class(_SCALER_METHODS, self._of_class))
             for method in _SCALER_METHODS:
-                self._wrap_class(method, stack)
                 for scaler in (self._scaler, *scalers):  # a subclass of torch's may have methods of its own
                     if hasattr(scaler, method):
                         self._wrap_own(scaler, method, stack)
@@ -156,9 +163,11 @@ class StepEvents:
         outside = self._phases.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
-    def after_step(self, *_: Any) -> None:
+    def after_step(self, optimizer: Any = None, *_: Any) -> None:
         """A hook: an optimizer's step ends."""
         self._phases.leave_optimizer()
+        if optimizer is not None:
+            self.backwards.used.used(optimizer)
 
     def _of_step(self, optimizer: Any, name: str, *, anew: bool) -> StepEvent:
         inside = getattr(optimizer, "grad_scale", None) is not None
@@ -167,6 +176,7 @@ class StepEvents:
         late = name in self._unscaled and not inside
         asked = any(method == "step" for _, method in self._running)  # the optimizer may unscale by itself
         taken_in = scale if inside and scale is not None else PLAIN
+        again = not anew and self.backwards.used.are_used(optimizer) and not inside_own_step(optimizer)
         return StepEvent(
             kind="optimizer_step",
             optimizer=name,
@@ -177,6 +187,9 @@ class StepEvents:
             scales=self.backwards.scales(optimizer),
             still_scaled=0 if asked or anew else self.backwards.still_scaled(optimizer),
             casts_kept=torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
+            again=again,
+            held_back=again and name in self._held_back,
+            source=self.called_at() if again else None,
         )
 
     def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:
@@ -189,14 +202,11 @@ class StepEvents:
         setattr(scaler, method, wrapped)
         stack.callback(lambda: setattr(scaler, method, original) if had else delattr(scaler, method))
 
-    def _wrap_class(self, method: str, stack: ExitStack) -> None:
-        original = getattr(torch.amp.GradScaler, method)
-
+    def _of_class(self, original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def wrapped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._called(scaler, method, original.__get__(scaler), args, kwargs)
+            return self._called(scaler, method, partial(original, scaler), args, kwargs)
 
-        setattr(torch.amp.GradScaler, method, wrapped)
-        stack.callback(setattr, torch.amp.GradScaler, method, original)
+        return wrapped
 
     def _called(
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -216,6 +226,8 @@ class StepEvents:
         optimizer = args[0] if args and method != "scale" else kwargs.get("optimizer")
         self._listener.calls(scaler, optimizer)
         asking: AbstractContextManager[None] = nullcontext()
+        made = len(self.events)
+        used = method == "unscale_" and optimizer is not None and self.backwards.used.are_used(optimizer)
         if method != "scale" and _is_enabled(scaler):
             event = self._record(scaler, method, optimizer)
             if method == "step":
@@ -223,6 +235,10 @@ class StepEvents:
         twice = method == "scale" and bool(args) and self.backwards.scaled_twice(args[0])
         with asking:
             result = self._call(scaler, method, optimizer, partial(original, *args, **kwargs))
+        if used:
+            self.backwards.used.unscaled(optimizer)
+        if method == "step" and hasattr(optimizer, "param_groups"):
+            self._note_use(optimizer, made)
         if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
             self._scaled_by = self._last = scaler
             self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad  # a number, to learn it
@@ -230,13 +246,22 @@ class StepEvents:
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
 
+    def _note_use(self, optimizer: Any, made: int) -> None:
+        """A scaler's `step` is over, which began after so many events: it has stepped the optimizer, or skipped it."""
+        name = self._name_of(optimizer)
+        if any(event.kind == "optimizer_step" and event.optimizer == name for event in self.events[made:]):
+            self._held_back.discard(name)
+        else:
+            self._held_back.add(name)
+            self.backwards.used.used(optimizer)
+
     def _call(self, scaler: Any, method: str, optimizer: Any, original: Callable[[], Any]) -> Any:
         depth = self._phases.enter("scaler")
         self._running.append((id(scaler), method))
         try:
             return original()
         except Exception as error:
-            self.refused = method if _raised_by_torch(error) else None
+            self.refused = method if raised_by_scaler(error) else None
             raise
         finally:
             self._running.remove((id(scaler), method))
@@ -298,10 +323,15 @@ class StepEvents:
             self._looking = False
 
 
-def _raised_by_torch(error: Exception) -> bool:
-    """Raised by a line of GradScaler itself, not by something that it called."""
+def raised_by_scaler(error: BaseException) -> bool:
+    """Return whether a line of torch's scalers themselves has raised this, not something that they called."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename == torch.amp.grad_scaler.__file__
+    return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, _sharded())
+
+
+def _sharded() -> str | None:
+    """The file of FSDP's scaler, where a program has imported that."""
+    return getattr(sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler"), "__file__", None)
 
 
 def _is_enabled(scaler: Any) -> bool:

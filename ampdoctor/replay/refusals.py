@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 import re
 import traceback
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ _TABLE = (
     ),
 )
 _LARGEST = {False: "65504, float16's largest number", True: "3.39e38, bfloat16's largest number"}
-_TORCH = str(Path("site-packages", "torch"))
+_TORCH = str(Path("site-packages", "torch")) + os.sep
 _LONGEST = 40
 """Maximum number of characters of a call's name; of a longer one, its last part."""
 
@@ -90,7 +91,7 @@ def _place(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((str(FOLDER), "<")) and _TORCH not in frame.filename
+        if not frame.filename.startswith((f"{FOLDER}{os.sep}", "<")) and _TORCH not in frame.filename
     ]
     if not frames:
         return ""

@@ -438,10 +438,10 @@ class Session:
         loss = readable_loss(loss)
         if any(event.kind == "optimizer_step" for event in self.events.events):
             for scheduler in self.schedulers:
-                if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    scheduler.step(loss_number(loss) or 0.0)
-                else:
+                if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                     scheduler.step()
+                elif (metric := loss_number(loss)) is not None:  # a step that returns no loss gives it nothing to judge
+                    scheduler.step(metric)
         return loss
 
     # -- changes -------------------------------------------------------------------------------------------------

@@ -48,11 +48,11 @@ def default_step(
         loss = _backward(run, batch, scaler, autocast)
         total = loss if total is None else total + loss
     trained = [o for o in optimizers.values() if any(p.requires_grad for g in o.param_groups for p in g["params"])]
-    for optimizer in trained:  # a scaler refuses to step if it has not scaled anything
-        if run.max_grad_norm is not None:
+    if run.max_grad_norm is not None and trained:  # a scaler refuses to step if it has not scaled anything
+        for optimizer in trained:
             scaler.unscale_(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
+        held = {id(p): p for optimizer in trained for group in optimizer.param_groups for p in group["params"]}
+        torch.nn.utils.clip_grad_norm_(list(held.values()), run.max_grad_norm)  # the total norm: one for all optimizers
     for optimizer in trained:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise FactoryError(

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
+from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
+from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, stepped_again_finding, suspicious
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -33,7 +34,8 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report.counted import counted_from
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.ops.source import as_source, raising_line
+from ampdoctor.live.protocol import half_weights
+from ampdoctor.probes.ops.source import as_source, own_line, raising_line
 from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
@@ -51,7 +53,7 @@ from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.opening.unexamined import never_updated, saw_anything, unexamined
 from ampdoctor.workflows.opening.until_sick import LAST, elsewhere, interrupted, only_looked_at
 from ampdoctor.workflows.proving.judge import Judge
-from ampdoctor.workflows.proving.one_cause import led_on, told_once
+from ampdoctor.workflows.proving.one_cause import led_on, told_once, unproved_while_misused
 from ampdoctor.workflows.proving.proof import as_far_as_replayed, proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
@@ -161,6 +163,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
+        self.session.events.called_at = lambda: as_source(own_line())
         self._at_start = Kept(trained={name: sample(tensor).clone() for name, tensor in held(self.session)})
         self.back = WayBack(self.steps, self._beside_at_the_end if self.until_sick else 0)
         self.back.also(0, self.start)
@@ -238,9 +241,9 @@ class _Search:
             if not left_out:
                 self._note_headroom(sentinel)
             self._tell("replaying", step + 1)
-            only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
-            if raised is not None and self.session.events.refused and only_gradients:
-                self._say_what_was_refused(step, raised)
+            if self._breaks_protocol(outcome, sentinel):
+                if self._goes_on(step, self.back.nearest, raised=outcome.raised):
+                    continue
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
@@ -430,11 +433,38 @@ class _Search:
             ended = f"the batches end after {len(self.outcomes)} of {self.steps} (--max-steps)"
             self.skipped.append(Skipped(what="further steps", reason=ended))
 
+    def _breaks_protocol(self, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """Do the step's calls alone show that it misuses its scaler? If so, add the finding."""
+        raised = self.session.raised
+        only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+        if raised is not None and self.session.events.refused and only_gradients:
+            self._say_what_was_refused(outcome.step, raised)
+            return True
+        return self._steps_again(outcome)
+
+    def _steps_again(self, outcome: StepOutcome) -> bool:
+        """Does an optimizer step on gradients that it has used already? If so, add the finding, once.
+
+        Returns whether a scaler is at work: then what a replay shows of such a loop proves no change, as its next
+        skipped update will be made all the same.
+        """
+        again = next((event for event in outcome.events if event.again), None)
+        if again is None or any(finding.code == MISUSE.code for finding in self.findings):
+            return False
+        scaled = again.scale is not None
+        finding = stepped_again_finding(outcome.step, again.source, held_back=again.held_back, scaled=scaled)
+        self.findings.append(finding)
+        return scaled
+
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         """Add the finding that torch's scaler refuses the order of the step's calls."""
-        source = as_source(raising_line(raised.__cause__)) if raised.__cause__ is not None else None
-        finding = refused_call_finding(step, self.session.events.refused or "", raised.raised, source)
-        self.findings.append(replace(finding, prescription=after_refusal(self.session)))
+        session = self.session
+        source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
+        halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
+        refused, advice = session.events.refused or "", after_refusal(session, halves)
+        self.findings.append(
+            refused_call_finding(step, refused, raised.raised, source=source, advice=advice, halves=halves)
+        )
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
         """Add to the findings what the user's own code raised: it noticed the harm, too."""
@@ -564,7 +594,9 @@ class _Search:
         )
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, replayed_here(self.replay, self.session, len(self.outcomes))))
-        findings = tuple(as_far_as_replayed(self.replay.located(f)) for f in sorted(found, key=_worst_first))
+        findings = tuple(
+            as_far_as_replayed(self.replay.located(f)) for f in sorted(unproved_while_misused(found), key=_worst_first)
+        )
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]

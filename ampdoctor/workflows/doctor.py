@@ -13,37 +13,42 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
+from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
 from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import ErrorNote, Report
+from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
-from ampdoctor.evidence.run_log.lines import EndLine, LookLine, RunLine
+from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
 from ampdoctor.live.guard import Guard
 from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.loop_watch import Attempt, LoopWatch
+from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
+from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
+from ampdoctor.live.recording.naming import together
 from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import describe
+from ampdoctor.loop.raised import causes_of, describe
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
+from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
-from ampdoctor.workflows.last_update import LastUpdate
+from ampdoctor.workflows.last_update import LastUpdate, lost_weight
 from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -148,6 +153,8 @@ class Doctor:
         self._attentive = 0  # attempts that are still read before their update, on any device
         self._failed = False
         self._described = False
+        self._protocol = Protocol(self._watch)
+        self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
 
     @contextmanager
@@ -174,6 +181,7 @@ class Doctor:
             stack.callback(self._log.close)
             self._log.describe(**software(), script={"command": list(self._request.command)})
             stack.enter_context(self._constructions.recording())
+            stack.enter_context(self._protocol.half_made.recording())
             stack.enter_context(self._watch.watching(*scalers))
             self._watch.meet(model, optimizers)
             stack.enter_context(self._numbers.watching())
@@ -191,9 +199,10 @@ class Doctor:
             error: What ended it; `SystemExit` too.
         """
         self._ended_by(error)
+        self._look_at_the_weights()
         if not self._failed:
             self._tell_what_ended()
-        if not self._lines.attempted and self._watch.recorder.backwards:
+        if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=_code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
@@ -209,6 +218,7 @@ class Doctor:
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         norm = self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if self._is_readable(attempt):
             self._updates.clear()
@@ -226,6 +236,10 @@ class Doctor:
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
+        if self._protocol.is_never_updated(attempt) and self.report is None:
+            program = with_inner_autocast(self._watch.program(attempt))
+            self._examine(program, SKIPPED, name=attempt.name, settles=False, advice=NEVER_UPDATED)
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
 
@@ -235,6 +249,7 @@ class Doctor:
         self._guard.release()
         if skipped is False:
             self._settling.pop(attempt.name, None)
+            self._protocol.taken(attempt)
         else:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
@@ -247,6 +262,20 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+
+    @_harmless
+    def stepping_again(self, again: Again) -> None:
+        """As in `LoopListener`."""
+        source = as_source(again.line)
+        finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
+        self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
+
+    @_harmless
+    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
+        """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
+        finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
+        # the error itself would keep the loop's frames alive
+        self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
@@ -294,6 +323,7 @@ class Doctor:
             return None if norm is None or bool(norm.isfinite()) else "its gradients are not finite"
 
     def _clipped(self, clip: Clip) -> None:
+        self._protocol.clipping(clip)
         if clip.max_norm is not None:
             self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
@@ -332,13 +362,44 @@ class Doctor:
         if settles and left > 0:
             self._settling[attempt.name] = left - 1
             return
-        self._examine(with_inner_autocast(self._watch.program(attempt)), what, name=attempt.name, settles=settles)
+        program = with_inner_autocast(self._watch.program(attempt))
+        scaler = past_its_scaler(self._watch, attempt)
+        if scaler is not None and self._request.look != "off" and not self._watch.recorder.is_crowded:
+            program = replace(program, scaler=scaler)
+            with self._watch.looking_away():
+                if self._look(program, settles=True).report is None:
+                    self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
+                    return
+        self._examine(program, what, name=attempt.name, settles=settles)
 
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
+        self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
         if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
             self._look_at_the_end()
+
+    def _tell_what_was_refused(self, error: BaseException | None) -> None:
+        """Say why a scaler has refused a call, where that has ended the training."""
+        refused, self._refused = self._refused, None
+        if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
+            self._is_misused(*refused[1:], key="refused")
+
+    @_harmless
+    def _look_at_the_weights(self) -> None:
+        """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
+        recorder = self._watch.recorder
+        if self.report is not None or self._request.look == "off" or not recorder.used.any_backward:
+            return
+        step = max(self._lines.turn - 1, 0)
+        with self._watch.looking_away():
+            parameters = dict(together(recorder.models.roots).named_parameters())
+            finding = lost_weight(parameters, step)
+        if finding is not None:
+            run = Run(step=step, kept=self._kept(None))
+            report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+            report = self._explained(report, parameters)
+            self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
 
     def _look_at_the_end(self) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
@@ -351,7 +412,7 @@ class Doctor:
             program = recorder.program(None, name="", scaler=None, step=step, root=root)
             self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
 
-    def _examine(self, program: Program, what: str, *, name: str, settles: bool) -> None:
+    def _examine(self, program: Program, what: str, *, name: str, settles: bool, advice: str = "") -> None:
         request = self._request
         if request.look == "off":
             return
@@ -366,18 +427,10 @@ class Doctor:
             seen = _not_looked_at(program, what, SEVERAL)
         else:
             with self._watch.looking_away():
-                seen = look(
-                    program,
-                    policy=policy_in_force(),
-                    device=_device_of(program),
-                    thresholds=request.thresholds,
-                    settles=settles,
-                )
+                seen = self._look(program, settles=settles)
         if seen.report is not None:
-            report, parameters = seen.report, dict(program.model.named_parameters())
-            for update in self._last.values():
-                report = update.explained(report, parameters)
-            seen = replace(seen, report=report)
+            report = self._explained(seen.report, dict(program.model.named_parameters()))
+            seen = replace(seen, report=_advised(report, advice) if advice else report)
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)
@@ -395,6 +448,40 @@ class Doctor:
                 elsewhere = f"ampdoctor bisect-nan {bundle.folder}"
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
+
+    def _look(self, program: Program, *, settles: bool) -> Look:
+        return look(
+            program,
+            policy=policy_in_force(),
+            device=_device_of(program),
+            thresholds=self._request.thresholds,
+            settles=settles,
+        )
+
+    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
+            return  # what is wrong begins before any scale
+        finding = self._protocol.broken_by(attempt)
+        if finding is not None:
+            self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
+
+    def _is_misused(self, finding: Finding, optimizer: str, *, key: str) -> None:
+        """The loop's calls break the scaler's protocol, which no look has to show: told once for each `key`."""
+        if key in self._said:
+            return
+        self._said.add(key)
+        if self.report is not None or finding.severity != "error":
+            self._log.write(AlertLine(step=finding.where.step or 0, finding=finding))
+            self._say(f"{finding.severity} {finding.code}: {finding.message}")
+            return
+        run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        self._diagnosed(report, "its calls break the scaler's protocol", bundle=None, seconds=None)
+
+    def _explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
+        for update in self._last.values():
+            report = update.explained(report, parameters)
+        return report
 
     def _hope(self, program: Program, name: str) -> None:
         self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
@@ -547,9 +634,18 @@ class Doctor:
         }
         sentences = [f"{what}: {why}" for what, why in ended.items() if why is not None]
         for sentence in (*sentences, *self._watch.recorder.models.unseen):
-            if sentence not in self._said:
-                self._said.add(sentence)
-                self._say(sentence)
+            self._say_once(sentence)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
+
+
+def _advised(report: Report, advice: str) -> Report:
+    """A report of one step, with what more steps than that have shown."""
+    told = tuple(replace(one, severity="error", help=f"{advice} {one.help}") for one in report.findings)
+    return replace(report, findings=told, verdict="sick" if told else report.verdict)
 
 
 def _not_looked_at(program: Program, what: str, why: str) -> Look:

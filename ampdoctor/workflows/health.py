@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.diagnosis.over_time.course import LEAST
+from ampdoctor.diagnosis.over_time.course import LEAST, LENGTH
 from ampdoctor.diagnosis.over_time.tensor_courses import LEAST_BEFORE
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import shown_path
@@ -33,14 +33,17 @@ from ampdoctor.health.sinks.table import Export
 from ampdoctor.workflows.exporting import refuse_log
 from ampdoctor.workflows.opening.request import Progress
 
-_SIGNALS: tuple[tuple[str, CurveName, str], ...] = (
-    ("loss", "loss", "data"),
-    ("gradient norm", "gradient_norm", "gradient"),
-    ("loss scale", "loss_scale", "scale"),
-    ("learning rate", "learning_rate", "optimizer"),
-    ("time of a step", "step_seconds", "hardware"),
+_SIGNALS: tuple[tuple[str, CurveName, str, int], ...] = (
+    ("loss", "loss", "data", LENGTH),
+    ("gradient norm", "gradient_norm", "gradient", LENGTH),
+    ("loss scale", "loss_scale", "scale", 1),
+    ("learning rate", "learning_rate", "optimizer", LEAST),
+    ("time of a step", "step_seconds", "hardware", LENGTH),
 )
-"""What is looked at, its curve, and what moved first in a finding about it."""
+"""What is looked at, its curve, what moved first in a finding about it, and the taken steps with it from which all
+rules on it judge."""
+_OF_STEPS = frozenset({"AMP722", "AMP740"})
+"""Rules on whether steps are taken, and with what."""
 _NOT_LOGGED = "not in the log"
 _NO_END = "no line end follows it, so that its last number may be cut off"
 
@@ -161,9 +164,22 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
 
 
 def _verdict(findings: Sequence[Finding], runs: Sequence[HealthRun], *, settled: bool) -> Verdict:
-    if settled and not findings and runs and all(_accepted(run) < LEAST for run in runs):
+    told = any(finding.severity != "note" for finding in findings)
+    if settled and not told and runs and all(_judged(run) < LEAST for run in runs):
         return "not_judged"
     return verdict_of(findings, settled=settled)
+
+
+def _judged(run: HealthRun) -> int:
+    """Taken steps with a loss or a norm, of which the rules judge; without either in the log, taken steps."""
+    known = [_known(run, name) for name in ("loss", "gradient_norm")]
+    return max(known) if any(known) else _accepted(run)
+
+
+def _known(run: HealthRun, name: CurveName) -> int:
+    """Taken steps of which the log has a number: of a long log, the spans with it, which are as many at least."""
+    curve = next((curve for curve in run.curves if curve.name == name), None)
+    return 0 if curve is None else min(_accepted(run), sum(value is not None for value in curve.middle))
 
 
 def _accepted(run: HealthRun) -> int:
@@ -201,16 +217,19 @@ def _checks(looked: Looked) -> Iterator[Check]:
     runs = looked.runs
     most = max(runs, key=lambda run: run.steps)
     steps, skipped = most.steps, most.skipped
-    yield Check(name="steps", result="ok", headroom={"steps": steps, "skipped": skipped, "ranks": looked.ranks})
-    known = max(map(_accepted, runs))
-    seen = "ok" if known >= LEAST else f"not judged: too few steps ({known} of {LEAST})"
+    counts = {"steps": steps, "skipped": skipped, "ranks": looked.ranks}
+    codes = {finding.code for finding in looked.findings}
+    result = "ok" if skipped < steps else f"not judged: none of {steps} steps was taken"
+    yield Check(name="steps", result="found" if codes & _OF_STEPS else result, headroom=counts)
     first = [finding.evidence.get("first") for finding in looked.findings]
-    for name, curve, about in _SIGNALS:
+    for name, curve, about, least in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
+        known = max(_known(run, curve) for run in runs)
+        seen = "ok" if known >= least else f"not judged: {known} of {least} steps"
         result = "found" if about in first else seen if there else _NOT_LOGGED
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
-    seen = "ok" if looks > LEAST_BEFORE else f"not judged: too few looks ({looks} of {LEAST_BEFORE + 1})"
+    seen = "ok" if looks > LEAST_BEFORE else f"not judged: {looks} of {LEAST_BEFORE + 1} looks"
     tensors = max((one.of for run in runs for one in run.maps), default=0)
     of_tensors = any(finding.where.tensor is not None for finding in looked.findings)
     result = "found" if of_tensors else seen if tensors else _NOT_LOGGED

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.diagnosis.replay.bad_state import state_finding
+from ampdoctor.evidence.where import Where
 from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding, Report
+    from ampdoctor.evidence.where import NonFinite
     from ampdoctor.live.loop_watch import Attempt
 
 _SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
@@ -89,6 +93,32 @@ class LastUpdate:
             if any(one is parameter for one in group["params"]):
                 return settings
         return None
+
+
+def lost_weight(parameters: Mapping[str, torch.Tensor], step: int) -> Finding | None:
+    """Returns the finding for the first weight that is not finite when a training ends; None where each is.
+
+    Tensors that lie in parts on several processes are not asked: that would need the others.
+
+    Args:
+        parameters: Of the loop's models, by name; those that are frozen may hold infinities on purpose.
+        step: The last update.
+    """
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad or type(parameter.detach()) is not torch.Tensor or not is_nonfinite(parameter):
+            continue
+        stats = stats_of(parameter)
+        module, _, leaf = name.rpartition(".")
+        nonfinite: NonFinite = "nan" if stats.nans else "inf"
+        where = Where(
+            step=step, phase="checkpoint", module=module, op=f"state:{leaf}", tensor=name, nonfinite=nonfinite
+        )
+        message = (
+            f"{name} holds {stats.nans + stats.infs} non-finite values when the training ends, after step {step}: no "
+            "optimizer was seen to make them so, and the loop's own code writes to the weights"
+        )
+        return replace(state_finding("param", where, stats), message=message, cause=None)
+    return None
 
 
 def _reasons(parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:

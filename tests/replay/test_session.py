@@ -88,10 +88,11 @@ def by_hand(model, *, precision, scale=None, accumulate=1, clip=None, divide=Tru
                 value = value / accumulate
             scaler.scale(value).backward()
             total = total + value.detach()
-        for optimizer in optimizers:
-            if clip is not None:
+        if clip is not None:
+            for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
+            nn.utils.clip_grad_norm_([p for o in optimizers for g in o.param_groups for p in g["params"]], clip)
+        for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         for scheduler in schedulers:
@@ -319,6 +320,46 @@ def test_a_step_that_returns_something_else_is_told_so(scheduled):
     )
     with pytest.raises(FactoryError, match="returned dict"):
         replayed(run, steps=1)
+
+
+def test_gradients_are_clipped_to_one_norm_over_all_optimizers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    run = TrainingRun(
+        model=model,
+        batches=[torch.ones(4, 2)],
+        loss=lambda model, x: 1e3 * model(x).sum(),
+        optimizer=lambda m: {str(i): torch.optim.SGD(part.parameters(), lr=0.1) for i, part in enumerate(m)},
+        precision="fp32",
+        max_grad_norm=1.0,
+    )
+    session = Session(run, device=CPU)
+    assert session.has_step(0)
+    session.step(0)
+    norm = torch.stack([p.grad.norm() for p in session.model.parameters()]).norm()
+    assert float(norm) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize(("returns", "rate"), [(False, 0.1), (True, 0.001)])
+def test_a_plateau_is_looked_for_in_losses_that_there_are(returns, rate):
+    def step(model, optimizer):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return 1.0 if returns else None
+
+    run = TrainingRun(
+        model=nn.Linear(1, 1),
+        batches=[1] * 12,
+        step=step,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=3),
+        precision="fp32",
+    )
+    session = Session(run, device=CPU)
+    for index in range(12):
+        assert session.has_step(index)
+        session.step(index)
+    (optimizer,) = session.optimizers.values()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_without_an_optimizer_gradients_are_made_and_nothing_moves():

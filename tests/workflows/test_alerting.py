@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import runpy
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +45,7 @@ def test_an_alert_is_a_line_a_sentence_and_a_call(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ampdoctor"):
         lines = train(tmp_path / "log", on_alert=heard.append)
     alert, *later = [line for line in lines if isinstance(line, AlertLine)]
-    assert {line.finding.code for line in later} <= {"AMP724"}  # what the step has done to the training
+    assert {line.finding.code for line in later} <= {"AMP724", "AMP741"}  # what the step has done to the training
     assert (alert.step, alert.finding.code, alert.finding.severity) == (SICK, "AMP720", "warning")
     assert alert.finding.evidence["first"] == "data"
     assert [f.code for f in heard] == [line.finding.code for line in (alert, *later)]
@@ -57,7 +60,7 @@ def test_of_several_optimizers_it_is_said_whose_step_it_was():
     for step in range(40):
         for at in range(2):
             loss = math.nan if (step, at) == (39, 1) else 2.0
-            alerting.hear(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0)))
+            alerting.hear(stamped(StepLine(step=step, optimizer=at, loss=loss, gradient_norm=1.0, skipped=False)))
     assert [one.partition(":")[0] for one in said] == ["error AMP722 at step 39 of optimizer2"]
 
 
@@ -76,8 +79,8 @@ def test_a_firing_raises_the_sampling(tmp_path):
 
     lines = train(tmp_path / "log", steps=130, after=after, on_alert=lambda finding: alerted.set())
     looked = {line.step: line.reason for line in lines if isinstance(line, DetailLine)}
-    raised = [step for step, reason in looked.items() if reason in {"gradient-jump", "level-shifts"}]
-    assert 1 <= len(raised) <= 4
+    raised = [step for step, reason in looked.items() if reason in {"gradient-jump", "level-shifts", "climbs-at-first"}]
+    assert 1 <= len(raised) <= 9  # three looks for each alert
     assert all(step > SICK for step in raised)
     assert len([line for line in lines if isinstance(line, StepLine)]) == 130
 
@@ -138,3 +141,43 @@ def test_a_training_that_begins_from_nothing_in_the_same_folder_is_another(tmp_p
     monkeypatch.setattr("tests.workflows.test_alerting.SICK", 5)
     lines = train(folder, steps=20)
     assert [line for line in lines if isinstance(line, AlertLine)] == []
+
+
+PUBLIC = Path(__file__).parents[2] / "fixtures" / "public"
+
+
+def watched(script, folder, monkeypatch, *arguments):
+    """What is told while a script of a public report runs: loud alerts, as (code, severity)."""
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    heard = []
+    with ampdoctor.watch(folder=folder, every=1000, look="off", on_alert=heard.append):
+        runpy.run_path(str(script), run_name="__main__")
+    return [(one.code, one.severity) for one in heard if one.severity != "note"]
+
+
+def test_a_scaler_made_anew_for_each_epoch_is_told_while_it_runs(tmp_path, monkeypatch):
+    script = PUBLIC / "all_steps_skipped" / "script.py"
+    assert watched(script, tmp_path / "log", monkeypatch) == [("AMP740", "error")]
+    report = health([tmp_path / "log"])
+    assert report.verdict == "sick"
+    assert {check.name: check.result for check in report.checks}["steps"] == "found"
+
+
+def test_the_same_with_one_scaler_for_all_epochs_is_left_alone(tmp_path, monkeypatch):
+    text = (PUBLIC / "all_steps_skipped" / "script.py").read_text()
+    made = '    scaler = torch.amp.GradScaler("cpu")  # belongs before the epochs\n'
+    assert made in text
+    script = tmp_path / "script.py"
+    script.write_text(text.replace(made, "").replace("def train_epoch", f"{made.strip()}\n\n\ndef train_epoch"))
+    assert watched(script, tmp_path / "log", monkeypatch) == []
+
+
+@pytest.mark.parametrize(("grow", "told"), [("1.08", {("AMP741", "error")}), ("1.0", set())])
+def test_a_short_run_that_climbs_is_told_and_its_twin_is_not(tmp_path, monkeypatch, grow, told):
+    script = PUBLIC / "short_run_climbs" / "script.py"
+    heard = watched(script, tmp_path / "log", monkeypatch, "--grow", grow)
+    assert told <= set(heard) <= told | {("AMP741", "warning")}  # of the norm, until the loss has doubled
+    report = health([tmp_path / "log"])
+    assert report.verdict == ("sick" if told else "healthy")
+    said = {check.name: check.result for check in report.checks}
+    assert said["loss"] == "not judged: 120 of 128 steps"

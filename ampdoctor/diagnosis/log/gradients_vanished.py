@@ -17,7 +17,7 @@ from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import MOMENTUM_STEPS, loss_fell
 from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, scale_text
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -46,7 +46,7 @@ RULE = register(
     "gradients-vanished",
     "The logged gradient norm is exactly zero up to the end",
     worst="error",
-    commands=SCANNED,
+    commands=(*SCANNED, "health"),
     thresholds=(LEAST_ZEROS, WITHIN_REACH),
 )
 
@@ -64,7 +64,7 @@ class _Why:
 
 
 @RULE.judges(CheckpointSummary)
-def _gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """One finding where the log's gradient norms are zero up to its end."""
     entries = [e for e in sorted(summary.log, key=lambda entry: entry.step) if e.grad_norm is not None]
     trailing = _trailing(entries)
@@ -84,7 +84,7 @@ def _gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> I
     if finished:
         severity, loss = "note", " and so is the loss"
     elif learns:
-        severity, loss = "note", f" though the loss still falls, {_between(losses)}"
+        severity, loss = "note", " though the loss still falls" + (f", {_between(losses)}" if losses else "")
         why = _Why("norms are rounded away, or not measured", None, None, why.evidence)
     else:
         if why.cause or (losses and not coarse):
@@ -166,7 +166,9 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry, re
         detail = "Keep the weights in fp32, train under fp16 autocast, and scale the loss with a GradScaler."
         return _Why(words, "grad_underflow", fresh_scaler(detail), evidence)
     return _Why(
-        f"the checkpoint holds no loss scaler, and fp16 autocast without one leaves no trace; {_CUT}{tail}",
+        "nothing in the log says why; " + _CUT
+        if summary.format == RUN_LOG
+        else f"the checkpoint holds no loss scaler, and fp16 autocast without one leaves no trace; {_CUT}{tail}",
         None,
         None,
         evidence,

@@ -44,7 +44,14 @@ def loss_fell(entries: Iterable[LogEntry]) -> bool:
 
     The mean of the later half lies `CLEAR_FALL` standard errors, and `LEAST_FALL` of itself, below that of the earlier.
     """
-    losses = [e.loss for e in sorted(entries, key=lambda e: e.step) if e.loss is not None and math.isfinite(e.loss)]
+    losses = [e.loss for e in sorted(entries, key=lambda e: e.step) if e.loss is not None]
+    return falls_over(losses)
+
+
+def falls_over(values: Sequence[float]) -> bool:
+    """The same of the losses themselves, in the order of their steps; those that are not finite are passed over."""
+    largest = max((abs(loss) for loss in values if math.isfinite(loss)), default=0.0)
+    losses = [loss / largest for loss in values if math.isfinite(loss)] if largest else []  # squares may be too large
     if len(losses) < LEAST_LOSSES:
         return False
     half = len(losses) // 2

@@ -37,13 +37,14 @@ RULE = register(
     "loss-constant",
     "The logged loss is exactly constant",
     worst="warning",
-    commands=SCANNED,
+    commands=(*SCANNED, "health"),
     thresholds=(CONSTANT_ENTRIES, LEAST_LOSS),
 )
 
 
 @RULE.judges(CheckpointSummary)
-def _loss_constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+def loss_constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    """A loss that is the same to the last digit, up to the log's end."""
     entries = [entry for entry, _ in series(summary, lambda e: e.loss)]
     if not entries:
         return

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
-from ampdoctor.diagnosis.scaler.scale_history import interval_of, scale_history
+from ampdoctor.diagnosis.scaler.scale_history import History, interval_of, scale_history
 from ampdoctor.diagnosis.scaler.scaler_finding import fresh_scaler, scale_text
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -58,6 +59,8 @@ USUAL_ENTRIES = 50
 """Entries whose median scale is what was usual; a notable fall below it is one, whatever grew in between (AMP706)."""
 NORM_DECAY = 0.97
 """Of the moving average and variance of the norms before, ZClip's."""
+IN_A_ROW = 4
+"""Entries, one after another, with which the scale falls to 1 and below: AMP723's, whose error it is too."""
 LEAST_NORMS = 20
 """Norms from which these say something."""
 LEAST_DEVIATION = 0.05
@@ -95,7 +98,8 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
     if below and not alarm and fall < long:
         return
     bad = fall >= long or low < 1 or alarm
-    severity: Severity = "error" if low <= DEAD_SCALE else "warning" if bad else "note"
+    falling = len(fallen) > IN_A_ROW and all(after < before for (_, before), (_, after) in _last(fallen))
+    severity: Severity = "error" if low <= DEAD_SCALE or (low <= 1 and falling) else "warning" if bad else "note"
     message = (
         f"The loss scale has fallen from {scale_text(high)} at step {first.step} to {scale_text(low)} at step "
         f"{last.step} {'though it grew at times' if grew else 'without growing once'}: {fall:.3g} binades since step "
@@ -120,6 +124,11 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
         cause="scaler_collapse" if low < 1 else None,
         prescription=fresh_scaler() if low < 1 else None,
     )
+
+
+def _last(history: History) -> Iterator[tuple[tuple[LogEntry, float], tuple[LogEntry, float]]]:
+    """The last pairs of neighbours."""
+    return itertools.pairwise(history[-IN_A_ROW - 1 :])
 
 
 def _rise(summary: CheckpointSummary, began: int) -> float | None:

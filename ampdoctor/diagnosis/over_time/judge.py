@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.over_time.step_courses import EPISODE, StepMoment
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorCourses, TensorMoment
 from ampdoctor.evidence.report import SEVERITIES, Finding
 from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import Line, LookLine, RunLine, Stamped, StepLine
+from ampdoctor.evidence.run_log.lines import EndLine, Line, LookLine, RunLine, Stamped, StepLine
 from ampdoctor.evidence.run_log.tables import DetailTable, table_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
@@ -65,7 +65,23 @@ class Judge:
         elif isinstance(line, LookLine):
             self._looked_at = line.step
             self.knows(line)
+        elif isinstance(line, EndLine):
+            return self.ends(line)
         return ()
+
+    def ends(self, end: EndLine | None = None) -> tuple[Finding, ...]:
+        """Returns what is to be said of the last steps once nothing more comes; nothing when asked again.
+
+        Args:
+            end: The line that ends the log; None where it just breaks off.
+        """
+        new: list[Finding] = []
+        for optimizer, moment in self._steps.items():
+            if moment.end is None:
+                moment.ends(end or EndLine())
+                found = [one for find in self._on_steps for one in find(moment, self._thresholds)]
+                new += self._new(found, optimizer, moment.line.step)
+        return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
 
     def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
         """Takes many, and returns all that was found, in the order in which it was."""
@@ -154,7 +170,7 @@ class Judge:
             if told is not None and step - told.step < EPISODE:
                 graver = SEVERITIES.index(finding.severity) < SEVERITIES.index(told.severity)
                 told.step = step
-                if not graver:
+                if not graver and not finding.evidence.get("ended"):
                     continue
             self._told[key] = _Told(finding.severity, step)
             if step == self._looked_at:  # what is known of that step, op and line, says more

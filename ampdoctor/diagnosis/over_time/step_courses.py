@@ -7,9 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.batch_courses import BatchCourses
+from ampdoctor.diagnosis.over_time.beginning import Beginning
 from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, LongCourse
 from ampdoctor.diagnosis.over_time.descent import MATTERS, Descent
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.diagnosis.over_time.ill_steps import IllSteps, proves_a_skip
+from ampdoctor.diagnosis.over_time.scale_history import ScaleHistory
+from ampdoctor.evidence.run_log.lines import EndLine, StepLine
 
 QUIET = 25
 """Accepted steps without a judgement after the batch or the learning rate has changed at once."""
@@ -32,59 +35,6 @@ _SAID = {
     "scale": "scale",
 }
 """What is said to have moved first where this has departed; of several in one step, the first here."""
-
-
-@dataclass(slots=True)
-class ScaleHistory:
-    """A loss scale over the steps.
-
-    Attributes:
-        now: The present one; null before the first.
-        highest: The highest at which a step was taken.
-        falls: How often it has fallen since it last grew, not counting the falls before the first taken step.
-        fallen: Binades by which it has fallen since then.
-        in_a_row: Skipped steps up to this one.
-        unmoved: Those of them, up to this one, that have left the scale where it was.
-        growths: How often it has grown.
-        settled: A step has been taken.
-        lengths: Taken steps between the last falls, the newest at the end.
-    """
-
-    now: float | None = None
-    highest: float = 0.0
-    falls: int = 0
-    fallen: float = 0.0
-    in_a_row: int = 0
-    unmoved: int = 0
-    growths: int = 0
-    settled: bool = False
-    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
-    since_fall: int = 0
-
-    def hear(self, line: StepLine) -> None:
-        """A step more."""
-        scale = line.loss_scale
-        if scale is None:
-            return
-        before, self.now = self.now, scale
-        self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
-        if before is not None and self.settled and before > 0 and scale > 0:
-            if scale < before:
-                self.falls += 1
-                self.fallen += math.log2(before / scale)
-                self.lengths.append(self.since_fall)
-                self.since_fall = 0
-            elif scale > before:
-                self.growths += 1
-                self.falls, self.fallen = 0, 0.0
-        if line.skipped:
-            self.in_a_row += 1
-        else:
-            self.in_a_row = 0
-            self.since_fall += 1
-            self.settled = True
-            if scale > self.highest:  # noqa: PLR1730 - as in `Course.add`
-                self.highest = scale
 
 
 @dataclass(slots=True)
@@ -200,6 +150,8 @@ class StepMoment:
         rising: The learning rate has risen over the last `LENGTH` steps, as in a warm-up.
         loss: Course of the loss, without this step's where it is out of the usual.
         norm: Course of the gradient norm before clipping.
+        first_losses: What the loss was at first, and is now, this step's included.
+        first_norms: Likewise the norm.
         seconds: Course of the time of a step.
         early_seconds: What a step usually took in the first whole window with batches of this size; inf before.
         memory: Course of the memory.
@@ -216,7 +168,8 @@ class StepMoment:
             which a look in place has found that it has: "forward", "batch".
         drift: The steps at which tensors were first and last seen to drift towards an overflow of the forward, in this
             episode; None before one.
-        bad: Steps in a row, up to this one, that were taken with a loss or a norm that is not finite.
+        ill: The steps whose loss or norm is not finite, and what became of them.
+        end: The line that ends the log, once nothing more comes; None while steps may follow.
     """
 
     line: StepLine = field(default_factory=lambda: StepLine(step=0))
@@ -227,6 +180,8 @@ class StepMoment:
     rising: bool = False
     loss: LongCourse = field(default_factory=LongCourse)
     norm: LongCourse = field(default_factory=LongCourse)
+    first_losses: Beginning = field(default_factory=Beginning)
+    first_norms: Beginning = field(default_factory=Beginning)
     seconds: Course = field(default_factory=Course)
     early_seconds: float = math.inf
     memory: Course = field(default_factory=Course)
@@ -241,7 +196,8 @@ class StepMoment:
     spike: Spike | None = None
     departed: dict[str, int] = field(default_factory=dict)
     drift: tuple[int, int] | None = None
-    bad: int = 0
+    ill: IllSteps = field(default_factory=IllSteps)
+    end: EndLine | None = None
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _began: int | None = None
     _highest_norm: float = 0.0
@@ -253,7 +209,10 @@ class StepMoment:
 
     def hear(self, line: StepLine) -> None:
         """A step more, in the order of the steps."""
-        self._end_of_last()
+        self.end = None
+        skipped = self._settle_last(line)
+        self._end_of_last(skipped=skipped)
+        self.ill.hear(line, skipped=skipped)
         self.line = line
         if self._began is None:
             self._began = line.step
@@ -264,8 +223,11 @@ class StepMoment:
         loss, norm = self._loss, self._norm = _finite(line.loss), _finite(norm_of(line))
         self.loss_above = 0.0 if loss is None else self.loss.above(loss)
         self.norm_above = 0.0 if norm is None else self.norm.above(norm)
-        ill = loss is not line.loss or _finite(line.gradient_norm) is not line.gradient_norm
-        self.bad = self.bad + 1 if ill and not line.skipped else 0
+        if not line.skipped:
+            if loss is not None:
+                self.first_losses.add(loss)
+            if norm is not None:
+                self.first_norms.add(norm)
         if self.judged:
             if self.loss_above > FAR and self.matters(line.loss):
                 self.departs("loss")
@@ -295,9 +257,9 @@ class StepMoment:
 
     def resumes(self) -> None:
         """Steps are counted anew from here on; what was usual still is."""
-        self._end_of_last()
+        self._end_of_last(skipped=bool(self.line.skipped))
         self.line = StepLine(step=-1)
-        self.departed, self.drift, self.spike, self.bad = {}, None, None, 0
+        self.departed, self.drift, self.spike, self.ill = {}, None, None, IllSteps()
 
     def departs(self, what: str, step: int | None = None) -> None:
         """Notes the beginning of a departure, at this step or at an earlier one; one that goes on keeps its own."""
@@ -329,10 +291,26 @@ class StepMoment:
             return "logits"
         return next(said for what, said in _SAID.items() if seen.get(what) == earliest)
 
-    def _end_of_last(self) -> None:
+    def ends(self, end: EndLine) -> None:
+        """Nothing more comes: what was not decided by the steps that followed is judged as it stands."""
+        self.end = end
+        self.ill.ends()
+
+    def _settle_last(self, line: StepLine) -> bool:
+        """Decide whether the step before was skipped, where only this one can tell; True if it was."""
+        before = self.line
+        if before.skipped is not None:
+            return before.skipped
+        if self._began is None:
+            return False
+        skipped = proves_a_skip(before, line) or self.scale.is_replaced_before(line)
+        self.scale.settle(before, skipped=skipped)
+        return skipped
+
+    def _end_of_last(self, *, skipped: bool) -> None:
         """What was heard last becomes part of what is usual."""
         line = self.line
-        if line.skipped or (line.loss is None and line.gradient_norm is None and line.seconds is None):
+        if skipped or (line.loss is None and line.gradient_norm is None and line.seconds is None):
             return
         self.accepted += 1
         if self._quiet:
@@ -368,6 +346,7 @@ class StepMoment:
         if self.batch.size.changed:  # losses and norms of batches of another size are others
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
+            self.first_losses, self.first_norms = Beginning(), Beginning()
             self.descent, self.early_seconds = self.descent.anew(), math.inf
 
     def _hear_settings(self, line: StepLine) -> None:

@@ -91,6 +91,8 @@ MISUSE_ADVICE: Mapping[str, str] = {
     "loss",
     "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
     "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
+    "optimizer.step again": "remove the second call: scaler.step(optimizer) makes the update, or leaves it out where "
+    "gradients overflowed; one update for each backward",
 }
 """The change that the user has to write, by the `Where.op` of a finding of AMP407."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
-from ampdoctor.diagnosis.replay.scaler_misuse import MISUSE_RATIO, RULE
+from ampdoctor.diagnosis.replay.scaler_misuse import MISUSE_RATIO, RULE, stepped_again_finding
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.where import Source, Where
@@ -25,6 +25,8 @@ def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None
         source: The line of the loop that makes the call.
     """
     event = events[-1]
+    if event.again and event.scale is not None:
+        return stepped_again_finding(step, source, held_back=event.held_back)
     late = any(earlier.kind == "unscale" and earlier.optimizer == event.optimizer for earlier in events[:-1])
     if event.knows_scale or event.scale is None or (late and event.kind == "unscale"):  # torch refuses the second
         return None

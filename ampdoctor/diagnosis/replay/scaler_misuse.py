@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.births import birth_numbers
-from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.scaler.scaler_finding import starting_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report.refusals import NOT_THE_ORDER
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 from ampdoctor.evidence.where import Source, Where
@@ -44,6 +46,24 @@ RULE = register(
 )
 
 
+_ONE_EACH = "remove the second call: one update for each backward"
+
+
+@dataclass(frozen=True, slots=True)
+class HalfWeights:
+    """Trained parameters in float16.
+
+    Attributes:
+        count: How many there are.
+        first: The name of the first.
+        made: The user's line that has made them so; None where it was not seen.
+    """
+
+    count: int
+    first: str
+    made: Source | None
+
+
 def lost_scale_finding(
     lost: ScalerState, own: float | None, birth: Birth | None = None, cure: Prescription | None = None
 ) -> Finding:
@@ -71,44 +91,105 @@ def lost_scale_finding(
     )
 
 
-def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
+def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
     """Gradients that overflowed reached the weights, because the optimizer was stepped past its scaler.
 
     Args:
-        birth: The overflow.
+        at: The overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
         scale: The loss scale.
     """
+    where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity="error",
         cause="scaler_misuse",
-        where=replace(birth.where, phase="optimizer", module="", op="optimizer.step"),
-        message=f"step {birth.where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
+        where=where,
+        message=f"step {where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
-        evidence=birth_numbers(birth, ()),
+        evidence={"scale": scale} if isinstance(at, Where) else birth_numbers(at, ()),
         help=HELP["scaler_misuse"],
     )
 
 
-def refused_call_finding(step: int, method: str, raised: str, source: Source | None) -> Finding:
-    """The GradScaler refused a call, because the step had not made the calls that must come before it.
+def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
+    """An optimizer steps once more on gradients of which an update was made already, or left out by its scaler.
+
+    Args:
+        step: The step.
+        source: The line that makes the second call.
+        held_back: The scaler had skipped the update.
+        scaled: A scaler is at work, whose skip the second call passes by: an error. Else a warning.
+    """
+    advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
+    first, harm = "that scaler.step(optimizer) has used", "every update is made twice"
+    if held_back:
+        first = "with which scaler.step(optimizer) has skipped the update"
+        harm = "gradients that overflowed reach the weights"
+    elif scaled:
+        harm += ", and one that the scaler skips is made all the same"
+    else:
+        first = "of its last update"
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error" if scaled else "warning",
+        cause="scaler_misuse" if scaled else None,
+        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        message=f"step {step}: the optimizer steps again on the gradients {first}, with no backward in between: {harm}",
+        evidence={"skipped_by_the_scaler": held_back},
+        help=HELP["scaler_misuse"] if scaled else f"{advice[0].upper()}{advice[1:]}.",
+        prescription=Prescription(
+            kind="code",
+            value=advice,
+            status="not_run",
+            detail=advice,
+            reason="the calls alone show it: a second update on the same gradients is wrong in every precision",
+        ),
+    )
+
+
+def refused_call_finding(
+    step: int, method: str, raised: str, *, source: Source | None, advice: str, halves: HalfWeights | None = None
+) -> Finding:
+    """The GradScaler refused a call: other calls must come before it, or the gradients are in float16.
 
     Args:
         step: The step.
         method: The scaler's method.
         raised: What it raised, type first.
-        source: The line that called it.
+        source: The line that called it, the user's own where there is one.
+        advice: The change that the user has to write.
+        halves: The trained weights in float16, where they are the reason.
     """
+    help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
+    message = f"step {step}: the scaler refuses the call of {method}: {raised}"
+    evidence: dict[str, Any] = {"raised": raised}
+    if halves is not None:
+        many = halves.count != 1
+        made = "" if halves.made is None else f", made so at {halves.made.file}:{halves.made.line}"
+        message += (
+            f" {halves.count} trained parameter{'s are' if many else ' is'} in float16,"
+            f"{' the first of them' if many else ''} {halves.first}{made}: a GradScaler needs weights in fp32"
+        )
+        evidence = {**evidence, "float16_parameters": halves.count, "first": halves.first}
+        source = halves.made or source
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity="error",
         cause="scaler_misuse",
         where=Where(step=step, phase="scaler", op=f"scaler.{method}", source=source),
-        message=f"step {step}: the scaler refuses the call of {method}: {raised}",
-        evidence={"raised": raised},
-        help=HELP["scaler_misuse"],
+        message=message,
+        evidence=evidence,
+        help=help_,
+        prescription=Prescription(
+            kind="code",
+            value=advice,
+            status="not_run",
+            detail=advice,
+            reason="the step ends there, so no replay can stand in for it",
+        ),
     )
 
 

@@ -88,7 +88,7 @@ def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float) -> Iter
 
 def _growth(scaler: ScalerState) -> str:
     """How far the scale is from growing back to 1."""
-    if scaler.growth_factor <= 1 or scaler.growth_interval <= 0:
+    if not 1 < scaler.growth_factor < math.inf or scaler.growth_interval <= 0:
         return "with its settings it never grows back"
     doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
     steps = doublings * scaler.growth_interval - scaler.growth_tracker

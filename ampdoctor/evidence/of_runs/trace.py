@@ -284,6 +284,9 @@ class StepEvent:
         twice: The loss scale, where a part of what is scaled went through a scaler before, in this step (scale).
         knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
         casts_kept: Autocast was on, and keeps the casts of weights that it has made (optimizer_step).
+        again: The optimizer had used these very gradients already, and no backward came in between (optimizer_step).
+        held_back: The scaler had skipped the update that used them first (optimizer_step that is made again).
+        source: The line that makes the call, of one that is made again where it is known (optimizer_step).
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
@@ -298,6 +301,9 @@ class StepEvent:
     twice: float | None = None
     knows_scale: bool = False
     casts_kept: bool = False
+    again: bool = False
+    held_back: bool = False
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ampdoctor.diagnosis.log.log_series import falls_over
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.run_log.lines import Stamped, StepLine
 
 Column: TypeAlias = NDArray[np.float64]
@@ -64,6 +66,56 @@ class Columns:
         if self._rows:
             self._blocks.append(np.array(self._rows, dtype=np.float64))  # which makes NaN of None
             self._rows = []
+
+
+def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Returns the columns with the skips that a log does not say and that the rows behind them prove.
+
+    As `over_time.ill_steps.proves_a_skip` has it for single rows. Where one is proved, a finite norm says of the other
+    rows that they were taken.
+
+    Args:
+        columns: In the order of the steps.
+    """
+    skipped, loss, norm, scale = (columns[name] for name in ("skipped", "loss", "gradient_norm", "loss_scale"))
+    unknown = np.isnan(skipped)
+    if not unknown.any() or len(skipped) < 2:
+        return columns
+    told = np.where(np.isnan(loss), norm, loss)[1:]
+    falls = (np.diff(columns["step"]) == 1) & (scale[1:] < scale[:-1])
+    ill = np.isinf(loss) | np.isinf(norm)
+    proved = unknown[:-1] & (falls | (ill[:-1] & np.isfinite(told)))
+    if not proved.any() or (np.isinf(norm[~np.isnan(norm)]).all() and falls_over(loss.tolist())):
+        return columns  # a norm that is never finite while the loss falls is not what the optimizer saw
+    known = np.where(unknown & ~ill & np.isfinite(norm), 0.0, skipped)
+    known[:-1][proved] = 1.0
+    return {**columns, "skipped": known}
+
+
+def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
+    """Returns the last rows as a checkpoint's rules read them; a number that was NaN is infinite there.
+
+    Args:
+        columns: In the order of the steps.
+        most: How many.
+    """
+    norm = np.where(columns["norm_clipped"] == 1, np.nan, columns["gradient_norm"])
+    values = (columns["step"], columns["loss"], norm, columns["rate"], columns["loss_scale"], columns["skipped"])
+    return tuple(
+        LogEntry(
+            step=int(step),
+            loss=_known(loss),
+            grad_norm=_known(norm),
+            learning_rate=_known(rate),
+            scale=_known(scale),
+            skipped=None if math.isnan(skipped) else skipped == 1,
+        )
+        for step, loss, norm, rate, scale, skipped in zip(*(of[-most:].tolist() for of in values), strict=True)
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 _VALUES = attrgetter(*_NUMBERS)

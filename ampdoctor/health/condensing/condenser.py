@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
 
 import numpy as np
 
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report.health import (
     ActionMark,
     CheckpointMark,
@@ -31,13 +32,15 @@ from ampdoctor.evidence.run_log.lines import (
     StepLine,
 )
 from ampdoctor.evidence.run_log.tables import DetailTable
-from ampdoctor.health.condensing.columns import Column, Columns
+from ampdoctor.health.condensing.columns import Column, Columns, entries_of, with_proved_skips
 from ampdoctor.health.condensing.curves import axis_of, curve_of, spans_of
 from ampdoctor.health.condensing.maps import Maps
 from ampdoctor.health.condensing.scaler_history import scaler_histories
 from ampdoctor.health.condensing.standing import Groups, standing
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
+MOST_ENTRIES = 10_000
+"""Steps, the last of a log, that are judged by how they end."""
 MOST_MARKS = 10_000
 """Checkpoints, looks and actions that are kept; of more, the last."""
 
@@ -117,8 +120,16 @@ class Condenser:
             for optimizer in optimizers
         )
 
+    def last_entries(self) -> Iterator[tuple[str, tuple[LogEntry, ...]]]:
+        """Yields each optimizer's name ("" where there is one), and the last of its steps that stand."""
+        names = self.header.optimizers
+        for optimizer in sorted(self._steps):
+            columns = standing(self._steps[optimizer].whole(), self.groups)
+            name = names[optimizer] if optimizer < len(names) else str(optimizer)
+            yield (name if len(self._steps) > 1 else ""), entries_of(columns, MOST_ENTRIES)
+
     def _run(self, optimizer: int, *, several: bool, name: str, source: str, kind: str, ending: Ending) -> HealthRun:
-        columns = standing(self._steps[optimizer].whole(), self.groups)
+        columns = with_proved_skips(standing(self._steps[optimizer].whole(), self.groups))
         steps, names = columns["step"], self.header.optimizers
         skipped = int((columns["skipped"] == 1).sum())
         since = np.maximum(np.diff(steps, prepend=steps[:1] - 1), 1)  # a line stands for the steps since the one before
@@ -199,7 +210,7 @@ def _numbers(columns: Mapping[str, Column], headroom: Mapping[int, float]) -> di
         norm = np.where(columns["norm_scaled"] == 1, norm / scale, norm)
     clipped = columns["norm_clipped"] == 1
     after = np.where(clipped, norm, np.fmin(norm, columns["max_norm"]))
-    after[np.isnan(columns["max_norm"]) & ~clipped | np.isnan(norm)] = np.nan
+    after[(np.isnan(columns["max_norm"]) | ~np.isfinite(norm)) & ~clipped | np.isnan(norm)] = np.nan
     least = np.full(len(steps), np.nan)
     if headroom:
         at, inverse = np.unique(steps, return_index=True)

@@ -84,6 +84,9 @@ def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
         low=_floats(grid[:, 0], some),
         middle=_floats(middle, some),
         high=_floats(grid[row, last], some),
+        p99=_floats(grid[row, np.maximum(np.ceil(0.99 * known).astype(np.intp) - 1, 0)], some)
+        if name == "step_seconds"
+        else None,
         nonfinite=_integers(nonfinite) if nonfinite.any() else None,
     )
 

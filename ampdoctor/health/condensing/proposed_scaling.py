@@ -32,6 +32,8 @@ from ampdoctor.scaling.trajectory import drawn
 Array = NDArray[np.float64]
 NO_ROOM = math.log2(FORMATS["fp16"].max)
 """log2 of what a headroom of 0 binades reaches: 65504."""
+FP16_BINADES = NO_ROOM + 24
+"""From fp16's smallest number, 2^-24, to its largest: no gradient that half keeps is farther from overflow."""
 HAIR = 1e-6
 """Binades beside the limit, more than the rounding of a logarithm."""
 
@@ -104,7 +106,7 @@ def largest_gradients(run: HealthRun) -> LargestGradients | None:
 
     usual, least = (_numbers(values) for values in (curve.middle, curve.low))
     known = np.flatnonzero(np.isfinite(usual))
-    if len(known) == 0:
+    if len(known) == 0 or np.median(usual[known]) > FP16_BINADES:  # a run in bf16 with a scaler it does not need
         return None
     of_span = np.clip(np.searchsorted(last, steps), 0, len(last) - 1)
     source = known[np.clip(np.searchsorted(known, np.arange(len(last)), side="right") - 1, 0, None)]

@@ -78,7 +78,7 @@ def _history(columns: Mapping[str, Column], name: str, arguments: ScalerArgument
             skipped=len(skips),
             replica=0,
         ),
-        growths=int((moves > 0).sum()),
+        growths=int(((moves > 0) & (columns["skipped"][:-1] != 1)).sum()),  # behind a skipped step, a scaler is new
         backoffs=int((moves < 0).sum()),
         growth_tracker=int(tracker[-1]) if len(tracker) else None,
         arguments=arguments,

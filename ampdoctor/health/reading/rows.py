@@ -169,7 +169,7 @@ def _step(row: Row) -> StepLine | None:
     rate, skipped = values.get("learning_rate"), values.get("skipped")
     return StepLine(
         step=row.step,
-        loss=values.get("loss"),
+        loss=_loss(values),
         gradient_norm=values.get("gradient_norm", values.get("grad_norm")),
         max_norm=values.get("max_norm"),
         loss_scale=values.get("loss_scale", values.get("scale")),
@@ -181,6 +181,13 @@ def _step(row: Row) -> StepLine | None:
         samples=_count(values.get("samples")),
         tokens=_count(values.get("tokens")),
     )
+
+
+def _loss(values: Mapping[str, float]) -> float | None:
+    """Returns the loss; NaN for a 0.0 beside a norm that is not finite: the Trainer and its trackers write it so."""
+    loss, norm = values.get("loss"), values.get("gradient_norm", values.get("grad_norm"))
+    hidden = loss == 0 and norm is not None and not math.isfinite(norm)
+    return math.nan if hidden else loss
 
 
 def _count(value: float | None) -> int | None:

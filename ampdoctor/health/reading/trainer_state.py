@@ -18,7 +18,8 @@ _NAME = "trainer_state.json"
 _SUMMARY = "train_runtime"
 """A key of the line that the Trainer writes at the end."""
 _HIDES = (
-    "the Trainer writes a loss that is not finite as the mean of those before it, unless logging_nan_inf_filter=False"
+    "the Trainer writes 0.0, or the mean of those before it, in place of a loss that is not finite, unless "
+    "logging_nan_inf_filter=False; 0.0 beside a gradient norm that is not finite is read as NaN"
 )
 
 

@@ -133,7 +133,7 @@ def tensor_reading(
     row: Sampled,
     values: Tensor,
     *,
-    half: str,
+    half: str | None,
     factor: float | None,
     extremes: Tensor | None = None,
     norm: float | None = None,
@@ -148,7 +148,7 @@ def tensor_reading(
         role: What it is.
         row: What its sample is of.
         values: The sample, float32 or float64 on the CPU.
-        half: Name of the half format.
+        half: Name of the half format that its numbers pass through; None where that is none, or is not known.
         factor: What the numbers are multiplied by before they are half; None where they never are, or it is unknown.
         extremes: Its smallest and largest element; None where they are not known.
         norm: Of the whole tensor.
@@ -174,9 +174,9 @@ def tensor_reading(
         nonfinite=counted.nans + counted.pos_infs + counted.neg_infs,
         scale=scale,
         zero_share=counted.zeros / counted.numel if counted.numel else 0.0,
-        flushed_share=None if times is None else counted.flushed(half, times),
-        subnormal_share=None if times is None else counted.subnormal(half, times),
-        headroom_binades=None if largest is None or times is None else largest.headroom(half, times),
+        flushed_share=None if half is None or times is None else counted.flushed(half, times),
+        subnormal_share=None if half is None or times is None else counted.subnormal(half, times),
+        headroom_binades=None if half is None or largest is None or times is None else largest.headroom(half, times),
         update_ratio=None if update is None else update.ratio,
         unmoved_share=None if update is None else update.unmoved,
         histogram=counted,

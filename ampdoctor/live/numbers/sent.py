@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ampdoctor.live.numbers.activations import Returned
+from ampdoctor.live.numbers.activations import HALF, Returned
 from ampdoctor.live.numbers.batch import batch_of
 from ampdoctor.live.numbers.heard import Norm
 from ampdoctor.live.numbers.incoming import Arrived
@@ -34,7 +34,6 @@ class Sent:
         number: Of the attempted step.
         optimizer: Its name.
         reason: Why single tensors are looked at; None where they are not.
-        half: Name of the half format.
         clips: The clippings of its gradients.
         unscaled: The gradients were divided by the loss scale.
         scale: The loss scale, where it is a number and not a tensor.
@@ -56,7 +55,6 @@ class Sent:
     number: int
     optimizer: str
     reason: str | None
-    half: str
     clips: Norm
     unscaled: bool
     scale: float | None = None
@@ -113,11 +111,12 @@ def detail_of(sent: Sent, sections: Sections) -> DetailReading:
         sections: Its numbers, on the CPU.
     """
     scale = _scale(sent, sections)
+    half = _half_of(sent, scale)
     tensors = [
-        *_gradients(sent, sections, scale),
+        *_gradients(sent, sections, scale, half),
         *_parameters(sent, sections),
         *_returned(sent, sections),
-        *_arrived(sent, sections, scale),
+        *_arrived(sent, sections, scale, half),
     ]
     return DetailReading(
         step=sent.number,
@@ -128,7 +127,7 @@ def detail_of(sent: Sent, sections: Sections) -> DetailReading:
     )
 
 
-def _gradients(sent: Sent, sections: Sections, scale: float | None) -> list[TensorReading]:
+def _gradients(sent: Sent, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
     norms = dict(zip(sent.norms, _numbers(sections, "norms"), strict=True))
     extremes = dict(zip(sent.extremes, _joined(sections, "extremes").reshape(-1, 2), strict=True))
     carried = None if sent.unscaled else scale
@@ -139,7 +138,7 @@ def _gradients(sent: Sent, sections: Sections, scale: float | None) -> list[Tens
             "gradient",
             row,
             values,
-            half=sent.half,
+            half=half,
             factor=factor,
             extremes=extremes.get(row.name),
             norm=norms.get(row.name),
@@ -162,7 +161,7 @@ def _parameters(sent: Sent, sections: Sections) -> list[TensorReading]:
         random = sent.updates.random
         updates = [moved(values, change, random=random) for values, change in zip(before, changes, strict=True)]
     return [
-        tensor_reading("parameter", row, values, half=sent.half, factor=None, norm=norms.get(row.name), update=update)
+        tensor_reading("parameter", row, values, half=None, factor=None, norm=norms.get(row.name), update=update)
         for row, values, update in zip(rows, before, updates, strict=True)
     ]
 
@@ -186,13 +185,24 @@ def _returned(sent: Sent, sections: Sections) -> list[TensorReading]:
     ]
 
 
-def _arrived(sent: Sent, sections: Sections, scale: float | None) -> list[TensorReading]:
+def _half_of(sent: Sent, scale: float | None) -> str | None:
+    """Returns the half format that the step's gradients pass through; None where it computes in none, or none is seen.
+
+    It is that of what modules return, or of the gradients themselves; else fp16 where there is a loss scale.
+    """
+    seen = {FORMATS[one.sampled.dtype] for one in sent.returned} | {
+        FORMATS[row.dtype] for row in sent.sampled if row.dtype in HALF
+    }
+    return next((half for half in ("fp16", "bf16") if half in seen), None if scale is None else "fp16")
+
+
+def _arrived(sent: Sent, sections: Sections, scale: float | None, half: str | None) -> list[TensorReading]:
     return [
         tensor_reading(
             "activation_gradient",
             found.sampled,
             values,
-            half=sent.half,
+            half=half,
             factor=1.0,
             scale=scale,
             part=found.part,

@@ -65,7 +65,6 @@ class StepNumbers:
         on_step: Sent each step.
         on_detail: Sent each look at single tensors, as a function that counts them, on any thread.
         every: Steps between looks; 0 for none but those that are asked for.
-        half: Name of the half format that gradients pass through.
         later: Where readings wait.
 
     Attributes:
@@ -80,11 +79,10 @@ class StepNumbers:
         on_detail: Callable[[Callable[[], DetailReading]], None],
         *,
         every: int = EVERY,
-        half: str = "fp16",
         later: Later[Sent] | None = None,
     ) -> None:
         self._on_step, self._on_detail = on_step, on_detail
-        self._every, self._half = every, half
+        self._every = every
         self._later: Later[Sent] = Later() if later is None else later
         self._clips = Clippings()
         self._losses: list[Tensor] = []
@@ -253,7 +251,6 @@ class StepNumbers:
             number=self._step if number is None else number,
             optimizer=optimizer,
             reason=self._reason,
-            half=self._half,
             clips=self._clips.norm_of(gradients),
             unscaled=unscaled,
         )

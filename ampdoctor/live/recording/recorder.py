@@ -27,12 +27,14 @@ from ampdoctor.live.recording.slicing import sliced
 from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.tape import mode_now
 from ampdoctor.live.recording.trainers import SEVERAL, Trainers
+from ampdoctor.loop.hooks.used_gradients import UsedGradients
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import (
     Backward,
     Call,
     Clipped,
     Held,
+    Instruction,
     Line,
     Made,
     Program,
@@ -88,6 +90,7 @@ class StepRecorder:
         listener: Told of the models' calls.
         cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
         failed: What ended the recording; None while all is well.
+        used: Which gradients an optimizer has used, on whichever thread.
     """
 
     def __init__(self) -> None:
@@ -97,6 +100,7 @@ class StepRecorder:
         self.listener: CallListener | None = None
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None
+        self.used = UsedGradients()
         self._calls = 0
         self._gradients = Gradients(self.models)
         self._journal = Journal(self._gradients, self.fail)
@@ -116,6 +120,7 @@ class StepRecorder:
         with ExitStack() as stack:
             stack.callback(self._tape.close)
             stack.enter_context(self.models.watching())
+            stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(before_backwards(self._tape.close))
             stack.enter_context(told_of_zeroed(self._zeroed))
@@ -256,16 +261,13 @@ class StepRecorder:
 
     @_harmless
     def _scaled(self, losses: Any, scaled: Any) -> None:
-        if isinstance(losses, torch.Tensor):
-            losses, scaled = (losses,), (scaled,)
-        elif not isinstance(losses, list | tuple):
-            return  # an iterator that is used up
-        for loss, result in zip(losses, scaled, strict=True):
+        for loss, result in _pairs(losses, scaled):
             taken, made = self._tape.reference(loss), self._tape.make(result)[""]
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
 
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
+        self.used.engine_runs()
         if in_backward() or not seen.accumulated or transforms() or os.getpid() != self._process:
             return run()
         self._begins(seen)
@@ -346,6 +348,36 @@ class StepRecorder:
         owner = optimizer if optimizer is not None and self._programs.is_reached(optimizer) else None
         return {self._journal.moment(self._tape.instructions[place]) for place in self._programs.wanted(owner)}
 
+    def still_scaled(self, optimizer: Any) -> int:
+        """How many of an optimizer's gradients are as backwards of scaled losses alone have left them."""
+        places = self._of_scaled(optimizer)
+        if not places or any(isinstance(one, Unscaled | Clipped) for one in places):
+            return 0
+        self._gradients.find_edited()
+        held = (p for p in parameters_of(optimizer) if p.grad is not None)
+        return sum(not self._gradients.is_edited(id(p)) for p in held)
+
+    def comes_of_scaled(self, optimizer: Any) -> bool:
+        """Whether an optimizer's gradients are those of scaled losses alone, whatever was done to them since."""
+        return bool(self._of_scaled(optimizer))
+
+    def clipped_while_scaled(self, optimizer: Any) -> bool:
+        """Whether gradients of an optimizer, all of scaled losses, were clipped before a scaler unscaled them."""
+        kinds = [type(one) for one in self._of_scaled(optimizer)]
+        return Clipped in kinds and (Unscaled not in kinds or kinds.index(Clipped) < kinds.index(Unscaled))
+
+    def _of_scaled(self, optimizer: Any) -> list[Instruction]:
+        """What an optimizer's gradients come of and what was done to them; [] where a loss of theirs was not scaled."""
+        instructions = self._tape.instructions
+        if self._is_elsewhere() or not any(isinstance(one, Scaled) for one in instructions):
+            return []
+        if not self._programs.is_reached(optimizer):
+            return []
+        wanted = self._programs.wanted(optimizer)
+        backwards = [place for place in wanted if isinstance(instructions[place], Backward)]
+        scaled = (any(isinstance(one, Scaled) for one in sliced(instructions, [place])) for place in backwards)
+        return [instructions[place] for place in wanted] if backwards and all(scaled) else []
+
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""
         self._tape.close()
@@ -375,6 +407,7 @@ class StepRecorder:
             max_norm: The norm that they have afterwards at most.
             norm_type: Of the norm.
         """
+        self.used.clipped(gradients)
         if not self._is_elsewhere():
             self._gradients.find_edited()
             self._gradients.clipped(gradients)
@@ -443,3 +476,12 @@ class StepRecorder:
         if self.cleared is not None:
             self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)
+
+
+def _pairs(losses: Any, scaled: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each loss with what it was scaled to; an iterator is used up, and gives none."""
+    if isinstance(losses, torch.Tensor):
+        yield losses, scaled
+    elif isinstance(losses, list | tuple):
+        for loss, result in zip(losses, scaled, strict=True):
+            yield from _pairs(loss, result)

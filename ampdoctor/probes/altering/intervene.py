@@ -6,6 +6,7 @@ that line, also those of the steps after the bad one.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Birth
     from ampdoctor.evidence.where import Where
 
-_OURS = str(FOLDER)
-_TORCH = str(Path(torch.__file__).parent)
+_OURS = f"{FOLDER}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _IN_BETWEEN = str(FOLDER / "precision" / "emulation" / "gpu")
 """Through these files of ours the user's own calls go, Tensor.to and the like, and through a mode further out."""
 _DEVICES = ("cpu", "cuda")

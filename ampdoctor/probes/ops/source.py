@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ from ampdoctor.evidence.where import Source
 from ampdoctor.loop.recorded.line import recorded_line
 from ampdoctor.package import FOLDER
 
-_OURS = str(FOLDER)
-_TORCH = str(Path(torch.__file__).parent)
+_OURS = f"{FOLDER}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _BOUNDARY = str(FOLDER / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
@@ -28,6 +29,7 @@ _ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
 """From here the engine is called: what lies below it in a backward are hooks and custom functions."""
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 """Below here a forward runs again: that is no hook."""
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
 
 
@@ -87,7 +89,7 @@ def own_line() -> tuple[str, int] | None:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _BOUNDARY:
         filename = frame.f_code.co_filename
-        if _is_user(filename) and "site-packages" not in filename:
+        if _is_user(filename) and not _is_installed(filename):
             return filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return user_line()
@@ -156,13 +158,26 @@ def _forwards(function: type[Any]) -> Iterator[FunctionType]:
         yield from _forwards(below)
 
 
-def raising_line(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the innermost user frame through which an exception came; None where it came through none."""
+def raising_line(error: BaseException, *, own: bool = False) -> tuple[str, int] | None:
+    """File and line of the innermost user frame through which an exception came; None where it came through none.
+
+    Args:
+        error: The exception.
+        own: A frame that lies in no installed package goes before one that does.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
-    return lines[-1] if lines else None
+    mine = [line for line in lines if own and not _is_installed(line[0])]
+    found = mine or lines
+    return found[-1] if found else None
+
+
+def _is_installed(filename: str) -> bool:
+    return not _PACKAGES.isdisjoint(Path(filename).parts)
 
 
 def as_source(line: tuple[str, int] | None) -> Source | None:
     """For a report: relative to where the replay was started; in an installed package relative to site-packages."""
-    return None if line is None else Source(_shown(line[0], _BASE.get() or Path.cwd()), line[1])
+    if line is None:
+        return None
+    return Source(_shown(line[0], _BASE.get() or Path.cwd()), line[1], installed=_is_installed(line[0]))

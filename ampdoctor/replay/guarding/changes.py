@@ -258,7 +258,7 @@ def _is_ours() -> bool:
     ours, frame = 0, sys._getframe(2).f_back  # noqa: SLF001 the one way up that makes no traceback; two are the hook's
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(str(FOLDER)):
+        if name.startswith(f"{FOLDER}{os.sep}"):
             ours += 1
         elif "site-packages" in name or not name.startswith(("<", sys.base_prefix + os.sep)):
             return False
@@ -268,4 +268,4 @@ def _is_ours() -> bool:
 
 def is_users_file(name: str) -> bool:
     """Is code of this file the user's own: neither Python's, nor an installed package's, nor ours?"""
-    return not (name.startswith(("<", str(FOLDER), sys.base_prefix + os.sep)) or "site-packages" in name)
+    return not (name.startswith(("<", f"{FOLDER}{os.sep}", sys.base_prefix + os.sep)) or "site-packages" in name)

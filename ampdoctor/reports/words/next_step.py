@@ -21,6 +21,8 @@ _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration: they say nothing of what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
 """A profile with it holds no ranges from which settings could be derived."""
+_REPLAYED = frozenset(("AMP722", "AMP723"))
+"""Findings of a log about what a replay of the steps from a checkpoint on finds the op of."""
 _Options: TypeAlias = Mapping[str, Sequence[str]]
 """Of a command line: each with its values, a flag with none."""
 
@@ -81,6 +83,9 @@ def _not_judged(report: Report) -> Step:
     if report.command == "run":
         return _watched(report)
     if report.command == "health":
+        runs = report.health.runs if report.health is not None else ()
+        if runs and all(run.format == "ampdoctor" for run in runs):
+            return Step("let it train on, and ask again", _command("health", _path(report)))
         return Step(
             "let it log every step (logging_steps=1, log_every_n_steps=1), or watch it", "ampdoctor run train.py"
         )
@@ -200,6 +205,9 @@ def _over_time(report: Report) -> Step:
     grave = [finding for finding in report.findings if finding.severity != "note"]
     if grave and command is not None:
         return Step("the sick step was kept, and is replayed by", command)
+    if any(finding.severity == "error" and finding.code in _REPLAYED for finding in grave):
+        again = _command("bisect-nan", "FACTORY", "--checkpoint", "CHECKPOINT")
+        return Step("replay it from the last checkpoint before that step", again)
     if grave:
         return _its_page(grave[0])
     logs = [str(path) for path in report.target.get("paths") or [_path(report)]]
@@ -295,7 +303,11 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
-    change = f"change the code{f' at {source.file}:{source.line}' if source is not None else ''} as {finding.code} says"
+    if source is not None and source.installed:
+        change = f"change your own code as {finding.code} says (the line shown is an installed package's)"
+    else:
+        at = f" at {source.file}:{source.line}" if source is not None else ""
+        change = f"change the code{at} as {finding.code} says"
     again = bundle_command(report)
     where = finding.where
     in_model = where.module or (where.module == "" and where.phase == "forward")

@@ -10,6 +10,7 @@ from typing import Any
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.report.health import HealthSection
+from ampdoctor.evidence.report.refusals import NOT_THE_ORDER
 from ampdoctor.reports.words.key_order import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
@@ -98,7 +99,7 @@ def code_of(prescription: Prescription, setting: Setting, cause: str | None = No
     if prescription.status in ("failed", "worse"):
         return Code()
     if prescription.kind == "code" and cause == "scaler_misuse":
-        return Code(torch=PROTOCOL)
+        return Code() if prescription.value in NOT_THE_ORDER else Code(torch=PROTOCOL)
     if prescription.kind == "init_scale" and cause == "scaler_misuse":
         return Code(_apply(prescription, "scaler"), _CONTINUED)
     if prescription.kind == "fp32_modules" and cause == "optimizer_precision" and setting.autocast:

@@ -29,6 +29,7 @@ from ampdoctor.precision import (
     without_overrides,
 )
 from ampdoctor.precision.shims import torch_shims
+from ampdoctor.probes.ops.half_made import HalfMade
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.replay.bundles.reading import Bundle
@@ -74,6 +75,7 @@ class OpenReplay:
         first_step: The training's step that a recorded step is; None for a run that begins by itself.
         finite_again: As of the run: a recorded step was sick in its loop, and finite when it was run again there.
         other_names: Each name of a module or tensor with several names, with the others.
+        half_made: Where the run's code makes parameters in float16.
     """
 
     request: ReplayRequest
@@ -84,6 +86,7 @@ class OpenReplay:
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    half_made: HalfMade = field(default_factory=HalfMade)
     detour: HalfProducts | None = None
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
@@ -252,6 +255,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.callback(ProcessState().restore)
         stack.enter_context(lasting_emulation())
         stack.enter_context(shown_from(Path.cwd()))
+        half_made = HalfMade()
+        stack.enter_context(half_made.recording())
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         casts = stack.enter_context(autocast_policy(policy)) if device.type == "cpu" else None
         detour = stack.enter_context(half_products()) if _detours(request, policy, device) else None
@@ -268,7 +273,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             notes=notes,
             model=request.model,
         )
-        replay = OpenReplay(request, device, factory, policy, notes=notes, detour=detour)
+        replay = OpenReplay(request, device, factory, policy, notes=notes, half_made=half_made, detour=detour)
         try:
             yield replay
         except Exception as error:

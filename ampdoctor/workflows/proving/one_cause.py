@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.optimizer.step_counters import RULE as COUNTERS
+from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
 from ampdoctor.diagnosis.updates.stuck_state import RULE as STUCK
 from ampdoctor.workflows.proving.trials import SHOWN
 
@@ -42,6 +43,27 @@ def _one_cure(first: Finding, later: Finding) -> bool:
     if one is None or other is None or (one.kind, one.value) != (other.kind, other.value):
         return False
     return one.status == other.status and one.status in SHOWN
+
+
+def unproved_while_misused(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings; none has a proved cure while a step's calls on its scaler are out of order.
+
+    What a replay shows of such a loop holds up to the next step that the scaler skips, or scales otherwise.
+    """
+    broken = next((f for f in findings if f.code == MISUSE.code and _is_of_calls(f)), None)
+    return [one if broken is None or _is_of_calls(one) else _unproved(one, broken) for one in findings]
+
+
+def _is_of_calls(finding: Finding) -> bool:
+    return finding.cause == "scaler_misuse" and finding.severity == "error" and finding.where.op != "scaler_state"
+
+
+def _unproved(finding: Finding, broken: Finding) -> Finding:
+    cure = finding.prescription
+    if cure is None or not cure.verified:
+        return finding
+    reason = f"no proof as long as the order of the scaler's calls is broken ({broken.where.op}): mend that first"
+    return replace(finding, prescription=replace(cure, status="not_run", reason=reason, proof=None))
 
 
 def told_once(

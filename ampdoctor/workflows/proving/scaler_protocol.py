@@ -12,11 +12,13 @@ import torch
 from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report.refusals import HALF_WEIGHTS, WITHOUT_GRADIENTS
 from ampdoctor.loop.backwards import mark_scaled, scaled_within
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:
+    from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.proving.changes import Change
     from ampdoctor.workflows.proving.trials import Trials
@@ -205,27 +207,27 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
 
 
-def after_refusal(session: Session) -> Prescription:
-    """Returns the prescription for a call that the scaler refused in the last replayed step.
+def after_refusal(session: Session, halves: HalfWeights | None) -> str:
+    """Returns the change for a call that the scaler refused in the last replayed step.
 
     Args:
         session: The session as the step left it.
+        halves: Its trained weights in float16.
     """
     held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     gradients = [p.grad for p in held.values() if p.grad is not None]
     kinds = {event.kind for event in session.events.events}
-    if any(gradient.dtype == torch.float16 for gradient in gradients):
-        advice = "keep the weights in fp32 (no model.half()) and leave half to autocast; pure half needs no GradScaler"
+    if halves is not None:
+        advice = HALF_WEIGHTS
     elif "scale" not in kinds:
         advice = MISUSE_ADVICE["backward"]
     elif "optimizer_step" in kinds and "step" not in kinds:
         advice = MISUSE_ADVICE["optimizer.step"]
     elif not gradients:
-        advice = "give scaler.step an optimizer whose parameters got gradients in this step"
+        advice = WITHOUT_GRADIENTS
     else:
         advice = "once a step: scaler.unscale_ at most once an optimizer, then scaler.step for each, then scaler.update"
-    reason = "the step ends there, so no replay can stand in for it"
-    return Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=reason)
+    return advice
 
 
 def _both(first: Change, second: Change) -> Change:

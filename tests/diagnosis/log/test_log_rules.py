@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from ampdoctor.diagnosis.optimizer.step_counters import length_at
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from tests.diagnosis.log.logs import diagnosed, entry, found, run
 
 NAN, INF = math.nan, math.inf
@@ -160,3 +162,24 @@ def test_a_constant_loss():
     assert found(rounded) == [("AMP705", "note")]
     assert found(replaced(run(), range(195, 201), loss=2.0)) == []
     assert found(replaced(run(), range(150, 201), loss=0.0)) == []
+
+
+def test_losses_whose_squares_are_no_numbers():
+    falls = [entry(s, 1e300 * (60 - s), 0.0) for s in range(60)]
+    assert found(falls) == []  # norms that were never measured: it learns
+
+
+def test_zero_norms_and_losses_in_rows_of_their_own():
+    apart = [entry(s, None if s % 2 else 9 - s / 50, (0.0 if s > 100 else 1.0) if s % 2 else None) for s in range(200)]
+    assert found(apart) == [("AMP702", "note")]
+
+
+def test_a_collapsed_scaler_whose_growth_factor_is_no_number():
+    scaler = ScalerState(scale=0.25, growth_factor=NAN)
+    assert {"AMP402", "AMP404"} <= {f.code for f in diagnosed([], scalers=(scaler,))}
+
+
+@pytest.mark.parametrize("count", [1e-30, 1e-300])
+def test_a_step_counter_that_holds_whatever_was_in_memory(count):
+    assert length_at(count, (0.9, 0.999)) > 1
+    assert length_at(count, (0.0, 0.999)) > 0

@@ -237,16 +237,16 @@ def test_a_scale_below_one_is_an_error():
     assert {(f.code, f.severity) for f in findings} == {("AMP723", "warning"), ("AMP723", "error")}
 
 
-def at_floor(skipped_for):
-    """A scale that falls from 65536 to 1 over as many skipped steps, and lies there for those that are left."""
+def at_floor(skipped_for, floor=64.0):
+    """A scale that falls from 65536 to its floor over as many skipped steps, and lies there for those that are left."""
     skipped = range(BAD, BAD + skipped_for)
     return {
-        "loss_scale": lambda at, _: max(65536.0 * 0.5 ** sum(at > fall for fall in skipped), 1.0),
+        "loss_scale": lambda at, _: max(65536.0 * 0.5 ** sum(at > fall for fall in skipped), floor),
         "skipped": lambda at, _: at in skipped,
     }
 
 
-@pytest.mark.parametrize(("skipped_for", "severity"), [(40, "error"), (20, "warning")])
+@pytest.mark.parametrize(("skipped_for", "severity"), [(40, "error"), (14, "warning")])
 def test_a_scale_at_its_floor_where_no_step_is_taken_is_an_error(skipped_for, severity):
     last = judged(steps(**at_floor(skipped_for)))[-1]
     assert (last.code, last.severity) == ("AMP723", severity)

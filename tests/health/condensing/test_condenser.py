@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ampdoctor.evidence.run_log.lines import (
@@ -15,7 +16,7 @@ from ampdoctor.evidence.run_log.lines import (
     StepLine,
 )
 from ampdoctor.health.condensing.condenser import Condenser
-from ampdoctor.health.condensing.curves import MOST_SPANS
+from ampdoctor.health.condensing.curves import MOST_SPANS, curve_of, spans_of
 from tests.health.logs import HEADER, detail, stamped, steps
 
 
@@ -33,6 +34,19 @@ def one(lines, **more):
 
 def curve(run, name):
     return next((found for found in run.curves if found.name == name), None)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_before_clipping_has_none_behind_it(norm):
+    run = one([HEADER, *(StepLine(step=at, gradient_norm=value, max_norm=1.0) for at, value in enumerate((norm, 5.0)))])
+    assert curve(run, "clipped_norm").middle == (None, 1.0)
+
+
+def test_the_99th_percentile_of_a_span_is_not_its_longest_step():
+    seconds = np.full(400_000, 0.5)
+    seconds[1000] = 9.0
+    found = curve_of("step_seconds", seconds, spans_of(np.arange(400_000.0)))
+    assert (max(found.high), max(found.p99)) == (9.0, 0.5)
 
 
 def test_a_short_run_has_a_span_for_each_step():

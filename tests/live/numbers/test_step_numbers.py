@@ -185,13 +185,31 @@ def test_a_fused_optimizer_s_gradients_carry_the_scale():
     assert gradient.headroom_binades == pytest.approx(math.log2(65504 / gradient.amax))
 
 
+@pytest.mark.parametrize(("dtype", "half"), [(torch.float32, None), (torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_what_half_loses_is_said_of_the_half_that_the_run_computes_in(dtype, half):
+    told = Told(every=1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told.numbers.begin_step(0)
+    model(torch.ones(8, 6, dtype=dtype)).pow(2).mean().backward()
+    told.numbers.about_to_step("optimizer", list(model.named_parameters()))
+    optimizer.step()
+    told.numbers.stepped("optimizer")
+    for one in told.details[0].tensors:
+        if one.role == "gradient":
+            largest = None if half is None else math.log2(torch.finfo(dtype).max) - math.log2(one.amax)
+            assert one.headroom_binades == (None if half is None else pytest.approx(largest))
+            assert (one.flushed_share is None) == (half is None)
+
+
 def test_clipping_is_taken_out_of_what_half_loses():
     told, clipped = Told(every=1), Told(every=1)
-    train(1, *model_and(), told.numbers)
+    train(1, *model_and(), told.numbers, scaler=scaler_of(8.0))
     with clipped.numbers.watching():
-        train(1, *model_and(), clipped.numbers, max_norm=1e-4)
+        train(1, *model_and(), clipped.numbers, scaler=scaler_of(8.0), max_norm=1e-4)
     for one, other in zip(told.details[0].tensors, clipped.details[0].tensors, strict=True):
         if one.role == "gradient" and one.amax:
+            assert one.headroom_binades is not None
             assert other.amax < one.amax / 100
             assert other.headroom_binades == pytest.approx(one.headroom_binades, abs=1e-3)
 

@@ -11,6 +11,7 @@ from ampdoctor.evidence.report import BaselineSection, Prescription, Report, Ski
 from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
 from ampdoctor.evidence.report.scaler import EmittedSettings
 from ampdoctor.evidence.report.scans import ChangedTensor, StructureSection, TrendSection
+from ampdoctor.evidence.where import Source
 from ampdoctor.reports.words.next_step import next_step
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
 
@@ -66,6 +67,14 @@ def test_code_is_changed_at_its_line():
     code = Prescription(kind="code", value="add eps", status="intervention")
     text = said(replace(SICK, findings=(replace(OVERFLOW, prescription=code),)))
     assert text == "change the code at t5.py:41 as AMP201 says, then run the same command again"
+
+
+def test_a_packages_own_line_is_never_the_users_to_change():
+    code = Prescription(kind="code", value="add eps", status="intervention")
+    where = replace(OVERFLOW.where, source=Source("accelerate/accelerator.py", 2955, installed=True))
+    text = said(replace(SICK, findings=(replace(OVERFLOW, prescription=code, where=where),)))
+    assert text.startswith("change your own code as AMP201 says (the line shown is an installed package's)")
+    assert "accelerator.py" not in text
 
 
 KEPT = {"kept": {"health": "health", "bundle": "health/bundle-20", "model": "train.py"}}

@@ -376,6 +376,39 @@ def never_comes_down(how, scale=2.0**24):
     return _run(step, scaler=None if how == "anew" else scale, count=8)
 
 
+def stepped_again(how, *, overflow_at=None, count=4):
+    """The optimizer steps once more after the scaler; or it only looks like that."""
+    done = []
+
+    def step(model, batch, optimizer, scaler, autocast):
+        done.append(None)
+        optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, *batch) * (1e3 if len(done) - 1 == overflow_at else 1.0)
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if how == "by_hand" or (how == "where_skipped" and scaler.get_scale() < before):
+            optimizer.step()  # AGAIN
+        if how == "clipped":
+            _clip(model)
+            optimizer.step()  # AGAIN
+        if how == "by_the_scaler":
+            scaler.step(optimizer)  # AGAIN
+            scaler.update()
+        if how == "another_backward":
+            optimizer.zero_grad()
+            scaler.scale(_loss(model, *batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return loss
+
+    run = _run(step, count=count)
+    run.precision = "fp16"
+    return run
+
+
 # -- refused by torch --------------------------------------------------------------------------------------------
 
 
@@ -398,7 +431,7 @@ def refused(how):
 
     model, made = Net(), None
     if how == "half":
-        model = model.half()
+        model = model.half()  # HALF
     if how == "no_gradients":
         made = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     if how == "its_own":

@@ -39,6 +39,8 @@ def diagnose(name, **arguments):
         ("scaled_by_another", {"how": "same", "fused": True}),
         ("never_comes_down", {"how": "anew", "scale": 1024.0}),
         ("never_comes_down", {"how": "not_updated", "scale": 1024.0}),
+        ("stepped_again", {"how": "another_backward"}),
+        ("stepped_again", {"how": "where_skipped"}),
     ],
 )
 def test_a_step_that_keeps_to_the_protocol(name, arguments):
@@ -83,6 +85,28 @@ def test_a_step_that_breaks_it(name, arguments, op):
     assert report.verdict == "sick"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        ({"how": "by_hand"}, 0),
+        ({"how": "clipped"}, 0),
+        ({"how": "by_the_scaler"}, 0),
+        ({"how": "by_hand", "overflow_at": 2}, 0),
+        ({"how": "where_skipped", "overflow_at": 2}, 2),
+    ],
+)
+def test_a_second_step_on_the_same_gradients_is_named_and_no_other_change_is_called_a_cure(arguments, step):
+    report = diagnose("stepped_again", **arguments)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, report.verdict) == ("AMP407", "error", "sick")
+    assert (finding.where.step, finding.where.op) == (step, "optimizer.step")
+    lines = Path(__file__).with_name("protocols.py").read_text(encoding="utf-8").splitlines()
+    assert lines[finding.where.source.line - 1].endswith("# AGAIN")
+    assert ("has skipped" in finding.message) == (step == 2)
+    assert "remove the second call" in finding.prescription.value
+    assert (finding.prescription.status, finding.prescription.alternatives) == ("not_run", ())
+
+
 @pytest.mark.parametrize("name", ["cached_gradients", "gradient_penalty"])
 def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
     report = diagnose(name, factor=1e-7, scale=4.0)
@@ -96,7 +120,7 @@ def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
         ("unscaled", "scaler.step", "STEP", "_scale is None", "scaler.scale(loss).backward()"),
         ("twice", "scaler.unscale_", "TWICE", "already been called", "at most once an optimizer"),
         ("past_it", "scaler.update", "UPDATE", "No inf checks", "in place of optimizer.step()"),
-        ("half", "scaler.step", "STEP", "unscale FP16 gradients", "no model.half()"),
+        ("half", "scaler.step", "HALF", "4 trained parameters are in float16", "no model.half()"),
         ("no_gradients", "scaler.step", "STEP", "No inf checks", "whose parameters got gradients"),
     ],
 )

@@ -29,7 +29,7 @@ IN_A_ROW = Threshold(
     lowest=2,
     highest=1000,
     why="Skipped one after another, once a step has been taken: the spikes of healthy runs are within 16 times the "
-    "usual.",
+    "usual. It needs no usual, and so no steps before it but that one.",
 )
 LEAST = Threshold(
     code="AMP723",
@@ -39,7 +39,8 @@ LEAST = Threshold(
     lowest=0.0,
     highest=65536.0,
     why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
-    "gradients are not to be trusted.",
+    "gradients are not to be trusted. An overflow at 1 is one of the gradients as they are; DeepSpeed's floor is "
+    "there, and it ends the run.",
 )
 AT_FLOOR = Threshold(
     code="AMP723",
@@ -66,23 +67,29 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
     scale = moment.scale
     if not scale.settled or scale.now is None or not (scale.falls or scale.in_a_row):
         return ()
-    low = scale.now < thresholds[LEAST] and scale.highest >= thresholds[LEAST]
+    line, least, in_a_row = moment.line, thresholds[LEAST], thresholds[IN_A_ROW]
+    overflows = scale.in_a_row > 0 and scale.until == line.step
+    low = scale.highest >= least and (scale.now < least or (overflows and scale.now <= least))
     stuck = scale.unmoved >= thresholds[AT_FLOOR]
-    many = scale.falls >= thresholds[FALLS] or scale.in_a_row >= thresholds[IN_A_ROW]
+    many = scale.falls >= thresholds[FALLS] or scale.in_a_row >= in_a_row
+    ended = moment.end is not None and bool(moment.end.reason or moment.end.exit_code) and scale.in_a_row >= in_a_row
     if not (low or stuck or many):
         return ()
-    line = moment.line
-    severity: Severity = "error" if low or stuck else "warning"
+    severity: Severity = "error" if (low and scale.in_a_row >= in_a_row) or stuck or ended else "warning"
     skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
     if stuck:
         skipped += f", the last {scale.unmoved} of them without a fall: no step is taken any more"
+    elif overflows and low:
+        skipped += ": gradients overflow even at this scale"
+    if ended:
+        skipped += "; the run has ended there"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
     finding = over_time_finding(
         RULE,
         severity,
         f"The loss scale has fallen to {scale.now:g} at step {line.step}, {scale.falls} times ({scale.fallen:g} "
         f"binades) since it last grew{skipped}"
-        f"{f': {ahead} more, and it is below 1' if ahead and not low else ''}.",
+        f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
         step=line.step,
         first=moment.first(),
         phase="scaler",
@@ -93,6 +100,7 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
             "binades": scale.fallen,
             "skipped_in_a_row": scale.in_a_row,
             "steps_between_falls": list(scale.lengths),
+            **({"ended": moment.end.reason or True} if ended and moment.end is not None else {}),
         },
     )
     return (finding,)

@@ -7,6 +7,7 @@ A library that hears yes goes on to what only a GPU has; torch itself would call
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 _STANDARD_FOLDERS: Final = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _PACKAGES: Final[dict[str, str]] = {}
 """By file, as far as asked: torch asks a tensor for its device many times in a step."""
-_FOLDERS: Final = ((str(FOLDER), "ampdoctor"), (str(Path(torch.__file__).parent), "torch"))
+_FOLDERS: Final = ((f"{FOLDER}{os.sep}", "ampdoctor"), (f"{Path(torch.__file__).parent}{os.sep}", "torch"))
 
 
 class _Heard:

@@ -34,13 +34,13 @@ ampdoctor.lanes = (() => {
   const height = (spec, value) => (spec.powers ? Math.log2(value) : value);
   const ROLES = [{ width: 2, opacity: 1 }, { width: 1.2, opacity: 0.75 }, { width: 2.2, opacity: 0.45 }];
 
-  /** A curve of a run; "step_seconds.p99" is the percentile of another, or its highest where there is none. */
+  /** A curve of a run; "step_seconds.p99" is the percentile of another, where the report has it. */
   function curveOf(run, name) {
     const [base, part] = name.split(".");
     const curve = run.curves[base];
     if (!curve || !part) return curve;
-    const values = curve[part] ?? curve.high;
-    return { low: values, middle: values, high: values };
+    const values = curve[part];
+    return values && { low: values, middle: values, high: values };
   }
 
   const margins = (width) => (width < 560 ? { left: 52, right: 10 } : { left: 64, right: 14 });

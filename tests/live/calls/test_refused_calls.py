@@ -1,0 +1,121 @@
+"""What a scaler refuses ends many a training; `run` says why, and says nothing where the loop lives with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampdoctor
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Code, code_of, setting_of
+
+
+def made(*, half):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    return model.half() if half else model  # MADE
+
+
+class Refused:
+    """Trains until the scaler refuses, under watch."""
+
+    def __init__(self, tmp_path, loop, *, half=False):
+        self.reports, self.sentences = [], []
+        with ampdoctor.watch(folder=tmp_path / "health", tell=self.reports.append) as watch:
+            watch._doctor._hear = self.sentences.append
+            self.model = made(half=half)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            loop(self)
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        dtype = self.model[0].weight.dtype
+        self.scaler.scale(self.model(torch.ones(2, 8, dtype=dtype)).float().mean()).backward()
+
+
+def unscales(loop):
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+
+
+def steps(loop):
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+
+
+def line_of(mark):
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+
+
+@pytest.mark.parametrize(("loop", "method"), [(unscales, "unscale_"), (steps, "step")])
+def test_half_weights_are_named_with_the_line_that_made_them(tmp_path, loop, method):
+    seen = []
+
+    def kept(parts):
+        seen.append(parts)
+        loop(parts)
+
+    with pytest.raises(ValueError, match="unscale FP16"):
+        Refused(tmp_path, kept, half=True)
+    (report,) = seen[0].reports
+    (finding,) = report.findings
+    assert (finding.code, finding.where.op, finding.where.source.line) == (
+        "AMP407",
+        f"scaler.{method}",
+        line_of("MADE"),
+    )
+    assert "4 trained parameters are in float16, the first of them 0.weight" in finding.message
+    assert "autocast" in finding.help
+    assert "order" not in finding.help
+    assert code_of(finding.prescription, setting_of(report, finding), finding.cause) == Code()
+    assert f"test_refused_calls.py:{line_of('MADE')}" in next_step(report).said
+    assert seen[0].sentences == []
+
+
+def test_a_call_out_of_turn_is_named_at_its_own_line(tmp_path):
+    seen = []
+
+    def twice(parts):
+        seen.append(parts)
+        unscales(parts)
+        parts.scaler.unscale_(parts.optimizer)  # TWICE
+
+    with pytest.raises(RuntimeError, match="already been called"):
+        Refused(tmp_path, twice)
+    (report,) = seen[0].reports
+    (finding,) = report.findings
+    assert (finding.where.op, finding.where.source.line) == ("scaler.unscale_", line_of("TWICE"))
+    assert "float16" not in finding.message
+
+
+def test_a_refusal_that_the_loop_lives_with_is_no_finding(tmp_path):
+    def twice(parts):
+        for _ in range(2):
+            unscales(parts)
+            with pytest.raises(RuntimeError):
+                parts.scaler.unscale_(parts.optimizer)
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+
+    assert Refused(tmp_path, twice).reports == []
+
+
+def test_another_error_is_no_refusal(tmp_path):
+    seen = []
+
+    def fails(parts):
+        seen.append(parts)
+        unscales(parts)
+        with pytest.raises(RuntimeError):
+            parts.scaler.unscale_(parts.optimizer)
+        parts.scaler.step(parts.optimizer)
+        raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError):
+        Refused(tmp_path, fails)
+    assert seen[0].reports == []

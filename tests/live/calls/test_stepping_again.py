@@ -1,0 +1,399 @@
+"""An optimizer that steps again on gradients that it has used is told, and is no step; what looks like it is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import ampdoctor
+from ampdoctor.live.loop_watch import LoopWatch
+from ampdoctor.live.numbers.clipping import hearing
+from ampdoctor.live.watch import StepWatch
+
+
+class Told:
+    """Notes each update, and each that is no step of its own."""
+
+    def __init__(self):
+        self.watch, self.steps, self.again = LoopWatch(self), [], []
+
+    def unscaling(self, optimizer):
+        pass
+
+    def about_to_step(self, attempt, _losses):
+        pass
+
+    held_back = about_to_step
+
+    def attempted(self, attempt, *, skipped):
+        self.steps.append((attempt.name, attempt.step))
+
+    def clipped(self, clip):
+        self.watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type)
+
+    def stepping_again(self, again):
+        self.again.append((again.step, again.scaled, again.held_back))
+
+
+class Loop:
+    def __init__(self, **settings):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.01, **settings)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss(self, factor=1.0):
+        return self.model(torch.ones(2, 4)).pow(2).mean() * factor
+
+    def backward(self, factor=1.0):
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.loss(factor)).backward()
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def watched(iteration, steps=3, **settings):
+    told = Told()
+    with told.watch.watching(), hearing(told.clipped):
+        loop = Loop(**settings)
+        for _ in range(steps):
+            iteration(loop)
+    assert told.watch.recorder.failed is None
+    return told
+
+
+def by_hand(loop):
+    loop.backward()
+    loop.step()
+    loop.optimizer.step()
+
+
+def after_a_clipping(loop):
+    loop.backward()
+    loop.step()
+    clip_grad_norm_(loop.parameters, 0.1)
+    loop.optimizer.step()
+
+
+def by_the_scaler(loop):
+    loop.backward()
+    loop.step()
+    loop.step()
+
+
+class Scheduler:
+    """As those of some frameworks, which step the optimizer as well."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+def by_a_scheduler(loop):
+    loop.backward()
+    loop.step()
+    Scheduler(loop.optimizer).step()
+
+
+def before_the_backward(loop):
+    loop.optimizer.step()
+    loop.backward()
+    loop.step()
+
+
+def by_a_closure_without_a_backward(loop):
+    loop.backward()
+    loop.step()
+    loop.optimizer.step(lambda: 0.0)
+
+
+SICK = [by_hand, after_a_clipping, by_the_scaler, by_a_scheduler, by_a_closure_without_a_backward]
+
+
+@pytest.mark.parametrize("iteration", SICK, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"fused": True}], ids=str)
+def test_a_second_step_is_told_and_does_not_count(iteration, settings):
+    told = watched(iteration, **settings)
+    assert told.steps == [("optimizer", step) for step in range(3)]
+    assert told.again == [(step, True, False) for step in range(3)]
+
+
+def test_one_at_the_head_of_the_next_iteration_is_one_of_the_step_before():
+    told = watched(before_the_backward)  # at first there are no gradients
+    assert told.again == [(1, True, False), (2, True, False)]
+
+
+def test_a_skip_that_is_bypassed_is_said():
+    told = watched(lambda loop: (loop.backward(torch.inf), loop.step(), loop.optimizer.step()), steps=1)
+    assert (told.steps, told.again) == ([("optimizer", 0)], [(0, True, True)])
+
+
+def test_without_a_scaler_it_is_no_step_either():
+    told = watched(lambda loop: (loop.loss().backward(), loop.optimizer.step(), loop.optimizer.step()))
+    assert len(told.steps) == 3
+    assert told.again == [(step, False, False) for step in range(3)]
+
+
+# -- healthy -----------------------------------------------------------------------------------------------------------
+
+
+def heavy_ball(loop):
+    loop.loss().backward()  # nothing is cleared
+    loop.optimizer.step()
+
+
+def zeroed_in_place(loop):
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.optimizer.step()  # weight decay alone
+
+
+def two_backwards(loop):
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.loss().backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def asked_for_by_grad(loop):
+    loop.loss().backward()
+    loop.optimizer.step()
+    for parameter, gradient in zip(loop.parameters, torch.autograd.grad(loop.loss(), loop.parameters), strict=True):
+        parameter.grad.data.copy_(gradient)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def evolution(loop):
+    for parameter in loop.parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.data.copy_(torch.randn(parameter.shape))  # which no counter of versions sees
+    loop.optimizer.step()
+
+
+def written_anew(loop):
+    loop.loss().backward()
+    loop.optimizer.step()
+    for parameter in loop.parameters:
+        parameter.grad = torch.randn_like(parameter)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def sam(loop):
+    loop.loss().backward()
+    with torch.no_grad():
+        for parameter in loop.parameters:
+            parameter.add_(parameter.grad, alpha=0.01)
+    kept = [parameter.grad.clone() for parameter in loop.parameters]
+    loop.optimizer.zero_grad()
+    loop.loss().backward()
+    with torch.no_grad():
+        for parameter, gradient in zip(loop.parameters, kept, strict=True):
+            parameter.sub_(gradient, alpha=0.01)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def gradients_are_none(loop):
+    loop.optimizer.step()
+    loop.optimizer.step()
+    loop.backward()
+    loop.step()
+    loop.optimizer.zero_grad()
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "iteration",
+    [heavy_ball, zeroed_in_place, two_backwards, asked_for_by_grad, evolution, written_anew, sam, gradients_are_none],
+    ids=lambda one: one.__name__,
+)
+def test_what_is_no_second_step_is_not_told(iteration):
+    assert watched(iteration).again == []
+
+
+class Twice(torch.optim.SGD):
+    """Steps as its class does, more than once: what a step consists of is the optimizer's own affair."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        super().step(closure)
+
+
+def test_a_step_of_several_parts_is_one():
+    told = Told()
+    with told.watch.watching():
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # torch hooks a class at its first optimizer
+        loop = Loop()
+        optimizer = Twice(loop.parameters, lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loop.loss().backward()
+            optimizer.step()
+    assert told.again == []
+    assert told.steps == [("optimizer", 0), ("optimizer", 1)]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and goes back towards slow weights."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.slow = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+        super().__init__(optimizer.param_groups, {})
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        with torch.no_grad():
+            for slow, fast in zip(self.slow, (p for g in self.param_groups for p in g["params"]), strict=True):
+                fast.copy_(slow.lerp_(fast, 0.5))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_inner_optimizer_is_the_one_that_steps(again):
+    told = Told()
+    with told.watch.watching():
+        loop = Loop()
+        wrapper = Lookahead(loop.optimizer)
+        for _ in range(2):
+            loop.backward()
+            loop.scaler.step(wrapper)
+            loop.scaler.update()
+            if again:
+                loop.optimizer.step()
+    assert told.steps == [("optimizer", 0), ("optimizer", 1)]
+    assert told.again == [(0, True, False), (1, True, False)] * again
+
+
+def test_several_optimizers_on_one_backward_and_closures_step_once_each():
+    told = Told()
+    with told.watch.watching():
+        loop = Loop()
+        first, second = (torch.optim.AdamW(part.parameters()) for part in loop.model)
+        whole = torch.optim.LBFGS(loop.parameters, max_iter=4)
+
+        def closure():
+            whole.zero_grad()
+            loss = loop.loss()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            loop.optimizer.zero_grad()
+            loop.loss().backward()
+            first.step()
+            second.step()
+            loop.optimizer.step()
+            whole.step(closure)
+    assert told.again == []
+
+
+def test_optimizers_in_the_backward_step_once_each():
+    told = Told()
+    with told.watch.watching():
+        loop = Loop()
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in loop.parameters}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in loop.parameters:
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            loop.loss().backward()
+    assert told.again == []
+    assert len(told.steps) == 8
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_run_tells_it_once_with_its_line_and_numbers_the_steps_by_their_backwards(tmp_path):
+    reports, sentences = [], []
+    with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
+        watch._doctor._hear = sentences.append
+        loop = Loop()
+        for _ in range(4):
+            by_hand(loop)
+    (report,) = reports
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, finding.where.step, report.verdict) == ("AMP407", "error", 0, "sick")
+    assert finding.where.source.file.endswith("test_stepping_again.py")
+    assert finding.prescription.status == "not_run"
+    assert "remove the second call" in finding.prescription.detail
+    assert not [said for said in sentences if "AMP407" in said]
+    assert watch._doctor._lines.attempted == 4
+
+
+def test_without_a_scaler_it_is_a_warning_and_no_step_is_sick(tmp_path):
+    reports, sentences = [], []
+    with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
+        watch._doctor._hear = sentences.append
+        loop = Loop()
+        for _ in range(4):
+            loop.optimizer.zero_grad()
+            loop.loss().backward()
+            loop.optimizer.step()
+            loop.optimizer.step()
+    assert reports == []
+    (said,) = sentences
+    assert said.startswith("warning AMP407: step 0: ")
+    assert "steps again on the gradients of its last update" in said
+
+
+def test_a_watched_test_hears_it_where_its_loop_logs_the_scale():
+    class SickError(BaseException):
+        pass
+
+    def stop(report):
+        raise SickError
+
+    watch = StepWatch(stop)
+
+    def test():
+        with watch.watching():
+            loop = Loop()
+            loop.scaler.get_scale()
+            by_hand(loop)
+
+    with pytest.raises(SickError):
+        test()
+    (finding,) = watch.report.findings
+    assert finding.code == "AMP407"
+    assert "steps again" in finding.message
+
+
+def test_a_graph_that_is_replayed_may_hold_a_backward(monkeypatch):
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: None)
+
+    def iteration(loop):
+        if loop.parameters[0].grad is None:
+            loop.scaler.scale(loop.loss()).backward()  # as at the capture
+        torch.cuda.CUDAGraph.replay(None)
+        loop.step()
+
+    assert watched(iteration).again == []
+
+
+def test_a_copy_of_an_optimizer_is_another():
+    told = Told()
+    with told.watch.watching():
+        loop = Loop()
+        loop.loss().backward()
+        loop.optimizer.step()
+        copy.deepcopy(loop.optimizer).step()
+    assert told.again == []
