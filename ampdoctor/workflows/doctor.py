@@ -27,6 +27,7 @@ from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
+from ampdoctor.live.numbers.beside import Beside
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
@@ -48,8 +49,8 @@ from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
-from ampdoctor.workflows.last_update import LastUpdate, lost_weight
-from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
+from ampdoctor.workflows.last_update import LastUpdate, lost_beside, lost_weight
+from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look, not_looked_at
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
@@ -144,6 +145,7 @@ class Doctor:
         self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
+        self._beside = Beside(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
         self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
@@ -200,6 +202,7 @@ class Doctor:
         """
         self._ended_by(error)
         self._look_at_the_weights()
+        self._look_beside(at_the_end=True)
         if not self._failed:
             self._tell_what_ended()
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
@@ -262,6 +265,7 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+        self._look_beside()
 
     @_harmless
     def stepping_again(self, again: Again) -> None:
@@ -396,10 +400,26 @@ class Doctor:
             parameters = dict(together(recorder.models.roots).named_parameters())
             finding = lost_weight(parameters, step)
         if finding is not None:
-            run = Run(step=step, kept=self._kept(None))
-            report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
-            report = self._explained(report, parameters)
-            self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
+            self._lost(finding, step, "its weights are not finite")
+
+    @_harmless
+    def _look_beside(self, *, at_the_end: bool = False) -> None:
+        """Look at what the loop keeps beside its models: an average, a teacher, a copy that a validation casts."""
+        if self.report is not None or self._request.look == "off":
+            return
+        step, models = max(self._lines.turn - 1, 0), [root for _, root in self._watch.recorder.models.roots]
+        if not at_the_end and self._beside.wants(step):
+            with self._watch.looking_away():
+                self._beside.look(step, models)
+        lost = self._beside.finish(step) if at_the_end else self._beside.arrived()
+        if lost is not None:
+            self._lost(lost_beside(lost, models), lost.step, "what it keeps beside the model is not finite")
+
+    def _lost(self, finding: Finding, step: int, what: str) -> None:
+        run = Run(step=step, kept=self._kept(None))
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        parameters = dict(together(self._watch.recorder.models.roots).named_parameters())
+        self._diagnosed(self._explained(report, parameters), what, bundle=None, seconds=None)
 
     def _look_at_the_end(self) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
@@ -424,7 +444,7 @@ class Doctor:
             return
         crowded = self._watch.recorder.is_crowded
         if crowded:
-            seen = _not_looked_at(program, what, SEVERAL)
+            seen = not_looked_at(program, what, SEVERAL)
         else:
             with self._watch.looking_away():
                 seen = self._look(program, settles=settles)
@@ -646,12 +666,6 @@ def _advised(report: Report, advice: str) -> Report:
     """A report of one step, with what more steps than that have shown."""
     told = tuple(replace(one, severity="error", help=f"{advice} {one.help}") for one in report.findings)
     return replace(report, findings=told, verdict="sick" if told else report.verdict)
-
-
-def _not_looked_at(program: Program, what: str, why: str) -> Look:
-    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
-    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
-    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -287,3 +287,10 @@ def _not_replayed(program: Program, uncovered: Sequence[str]) -> list[Skipped]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def not_looked_at(program: Program, what: str, why: str) -> Look:
+    """Returns the look that was not made at a sick step, and says why."""
+    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
+    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
+    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
