@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.changes import Step, changes, has_scale
@@ -130,12 +129,11 @@ def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None
     if to is None:
         return None
     # Here: they bring torch, which nothing else of a plan needs.
-    from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
-    from ampdoctor.workflows.measuring.profile_file import read_profile
+    from ampdoctor.workflows.profile import merged_files
 
     file = request.profile or ""
     found = flushed_plan(
-        ranges_of_log(file) if Path(file).is_dir() else read_profile(file),
+        merged_files([file]),
         _cut(section.in_force.plan),
         _cut(to),
         request.said.reduction or "mean",

@@ -19,6 +19,7 @@ from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.evidence.run_log.files import logs_in, place_of
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.replay.user_modules import dotted_factory
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
@@ -39,8 +40,8 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 def is_profile(target: str) -> bool:
     """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
 
-    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest. The log
-    of a run stands for the profile that its details come to.
+    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest, nor a
+    function with a dot in place of its colon. The log of a run stands for the profile that its details come to.
     """
     path = Path(target)
     if path.name == "manifest.json":
@@ -48,7 +49,8 @@ def is_profile(target: str) -> bool:
     if path.is_dir():
         return is_run_log(target)
     return is_run_log(target) or (
-        path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
+        path.suffix != ".py"
+        and (path.is_file() or (":" not in target and path.suffix != "" and dotted_factory(target) is None))
     )
 
 
