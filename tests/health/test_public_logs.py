@@ -146,3 +146,17 @@ def test_norms_and_losses_in_different_rows_do_not_crash_a_scan(tmp_path):
     torch.save({"weight": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin")
     assert ("AMP702", "note") in [(one.code, one.severity) for one in scan(tmp_path).findings]
     assert ("AMP702", "note") in [(one.code, one.severity) for one in health([tmp_path]).findings]
+
+
+def test_a_norm_that_grows_once_there_is_a_usual(tmp_path):
+    """The loss falls for 120 steps and then climbs back for 80: what is usual, a median of 128, follows both."""
+    rows = run_of(200)
+    for row in rows:
+        row["grad_norm"] = 1.1 * 1.08 ** max(0, row["step"] - 110)
+    learns = health([table(tmp_path / "learns.csv", rows)])
+    assert grave(learns) == []  # a norm that grows while the loss falls
+    for row in rows[120:]:
+        row["loss"] += 0.15 * (row["step"] - 120)
+    report = health([table(tmp_path / "climbs.csv", rows)])
+    assert ("AMP741", "warning") in [(code, severity) for code, severity, _ in grave(report)]
+    assert checks(report)["gradient norm"] == "found"
