@@ -128,6 +128,12 @@ class ReplayError(AmpdoctorError):
     kind = "replay"
 
 
+class CollectiveError(ReplayError):
+    """What runs on one rank alone would start a collective, which all ranks have to run."""
+
+    kind = "collective"
+
+
 class LimitExceededError(CheckpointError):
     """An input would need more than a safe bound allows.
 

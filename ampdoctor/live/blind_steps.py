@@ -10,6 +10,45 @@ from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import StepReading
 
 State = Literal["changed", "intact"]
+_MOST = 64
+"""Updates whose numbers may be on their way; of others none come."""
+TOO_LATE = (
+    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
+    "nothing was run again"
+)
+WAYS_OUT = (
+    ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
+    "step; or the last good checkpoint, {from_there}"
+)
+RECORD = (
+    "where record_batches=K has kept the batches of the last K updates: they are replayed from it up to the sick step"
+)
+HELD_BACK = (
+    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
+    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
+)
+UNREAD = (
+    "the numbers of step {step} are lost, and so are those of later steps where the host is as far ahead of its device "
+    "(16 steps): the log has no line of them, and whether they were sick is not known"
+)
+UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose numbers were lost"
+
+
+def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
+    """How a sick step is come to again, where it was told only after its update.
+
+    Args:
+        bundle: Its bundle, if one was kept.
+        model: What `--model` takes for it, if that is known.
+        records: The batches of the last updates are kept.
+    """
+    there = "from which the training is run again" if records else RECORD
+    if bundle is not None:
+        option = f" --model {model}" if model is not None else ""
+        there = f"from which its bundle is replayed: ampdoctor bisect-nan {bundle} --checkpoint LAST{option}"
+    return WAYS_OUT.format(from_there=there)
+
+
 SKIPPED = "its scaler skips it"
 """What is not finite there may be so by the scale alone."""
 
@@ -23,12 +62,14 @@ class LateNews:
         optimizer: Name of the optimizer whose it was.
         what: What was not finite in it.
         weights: Whether its update was made ("changed"), or held back on the device ("intact").
+        unread: Steps just before it whose numbers were lost: one of these may have been the first.
     """
 
     step: int
     optimizer: str
     what: str
     weights: State
+    unread: int = 0
 
 
 class BlindSteps:
@@ -45,12 +86,15 @@ class BlindSteps:
             held: The device holds it back where its numbers are not finite.
         """
         self._steps[attempt.name, attempt.step] = held
+        while len(self._steps) > _MOST:
+            del self._steps[next(iter(self._steps))]
 
     def arrived(self, reading: StepReading) -> LateNews | None:
         """Returns what a step's numbers say too late; None where they are sound, or were read in time."""
         held = self._steps.pop((reading.optimizer, reading.step), None)
-        for lost in [key for key in self._steps if key[0] == reading.optimizer and key[1] < reading.step]:
-            del self._steps[lost]
+        lost = [key for key in self._steps if key[0] == reading.optimizer and key[1] < reading.step]
+        for key in lost:
+            del self._steps[key]
         if held is None:
             return None
         what = None
@@ -64,5 +108,9 @@ class BlindSteps:
             return None
         intact = held or reading.skipped is True
         return LateNews(
-            step=reading.step, optimizer=reading.optimizer, what=what, weights="intact" if intact else "changed"
+            step=reading.step,
+            optimizer=reading.optimizer,
+            what=what,
+            weights="intact" if intact else "changed",
+            unread=len(lost),
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ampdoctor.loop.collectives import are_several
 from ampdoctor.loop.torch_internals import unseen
 
 _FLAG, _SCALE = "found_inf", "grad_scale"
@@ -39,7 +40,7 @@ class Guard:
             return False
         with unseen(), torch.no_grad():
             sick = norm.isfinite().logical_not()
-            for loss in () if _is_shared() else losses:
+            for loss in () if are_several() else losses:
                 if loss.device == sick.device:
                     sick = sick | loss.isfinite().all().logical_not()
             flag = sick.to(torch.float32)
@@ -54,8 +55,3 @@ class Guard:
             optimizer = self._held.pop()
             for name in (_FLAG, _SCALE):
                 vars(optimizer).pop(name, None)
-
-
-def _is_shared() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
+from ampdoctor.loop.collectives import refused
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
@@ -44,6 +45,11 @@ class Attempt:
     scaler: Any
     micro_steps: int
     seconds: float | None
+
+    @property
+    def is_called_either_way(self) -> bool:
+        """A scaler calls the optimizer whatever it has found: a fused one skips by itself, on its device."""
+        return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +181,7 @@ class LoopWatch:
     def _over(self) -> None:
         """Whoever has wrapped what was in torch's place may go on calling it."""
         self._busy = self.recorder.away = True
+        self._here = _OfThread()  # an update that has raised is in it
 
     def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """The loop has these parts, which it would show only when it uses them."""
@@ -185,7 +192,7 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's.
+        """Inside, nothing that runs is the loop's, and a collective raises `CollectiveError`: the others run none.
 
         Random states are afterwards as they were: what writes a report in colours draws numbers as well.
         """
@@ -193,7 +200,7 @@ class LoopWatch:
         self._busy = self.recorder.away = True
         random = RandomState.capture()
         try:
-            with self.recorder.pausing():
+            with self.recorder.pausing(), refused():
                 yield
         finally:
             random.restore()
@@ -384,7 +391,8 @@ class LoopWatch:
     def _innermost(self, optimizer: Any) -> Any:
         """The optimizer of torch's that a wrapper of one, or of another wrapper, steps: the attempts are its own."""
         seen: list[Any] = []
-        while id(optimizer) not in self._by_themselves:
+        # to ask an object for its `__dict__` makes one: the collector then frees what is in it in another order
+        while not type(optimizer).__module__.startswith("torch.optim.") and id(optimizer) not in self._by_themselves:
             seen.append(optimizer)
             held = getattr(optimizer, "__dict__", {}).values()
             inner = (

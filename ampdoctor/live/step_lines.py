@@ -13,6 +13,8 @@ from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
 
+_MOST = 64
+"""Steps whose numbers may be on their way, of all optimizers; of others no numbers come."""
 _ROOT = "(root)"
 """The model itself among its parts, whose own name is "": as the reports' tables name it."""
 
@@ -49,7 +51,7 @@ class StepLines:
         self._steps: dict[str, int] = {}
         self._accepted: dict[str, int] = {}
         self._facts: dict[tuple[str, int], _Facts] = {}
-        self._uncertain: set[tuple[str, int]] = set()
+        self._uncertain: dict[tuple[str, int], None] = {}
         self._scaled = False  # the settings of a scaler are in the log
         self.attempted = self.taken = 0
 
@@ -81,6 +83,9 @@ class StepLines:
             seconds=attempt.seconds,
             taken_in=self._intake.stepping(attempt.name, attempt.optimizer),
         )
+        for waiting in (self._facts, self._uncertain):
+            while len(waiting) > _MOST:
+                del waiting[next(iter(waiting))]
 
     def ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """The step was taken, or skipped; where only a device knows, it counts as taken until its reading arrives."""
@@ -88,7 +93,7 @@ class StepLines:
         self._steps[attempt.name] = attempt.step + 1
         self._count(attempt.name, int(not skipped))
         if skipped is None:
-            self._uncertain.add((attempt.name, attempt.step))
+            self._uncertain[attempt.name, attempt.step] = None
 
     def _count(self, optimizer: str, taken: int) -> None:
         self.taken += taken
@@ -97,7 +102,7 @@ class StepLines:
     def step(self, reading: StepReading) -> None:
         """A step's numbers have arrived."""
         if (reading.optimizer, reading.step) in self._uncertain:
-            self._uncertain.discard((reading.optimizer, reading.step))
+            del self._uncertain[reading.optimizer, reading.step]
             self._count(reading.optimizer, -int(bool(reading.skipped)))
         facts = self._facts.pop((reading.optimizer, reading.step), None)
         taken_in = None if facts is None else facts.taken_in

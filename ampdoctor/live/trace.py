@@ -153,6 +153,8 @@ class LiveTrace(OpTraceProbe):
         if self.idle or under_fake_tensors():
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
         if func.namespace == "aten" and func.overloadpacket.__name__ in _WRITE_LISTS:
             for tensor in args[0]:
                 if not tensor.is_inference():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampdoctor.errors import EXIT_INTERRUPTED
+
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
 """Maximum number of characters of an exception's own text in one sentence; the rest is in the traceback."""
@@ -38,3 +40,10 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def code_of(error: BaseException | None) -> int:
+    """With what Python ends a process that nothing but this has ended."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)

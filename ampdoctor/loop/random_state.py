@@ -23,13 +23,16 @@ class RandomState:
     def capture(cls, generators: tuple[torch.Generator, ...] = (), like: RandomState | None = None) -> RandomState:
         """Copy the current states of Python's, torch's (CPU and each CUDA device) and numpy's global generators.
 
+        CUDA is not begun for it: without a context, its generators are as their seed makes them.
+
         Args:
             generators: Generators of the user's own (a DataLoader's); their states are kept as well.
             like: An earlier state; equal parts are shared with it, because 30 kB a step add up over a long run.
         """
         import numpy as np
 
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+        # asking for a state begins CUDA: memory of a GPU that the loop does not use, and none for what it forks
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         python, cpu = random.getstate(), torch.get_rng_state()
         numpy = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
         if like is not None:
@@ -46,6 +49,8 @@ class RandomState:
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(list(self.torch_cuda))
+        elif torch.cuda.is_initialized():  # begun since: as it begins, with the seed that the CPU has been given
+            torch.cuda.manual_seed_all(torch.initial_seed())
         np.random.set_state(self.numpy)  # noqa: NPY002 - see capture
         for own, state in self.own:
             own.set_state(state)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
 import torch
 
 from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
+from ampdoctor.loop.torch_internals import replaced
 
 _METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
@@ -41,16 +43,18 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         others: Scalers of other classes that have its methods; torch's own may be among them.
     """
     running: list[tuple[int, int, str]] = []
+    told: ScalerListener | None = listener
 
     def wrapped(original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             key = (threading.get_ident(), id(scaler), method)
-            if key in running or not _is_enabled(scaler):
+            hears = told
+            if hears is None or key in running or not _is_enabled(scaler):
                 return original(scaler, *args, **kwargs)
             argument = args[0] if args else next(iter(kwargs.values()), None)
             running.append(key)
             try:
-                return listener.scaler_called(scaler, method, argument, lambda: original(scaler, *args, **kwargs))
+                return hears.scaler_called(scaler, method, argument, lambda: original(scaler, *args, **kwargs))
             finally:
                 running.remove(key)
 
@@ -61,10 +65,24 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
         stack.enter_context(wrapped_in_each_class(_METHODS, wrapped))
         for scaler in others:
             if not isinstance(scaler, torch.amp.GradScaler):
-                for method in (method for method in _METHODS if hasattr(type(scaler), method)):
-                    setattr(scaler, method, MethodType(wrapped(getattr(type(scaler), method), method), scaler))
-                    stack.callback(vars(scaler).pop, method, None)
-        yield
+                for method in filter(partial(hasattr, scaler), _METHODS):
+                    call = wrapped(_unbound(getattr(scaler, method)), method)
+                    try:
+                        stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
+                    except AttributeError:  # it has slots, and its class is told of
+                        original = getattr(type(scaler), method)
+                        stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
+        try:
+            yield
+        finally:
+            told = None
+
+
+def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(_scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
 
 
 def _is_enabled(scaler: Any) -> bool:

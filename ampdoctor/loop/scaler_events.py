@@ -18,6 +18,7 @@ from ampdoctor.loop.backwards import PLAIN, Backwards
 from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.phases import Part, Phases
+from ampdoctor.loop.torch_internals import replaced
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
@@ -198,9 +199,7 @@ class StepEvents:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self._called(scaler, method, original, args, kwargs)
 
-        had = method in vars(scaler)
-        setattr(scaler, method, wrapped)
-        stack.callback(lambda: setattr(scaler, method, original) if had else delattr(scaler, method))
+        stack.enter_context(replaced(scaler, method, wrapped))
 
     def _of_class(self, original: Callable[..., Any], method: str) -> Callable[..., Any]:
         def wrapped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +211,8 @@ class StepEvents:
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A scaler's method, recorded once however many wrappers it has."""
+        if not self._watching:  # somebody has put another wrapper around ours, and calls it still
+            return original(*args, **kwargs)
         if method == "get_scale":
             self._knows_scale |= not self._looking
             return original(*args, **kwargs)

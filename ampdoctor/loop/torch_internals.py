@@ -65,15 +65,18 @@ class _SeenEngine:
 
     def __init__(self, engine: Any, seen: SeenBackward) -> None:
         self._engine = engine
-        self._seen = seen
+        self.seen: SeenBackward | None = seen
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def run_backward(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        seen = self.seen
+        if seen is None:
+            return self._engine.run_backward(roots, *args, **kwargs)
         seeds, kept, _, inputs = (*args, (), False, False, ())[:4] if len(args) < 4 else args[:4]
         backward = Backward(roots, inputs, bool(kwargs.get("accumulate_grad")), seeds, bool(kept))
-        return self._seen(backward, lambda: self._engine.run_backward(roots, *args, **kwargs))
+        return seen(backward, lambda: self._engine.run_backward(roots, *args, **kwargs))
 
 
 @contextmanager
@@ -92,26 +95,67 @@ def seen_backwards(seen: SeenBackward) -> Iterator[None]:
     if engine is None:
         yield
         return
-    setattr(Variable, _ENGINE, _SeenEngine(engine, seen))
+    before = _SeenEngine(engine, seen)
+    setattr(Variable, _ENGINE, before)
     try:
         yield
     finally:
         setattr(Variable, _ENGINE, engine)
+        before.seen = None  # whoever has taken hold of it keeps it, and not who was told
+
+
+@dataclass(slots=True, eq=False)
+class _Replacement:
+    """What stands in the place of an attribute, and what stood there before.
+
+    Attributes:
+        ours: It.
+        before: What stood there; another replacement, where several are nested.
+        owned: The attribute was the owner's own, and not inherited.
+        over: Whoever has put it there has no more use for it.
+    """
+
+    ours: Any
+    before: Any
+    owned: bool
+    over: bool = False
+
+
+_REPLACED: dict[tuple[int, str], list[_Replacement]] = {}
+"""By `id` of the owner and name, the outermost last; the owner is held by the context that has replaced it."""
 
 
 @contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
     """Inside, `owner.name` is ours; afterwards it is what it was, unless somebody has put theirs there since.
 
-    Theirs may call ours long afterwards, which must then only call on.
+    Nested contexts may end in any order: the last one to end puts the original back. Theirs may call ours long
+    afterwards, which must then only call on. A module that is imported inside, or a table of torch's, may keep ours
+    until the process ends: it must then lead to nothing of the user's.
+
+    Args:
+        owner: A class, a module, or an object that has attributes of its own.
+        name: Of an attribute.
+        ours: What stands in its place.
     """
-    original = getattr(owner, name)
+    own: Any = getattr(owner, "__dict__", {})
+    layer = _Replacement(ours, own[name] if name in own else getattr(owner, name), owned=name in own)
     setattr(owner, name, ours)
+    key = id(owner), name
+    layers = _REPLACED.setdefault(key, [])
+    layers.append(layer)
     try:
         yield
     finally:
-        if getattr(owner, name, None) is ours:
-            setattr(owner, name, original)
+        layer.over = True
+        while layers and layers[-1].over and getattr(owner, "__dict__", {}).get(name) is layers[-1].ours:
+            last = layers.pop()
+            if last.owned:
+                setattr(owner, name, last.before)
+            else:
+                delattr(owner, name)
+        if all(one.over for one in layers):
+            _REPLACED.pop(key, None)
 
 
 @contextmanager

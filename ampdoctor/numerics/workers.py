@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,42 +24,54 @@ class _Workers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._pools: dict[int, ThreadPoolExecutor | None] = {}
 
     def forget(self) -> None:
         """Drop the pools without touching their threads: they do not exist after a fork."""
         self._lock = threading.Lock()
         self._pools = {}
 
-    def get(self, size: int) -> ThreadPoolExecutor:
+    def get(self, size: int) -> ThreadPoolExecutor | None:
         with self._lock:
             if size not in self._pools:
                 self._pools[size] = _start(size)
             return self._pools[size]
 
 
-def _start(size: int) -> ThreadPoolExecutor:
+def _start(size: int) -> ThreadPoolExecutor | None:
+    """Returns a pool; None where the process may not start that many threads (a container's limit of processes)."""
     pool = ThreadPoolExecutor(size, thread_name_prefix="ampdoctor-histogram")
     everyone = threading.Barrier(size + 1)
+    failed: list[RuntimeError] = []
 
     def settle() -> None:
         torch.get_num_threads()  # adopts the process's default, which would otherwise undo the next line later
         torch.set_num_threads(1)
-        everyone.wait()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            everyone.wait()
 
     def start_and_restore() -> None:
         # A thread's count is its own once set, but setting it also changes the default of later threads. A new
         # thread reads that default, so a new thread restores it, and the caller's own count is not touched.
         default = torch.get_num_threads()
-        for _ in range(size):
-            pool.submit(settle)
-        everyone.wait()
-        torch.set_num_threads(default)
+        try:
+            for _ in range(size):
+                pool.submit(settle)
+            everyone.wait()
+        except RuntimeError as error:
+            failed.append(error)
+            everyone.abort()  # those that have started wait for the others
+            pool.shutdown(cancel_futures=True)
+        finally:
+            torch.set_num_threads(default)
 
-    starter = threading.Thread(target=start_and_restore)
-    starter.start()
+    try:
+        starter = threading.Thread(target=start_and_restore)
+        starter.start()
+    except RuntimeError:
+        return None
     starter.join()
-    return pool
+    return None if failed else pool
 
 
 _workers = _Workers()
@@ -66,8 +79,9 @@ os.register_at_fork(after_in_child=_workers.forget)
 
 
 def map_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> list[Result]:
-    """Apply `work` to each item on `size` threads; results keep the items' order."""
-    return list(_workers.get(size).map(work, items))
+    """Apply `work` to each item on `size` threads, or on this one where they cannot start; in the items' order."""
+    pool = _workers.get(size)
+    return [work(item) for item in items] if pool is None else list(pool.map(work, items))
 
 
 def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> Iterator[Result]:
@@ -76,6 +90,9 @@ def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size:
     If the iteration ends early, by an error or Ctrl-C, running work is waited for: nothing runs on in the background.
     """
     pool = _workers.get(size)
+    if pool is None:
+        yield from map(work, items)
+        return
     waiting: collections.deque[Future[Result]] = collections.deque()
     try:
         for item in items:

@@ -59,13 +59,17 @@ class OtherScalers(Listener):
 
     Attributes:
         first: Each as it was when a step first called it.
+        state: The `state_dict` that the first of them had then, if it was enabled: it may be gone by now.
     """
 
     def __init__(self, own: Any) -> None:
         self._own = own
+        self.state: dict[str, Any] | None = None
         self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
 
     def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
         """As in `Listener`."""
         if scaler is not self._own and scaler not in self.first:
             self.first[scaler] = ScalerSnapshot.of(scaler)
+            if self.state is None and scaler.is_enabled():
+                self.state = scaler.state_dict()

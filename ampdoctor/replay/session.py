@@ -32,6 +32,7 @@ from ampdoctor.precision import (
     master_weights,
     override_autocast,
 )
+from ampdoctor.precision.low_bit import as_plain_linears
 from ampdoctor.replay.frameworks.accelerate.state import shared_states
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
@@ -116,6 +117,7 @@ class Session:
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
         self._others = OtherScalers(self.scaler)
+        self._adopting: list[Callable[[Any], None]] = []
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
         room = max(_ROOM, _size(self.model))
         drawing = Drawing(self.random_state, self._handed_out)
@@ -218,6 +220,11 @@ class Session:
     def parameter_names(self) -> dict[int, str]:
         """As in `Watched`."""
         return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
+
+    @property
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The `state_dict` of the run's own scaler, else of the first that its steps made or held; None without one."""
+        return self.scaler.state_dict() if self.events.enabled else self._others.state
 
     @property
     def makes_scalers(self) -> bool:
@@ -457,6 +464,7 @@ class Session:
         plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
         with ExitStack() as stack:
             stack.enter_context(self._cast(torch.float32))
+            stack.enter_context(as_plain_linears(self.model.modules()))
             stack.enter_context(self._with_precision(plain))
             stack.callback(setattr, self, "_wide_casts", self._wide_casts)
             self._wide_casts = True
@@ -530,20 +538,29 @@ class Session:
                 kept[id(other)] = (other, {key: value for key, value in vars(other).items() if key in settings})
                 vars(other).update({key: copy.copy(value) for key, value in settings.items()})
 
+        with ExitStack() as stack:
+            stack.callback(lambda: [vars(other).update(before) for other, before in kept.values()])
+            if not self._adopting:  # one that is made inside adopts from the outermost first, and so has the innermost
+                stack.enter_context(self._told_of_scaling())
+            self._adopting.append(adopt)
+            stack.callback(self._adopting.pop)
+            adopt(self.scaler)
+            yield
+
+    @contextmanager
+    def _told_of_scaling(self) -> Iterator[None]:
         original = torch.amp.GradScaler.scale
 
         def scale(other: Any, outputs: Any) -> Any:
-            adopt(other)
+            for adopt in self._adopting:
+                adopt(other)
             return original(other, outputs)
 
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
         try:
-            adopt(self.scaler)
-            torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
             yield
         finally:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
-            for other, before in kept.values():
-                vars(other).update(before)
 
 
 def _counted_by_steps() -> Iterator[int]:

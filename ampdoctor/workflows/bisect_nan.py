@@ -619,7 +619,7 @@ class _Search:
             complete=not errors,
             findings=findings,
             checks=checks,
-            skipped=(*self.replay.left_out(), *self.skipped, *self._elsewhere(verdict)),
+            skipped=(*self.replay.left_out(), *self.skipped, *self.look.left_out, *self._elsewhere(verdict)),
             errors=errors,
             scaler=scaler_after(self.session, findings),
             path=self._path(shown),

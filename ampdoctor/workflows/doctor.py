@@ -15,21 +15,31 @@ import torch
 
 from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
-from ampdoctor.errors import EXIT_INTERRUPTED, AmpdoctorError, StoppedError
+from ampdoctor.errors import StoppedError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
-from ampdoctor.live.blind_steps import SKIPPED, BlindSteps, LateNews
+from ampdoctor.live.blind_steps import (
+    HELD_BACK,
+    SKIPPED,
+    TOO_LATE,
+    UNREAD,
+    UNREAD_BEFORE,
+    BlindSteps,
+    LateNews,
+    ways_out,
+)
 from ampdoctor.live.guard import Guard
 from ampdoctor.live.intake.intake import Intake
-from ampdoctor.live.log.facts import hardware, software
+from ampdoctor.live.log.facts import hardware, models_of, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
+from ampdoctor.live.processes import Place, grouped, launched, restarts, run_id_of_all
 from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
@@ -38,7 +48,7 @@ from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import causes_of, describe
+from ampdoctor.loop.raised import causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
@@ -46,32 +56,29 @@ from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
+from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate, lost_weight
-from ampdoctor.workflows.looking import MOST_BACKOFFS, Look, at_its_begin, look
+from ampdoctor.workflows.looking import (
+    IN_PARTS,
+    MOST_BACKOFFS,
+    Look,
+    all_gradients_nan,
+    at_its_begin,
+    device_of,
+    finite_here,
+    kept_bundle,
+    look,
+    not_looked_at,
+    trained_on,
+)
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
-_TOO_LATE = (
-    "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
-    "nothing was run again"
-)
-_WAYS_OUT = (
-    ". Ways out: guard with a fused optimizer, which holds such an update back; look=sync, at one synchronisation a "
-    "step; or the last good checkpoint, {from_there}"
-)
-_RECORD = (
-    "where record_batches=K has kept the batches of the last K updates: they are replayed from it up to the sick step"
-)
-_HELD_BACK = (
-    "step {step} was sick ({what}) and its update was held back on the device: the weights are intact, and the next "
-    "sick one within {steps} steps is looked at, at one synchronisation a step until then"
-)
-
 _standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
 
 
@@ -112,6 +119,7 @@ class Doctor:
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
         folder: Of the log and the bundles.
+        speaks: Whether this process's diagnosis is for people: it is rank 0's, or that of a rank that is itself sick.
     """
 
     def __init__(
@@ -123,25 +131,25 @@ class Doctor:
     ) -> None:
         self.report: Report | None = None
         self.folder = request.health
+        self.speaks = True
+        self._process = os.getpid()
         self._request, self._tell, self._hear = request, tell, say
         self._watch = LoopWatch(self)
         self._constructions = Constructions()
-        name, rank, restarts = Path(request.health).name, _number("RANK", 0), _number("TORCHELASTIC_RESTART_COUNT", 0)
+        self._place, self._is_placed = launched(), False
+        self._restarts = restarts()
         self._log = RunLog(
             request.health,
-            RunLine(name=name, detail_every=request.every),
-            rank=rank,
-            world_size=max(_number("WORLD_SIZE", 1), 1),
-            restarts=restarts,
+            RunLine(name=Path(request.health).name, detail_every=request.every),
+            rank=self._place.rank,
+            world_size=self._place.world,
+            restarts=self._restarts,
             say=self._say,
+            held=True,
         )
-        before = steps_before(request.health, rank=rank, restarts=restarts)
-        self._alerting = Alerting(self._log.write, self._say, request.thresholds, on_alert, before)
-        if rank == 0:  # the others' numbers are the same, or parts of these
-            export_while_it_runs(self._log, request.export)
-            if self._log.failed is None:  # said already; there is nothing to judge
-                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
-        self._intake = Intake(max(_number("WORLD_SIZE", 1), 1))
+        self._on_alert = on_alert
+        self._alerting: Alerting | None = None
+        self._intake = Intake(self._place.world)
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
@@ -151,11 +159,17 @@ class Doctor:
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
-        self._failed = False
+        self._failed = self._over = False
+        self._lost = 0  # readings
         self._described = False
         self._protocol = Protocol(self._watch)
         self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
         self._said: set[str] = set()
+
+    @property
+    def place(self) -> Place:
+        """Of this process among the others, as far as it is known by now."""
+        return self._place
 
     @contextmanager
     def attending(
@@ -192,20 +206,40 @@ class Doctor:
             self._numbers.begin_step(0)
             yield
 
+    def _take_place(self) -> None:
+        """Say whose log it is, once: a script may make its process group at any time before its first update."""
+        if self._is_placed or os.getpid() != self._process:
+            return
+        self._is_placed = True
+        request, place = self._request, grouped() or launched()
+        self._place = place
+        before = steps_before(request.health, rank=place.rank, restarts=self._restarts)
+        self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
+        self._intake.world_is(place.world)
+        self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
+        if place.rank == 0:  # the others' numbers are the same, or parts of these
+            export_while_it_runs(self._log, request.export)
+            if self._log.failed is None:  # said already; there is nothing to judge
+                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
+
     def ended(self, error: BaseException | None) -> None:
         """The training has ended, with this error or in order; one that its own code ended may be sick.
 
         Args:
             error: What ended it; `SystemExit` too.
         """
+        self._over = True  # what has ended the training is what its caller gets
+        self._take_place()
         self._ended_by(error)
         self._look_at_the_weights()
         if not self._failed:
             self._tell_what_ended()
+        if self._lost:
+            self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
         if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
             self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
         reason, lines = "" if error is None else type(error).__name__, self._lines
-        self._log.write(EndLine(exit_code=_code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
+        self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
     # -- what the loop does ------------------------------------------------------------------------------------------
 
@@ -217,14 +251,17 @@ class Doctor:
     @_harmless
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
+        self._take_place()
         norm = self._measured(attempt, losses)
         self._judge_calls(attempt, losses)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
+        if held:
+            self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
         if self._is_readable(attempt):
             self._updates.clear()
             sick = self._sick_of(losses, norm)
             if sick is not None:
-                self._fall_sick(attempt, sick, settles=_steps_either_way(attempt))
+                self._fall_sick(attempt, sick, settles=attempt.is_called_either_way)
             elif self.report is None:
                 self._last[attempt.name] = LastUpdate.of(attempt)
         elif self.report is None:
@@ -235,6 +272,7 @@ class Doctor:
     @_harmless
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
+        self._take_place()
         self._measured(attempt, losses)
         self._judge_calls(attempt, losses)
         if self._protocol.is_never_updated(attempt) and self.report is None:
@@ -254,7 +292,8 @@ class Doctor:
             self._last.pop(attempt.name, None)
         self._lines.ended(attempt, skipped=skipped)
         self._numbers.stepped(attempt.name, skipped=skipped)
-        alert = self._alerting.taken()
+        self._count_lost(attempt)
+        alert = None if self._alerting is None else self._alerting.taken()
         if alert is not None:
             self._numbers.look(alert, _AFTER_SICK)
         self._numbers.begin_step(self._lines.turn)
@@ -262,6 +301,13 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+
+    def _count_lost(self, attempt: Attempt) -> None:
+        lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
+        if lost:
+            self._log.lose(lost)
+            if lost == self._lost:
+                self._say(UNREAD.format(step=attempt.step))
 
     @_harmless
     def stepping_again(self, again: Again) -> None:
@@ -366,18 +412,19 @@ class Doctor:
         scaler = past_its_scaler(self._watch, attempt)
         if scaler is not None and self._request.look != "off" and not self._watch.recorder.is_crowded:
             program = replace(program, scaler=scaler)
-            with self._watch.looking_away():
-                if self._look(program, settles=True).report is None:
-                    self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
-                    return
+            if self._looked_at(program, settles=True).report is None:
+                self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
+                return
         self._examine(program, what, name=attempt.name, settles=settles)
 
     @_harmless
     def _ended_by(self, error: BaseException | None) -> None:
         self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not asked and not isinstance(error, KeyboardInterrupt) and self.report is None:
-            self._look_at_the_end()
+        if error is None or asked or isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):
+            return
+        if self.report is None:
+            self._look_at_the_end(error)
 
     def _tell_what_was_refused(self, error: BaseException | None) -> None:
         """Say why a scaler has refused a call, where that has ended the training."""
@@ -401,7 +448,7 @@ class Doctor:
             report = self._explained(report, parameters)
             self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
 
-    def _look_at_the_end(self) -> None:
+    def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
         with unseen():
@@ -411,8 +458,32 @@ class Doctor:
             step = self._lines.turn
             program = recorder.program(None, name="", scaler=None, step=step, root=root)
             self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
+        elif recorder.failed is None and not recorder.is_crowded and self._request.look != "off":
+            unfinished = recorder.interrupted(error, self._lines.turn)
+            if unfinished is not None and unfinished.calls_models:
+                said = f"its code has ended it ({describe(error)})"
+                self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
 
-    def _examine(self, program: Program, what: str, *, name: str, settles: bool, advice: str = "") -> None:
+    def _examine(
+        self,
+        program: Program,
+        what: str,
+        *,
+        name: str,
+        settles: bool,
+        advice: str = "",
+        raised: BaseException | None = None,
+    ) -> None:
+        """Look at a step, and tell what is found.
+
+        Args:
+            program: The step.
+            what: Why.
+            name: Of its optimizer.
+            settles: It is health where its scaler comes down to where it is taken.
+            advice: What the loop is told besides.
+            raised: What has ended it; nothing is told then unless the look shows where it went non-finite.
+        """
         request = self._request
         if request.look == "off":
             return
@@ -422,22 +493,22 @@ class Doctor:
         if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
             self._hope(program, name)
             return
-        crowded = self._watch.recorder.is_crowded
-        if crowded:
-            seen = _not_looked_at(program, what, SEVERAL)
+        crowded, parts = self._watch.recorder.is_crowded, lies_in_parts(program.model)
+        if crowded or parts is not None:
+            seen = not_looked_at(program, what, SEVERAL if parts is None else IN_PARTS.format(parts=parts))
         else:
-            with self._watch.looking_away():
-                seen = self._look(program, settles=settles)
-        if seen.report is not None:
-            report = self._explained(seen.report, dict(program.model.named_parameters()))
-            seen = replace(seen, report=_advised(report, advice) if advice else report)
+            seen = self._looked_at(program, settles=settles)
+        if raised is not None and not seen.shows_error:
+            return
+        seen = seen.telling(raised=raised, advice=advice)
         self._attentive = 0
         if seen.failed and hopeful:
             self._hope(program, name)
             return
         if seen.report is None:
-            self._settling[name] = max(seen.backoffs - 1, 0)
+            self._passed(program, seen, name)
             return
+        self.speaks = self._place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
         self._numbers.look(what, _AFTER_SICK)
         if crowded:
             self._told(program, seen, what, None)
@@ -449,14 +520,27 @@ class Doctor:
                 self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
             self._told(program, seen, what, bundle)
 
-    def _look(self, program: Program, *, settles: bool) -> Look:
-        return look(
-            program,
-            policy=policy_in_force(),
-            device=_device_of(program),
-            thresholds=self._request.thresholds,
-            settles=settles,
+    def _looked_at(self, program: Program, *, settles: bool) -> Look:
+        thresholds = self._request.thresholds
+        with self._watch.looking_away():
+            seen = look(
+                program, policy=policy_in_force(), device=device_of(program), thresholds=thresholds, settles=settles
+            )
+        if seen.report is None:
+            return seen
+        return replace(seen, report=self._explained(seen.report, dict(program.model.named_parameters())))
+
+    def _passed(self, program: Program, seen: Look, name: str) -> None:
+        """A scaler settles; or that of all ranks has skipped what is finite here, and another rank's log has it."""
+        self._settling[name] = max(seen.backoffs - 1, 0)
+        if not seen.elsewhere:
+            return
+        line = LookLine(
+            step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
         )
+        self._log.write(line)
+        if self._place.rank == 0 and all_gradients_nan(program.model):  # what only overflows leaves some finite
+            self._say(line.reason)
 
     def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
@@ -488,29 +572,20 @@ class Doctor:
         self._settling[name] = MOST_BACKOFFS
 
     def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
-        folder = Path(self._request.health) / f"bundle-{program.step}"
-        try:
-            written = write_bundle(
-                folder,
-                program,
-                made=self._constructions.of,
-                rank=_number("RANK", 0),
-                world=max(_number("WORLD_SIZE", 1), 1),
-                policy="cuda" if policy_in_force() == "cuda" else None,
-                leading=leading,
-                diagnosis=to_plain(report),
-                log=[text_of(line) for line in self._log.last(_LAST_LINES)],
-                max_bytes=self._request.bundle_max,
-            )
-        except Exception as error:  # noqa: BLE001 - the diagnosis stands without it
-            why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
-            self._say(f"no bundle of step {program.step} was kept: {why}")
-            return None
-        if not written.replays:
-            self._say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
-        for sentence in written.left_out:
-            self._say(f"the bundle of step {program.step}: {sentence}")
-        return written
+        rank, world = self._place.rank, self._place.world
+        folder = Path(self._request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
+        write = functools.partial(
+            write_bundle,
+            made=self._constructions.of,
+            rank=rank,
+            world=world,
+            policy="cuda" if policy_in_force() == "cuda" else None,
+            leading=leading,
+            diagnosis=to_plain(report),
+            log=[text_of(line) for line in self._log.last(_LAST_LINES)],
+            max_bytes=self._request.bundle_max,
+        )
+        return kept_bundle(lambda: write(folder, program), program, self._say)
 
     def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
         report = seen.report
@@ -532,7 +607,7 @@ class Doctor:
             model=report.run.get("kept", {}).get("model"),
             reason=what,
             seconds=seconds,
-            device=_trained_on(report.run),
+            device=trained_on(report.run),
             precision=report.run.get("precision"),
             autocast=report.run.get("autocast"),
         )
@@ -541,7 +616,7 @@ class Doctor:
             self._tell(self.report)
         except Exception as error:  # noqa: BLE001 - the log has it, and what was asked for is done all the same
             self._say(f"the diagnosis of step {line.step} could not be told: {describe(error)}; it is in {self.folder}")
-        if self._request.on_sick == "stop":
+        if self._request.on_sick == "stop" and not self._over:
             self._log.flush()
             raise StoppedError
 
@@ -579,26 +654,19 @@ class Doctor:
             if not self._attentive:
                 self._attentive = self._request.every
                 if news.what != SKIPPED:
-                    self._say(_HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
+                    self._say(HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)
-        note = ErrorNote(
-            what=f"step {news.step}", kind="too_late", message=_TOO_LATE.format(step=news.step, what=news.what)
-        )
+        said = TOO_LATE.format(step=news.step, what=news.what)
+        said += UNREAD_BEFORE.format(unread=news.unread) if news.unread else ""
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=said)
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
         with self._watch.looking_away():
             bundle = self._bundled_late(news, report)
-        kept = self._kept(bundle)
-        note = replace(note, message=note.message + _WAYS_OUT.format(from_there=self._from_there(kept)))
+        kept, records = self._kept(bundle), bool(self._request.record_batches)
+        note = replace(note, message=note.message + ways_out(kept.get("bundle"), kept.get("model"), records=records))
         report = replace(report, errors=(note,), run={**self._when(news.step, news.optimizer), "kept": kept})
         self._diagnosed(report, news.what, bundle=bundle, seconds=None)
-
-    def _from_there(self, kept: Kept) -> str:
-        """How a sick step is come to again from a checkpoint."""
-        if "bundle" in kept:
-            model = f" --model {kept['model']}" if "model" in kept else ""
-            return f"from which its bundle is replayed: ampdoctor bisect-nan {kept['bundle']} --checkpoint LAST{model}"
-        return "from which the training is run again" if self._request.record_batches else _RECORD
 
     def _bundled_late(self, news: LateNews, report: Report) -> Written | None:
         """The bundle of a step that has changed its weights, with the kept updates that lead up to it."""
@@ -610,20 +678,11 @@ class Doctor:
     def _say(self, sentence: str) -> None:
         """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
         with suppress(Exception):
-            self._hear(sentence)
+            self._hear(f"rank {self.place.rank}: {sentence}" if self.place.rank else sentence)
 
     def _describe(self, attempt: Attempt) -> None:
         self._described = True
-        roots = self._watch.recorder.models.roots
-        models = [
-            {
-                "name": name,
-                "class": f"{type(root).__module__}.{type(root).__qualname__}",
-                "parameters": sum(p.numel() for p in root.parameters()),
-                "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in root.parameters()}),
-            }
-            for name, root in roots
-        ]
+        models = models_of(self._watch.recorder.models.roots)
         self._log.describe(**hardware(), models=models, optimizer=type(attempt.optimizer).__name__)
 
     def _tell_what_ended(self) -> None:
@@ -640,46 +699,3 @@ class Doctor:
         if sentence not in self._said:
             self._said.add(sentence)
             self._say(sentence)
-
-
-def _advised(report: Report, advice: str) -> Report:
-    """A report of one step, with what more steps than that have shown."""
-    told = tuple(replace(one, severity="error", help=f"{advice} {one.help}") for one in report.findings)
-    return replace(report, findings=told, verdict="sick" if told else report.verdict)
-
-
-def _not_looked_at(program: Program, what: str, why: str) -> Look:
-    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
-    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
-    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
-
-
-def _code_of(error: BaseException | None) -> int:
-    """With what Python ends a process that nothing but this has ended."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
-
-
-def _steps_either_way(attempt: Attempt) -> bool:
-    """Whether a scaler calls the optimizer whatever it has found: a fused one skips by itself, on its device."""
-    return attempt.scaler is not None and getattr(attempt.optimizer, "grad_scale", None) is not None
-
-
-def _number(variable: str, otherwise: int) -> int:
-    """A number that a launcher has put into the environment."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else otherwise
-
-
-def _trained_on(run: Mapping[str, Any]) -> str | None:
-    """The device type of the training behind a replay; None where none was made."""
-    device = run.get("device")
-    if device is None:
-        return None
-    return "cuda" if run.get("policy") == "cuda" else str(device).partition(":")[0]
-
-
-def _device_of(program: Program) -> str:
-    first = next(program.model.parameters(), None)
-    return "cpu" if first is None else str(first.device)

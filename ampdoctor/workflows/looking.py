@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -14,7 +15,10 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
+from ampdoctor.loop.collectives import are_several
 from ampdoctor.loop.raised import describe
+from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.replay.recorded.one_rank import lies_in_parts, on_its_own
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.loop.recorded.program import Program
+    from ampdoctor.replay.bundles.writing import Written
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
 
@@ -33,6 +38,9 @@ AGREE = 1e-3
 backward of attention) stay below it in Megatron's rerun state machine, whose tolerance this is."""
 MOST_BACKOFFS = 40
 """Halvings from any scale that occurs down to one below 1: a GradScaler begins at 2^16, and at most 2^24 is usual."""
+IN_PARTS = (
+    "the parameters lie in parts on several processes ({parts}), and one alone cannot run the model without the others"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,7 @@ class Look:
         backoffs: How often the scaler has to back off until the step is taken, where it settles.
         uncovered: Parameters whose gradient the calls do not explain.
         failed: The step could not be run again here.
+        elsewhere: It is finite here: another process made it what it is, or what came after the gradients' reduction.
         seconds: How long it took.
     """
 
@@ -51,7 +60,33 @@ class Look:
     backoffs: int = 0
     uncovered: tuple[str, ...] = ()
     failed: bool = False
+    elsewhere: bool = False
     seconds: float = 0.0
+
+    @property
+    def shows_error(self) -> bool:
+        """An error was found, and not only that the step is sick."""
+        return self.report is not None and any(finding.severity == "error" for finding in self.report.findings)
+
+    def telling(self, *, raised: BaseException | None = None, advice: str = "") -> Look:
+        """Returns the look with what is known of the step besides.
+
+        Args:
+            raised: What the loop has raised, which takes the place of what the replay did.
+            advice: What more steps than this one have shown: it makes each finding an error.
+        """
+        if self.report is None:
+            return self
+        findings = self.report.findings
+        if raised is not None:
+            said = {"raised": describe(raised)}
+            findings = tuple(
+                replace(one, evidence={**one.evidence, **said}) if "raised" in one.evidence else one for one in findings
+            )
+        if advice:
+            findings = tuple(replace(one, severity="error", help=f"{advice} {one.help}") for one in findings)
+        verdict = "sick" if advice and findings else self.report.verdict
+        return replace(self, report=replace(self.report, findings=findings, verdict=verdict))
 
 
 def look(program: Program, *, policy: Policy, device: str, thresholds: Thresholds, settles: bool) -> Look:
@@ -67,7 +102,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     Returns:
         What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
     """
-    began, failed = time.monotonic(), None
+    began, failed, unsaid = time.monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
         return Look(report=unseen, failed=True)
@@ -76,7 +111,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     )
     real = {id(p): p.grad for p in program.model.parameters() if p.grad is not None}
     try:
-        with at_its_begin(program), _without_warnings():
+        with on_its_own(program.model) as unsaid, at_its_begin(program), _without_warnings():
             with open_replay(request) as replay:
                 session = replay.session()
                 try:
@@ -84,18 +119,59 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
                 finally:
                     session.close()
             if backoffs is not None:
-                return Look(report=None, backoffs=backoffs, seconds=time.monotonic() - began)
+                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=time.monotonic() - began)
             report = bisect_nan(replace(request, factory=_once(program)))
     except Exception as error:  # noqa: BLE001 - there may be no room here for a second run
         said = str(error) if isinstance(error, AmpdoctorError) else describe(error)
         failed = ErrorNote(what="the recorded step", kind="not_replayed", message=said)
         report, uncovered = Report(command="run", target={}, verdict="sick", complete=False, errors=(failed,)), ()
+    elsewhere = not report.findings and not report.errors and are_several()
     if not report.findings and not report.errors:
-        report = replace(report, verdict="not_reproduced", complete=False, errors=(_finite_again(program, uncovered),))
-    left_out = (*_not_replayed(program, uncovered), *report.skipped)
+        note = _finite_here(program, real) if elsewhere else _finite_again(program, uncovered)
+        report = replace(report, verdict="not_reproduced", complete=False, errors=(note,))
+    left_out = (*_not_replayed(program, uncovered, unsaid), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
-    return Look(report=report, uncovered=uncovered, failed=failed is not None, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Look(report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
+
+
+def not_looked_at(program: Program, what: str, why: str) -> Look:
+    """What is known of a sick step that is not run again, and why it is not."""
+    said = f"step {program.step} was sick ({what}), and was not run again: {why}"
+    note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
+    return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
+
+
+def all_gradients_nan(model: torch.nn.Module) -> bool:
+    """Does each gradient of a model hold a NaN, as behind a loss that is NaN? False where it has none."""
+    held = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with unseen():
+        return bool(held) and all(bool(gradient.isnan().any()) for gradient in held)
+
+
+def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[str], None]) -> Written | None:
+    """Keep a sick step, and say what its bundle lacks; None where it could not be written.
+
+    Args:
+        write: Writes the bundle.
+        program: The step.
+        say: Told what is missing.
+    """
+    try:
+        written = write()
+    except Exception as error:  # noqa: BLE001 - the diagnosis stands without it
+        why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
+        say(f"no bundle of step {program.step} was kept: {why}")
+        return None
+    if not written.replays:
+        say(f"the bundle of step {program.step} holds what cannot be written down, and is no replay")
+    parts = lies_in_parts(program.model)
+    if parts is not None and len(written.left_out) > 1:
+        say(f"the bundle of step {program.step} lacks what lies in parts ({parts}), parameters among it")
+    for sentence in () if parts is not None else written.left_out:
+        say(f"the bundle of step {program.step}: {sentence}")
+    return written
 
 
 @contextmanager
@@ -208,7 +284,10 @@ def _once(program: Program) -> Callable[[], TrainingRun]:
 def _first_run(
     session: Session, program: Program, real: Mapping[int, torch.Tensor], *, settles: bool
 ) -> tuple[tuple[str, ...], int | None]:
-    """Run the step once: what its calls do not explain, and after how many back-offs it is taken, if it is."""
+    """Run the step once: what its calls do not explain, and after how many back-offs it is taken, if it is.
+
+    After none, where a scaler of several processes has skipped what is finite on this one.
+    """
     session.has_step(0)
     start = session.snapshot()
     try:
@@ -216,6 +295,8 @@ def _first_run(
         uncovered = _uncovered(session, program, real)
         if not settles:
             return uncovered, None
+        if are_several() and not outcome.skipped and _is_finite(program, outcome.loss):
+            return uncovered, 0
         for backoffs in range(1, MOST_BACKOFFS):
             scale = session.events.scale()
             if not outcome.skipped or scale is None or scale < 1.0:
@@ -228,6 +309,12 @@ def _first_run(
         start.restore()
 
 
+def _is_finite(program: Program, loss: float | None) -> bool:
+    """Whether the loss and the gradients of a step that was run again are."""
+    gradients = (p.grad for p in program.model.parameters() if p.grad is not None)
+    return (loss is None or math.isfinite(loss)) and all(bool(g.isfinite().all()) for g in gradients)
+
+
 def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
     """The parameters of the program's optimizer whose gradient is another than that of the loop."""
     if program.optimizer is None:
@@ -238,6 +325,11 @@ def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tens
 
 
 def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
+    """Whether the loop's gradient and the replay's are one.
+
+    Where several processes share a step the loop's is the mean over all of them, in which only what is not finite can
+    be told of this one: what is not finite in the replay's is not in the loop's.
+    """
     if here is None or there is None:
         present = here if there is None else there
         return present is None or not bool(present.count_nonzero())
@@ -245,6 +337,8 @@ def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
         return False
     here, there = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (here, there))
     finite = here.isfinite()
+    if are_several():
+        return not bool((finite & ~there.isfinite()).any())
     if not torch.equal(finite, there.isfinite()):
         return False
     mine, other = (torch.where(finite, t, 0).to(torch.float32) for t in (here, there))
@@ -268,6 +362,24 @@ def _finite_again(program: Program, uncovered: Sequence[str]) -> ErrorNote:
     return ErrorNote(what=f"step {program.step}", kind="not_reproduced", message=said)
 
 
+def finite_here(step: int) -> str:
+    """What is said of a step of several processes that is finite on this one."""
+    return (
+        f"step {step} is finite here: the loss and the gradients of this rank's own calls are. What made it sick is "
+        "another rank, or what changes gradients after they are reduced"
+    )
+
+
+def _finite_here(program: Program, real: Mapping[int, torch.Tensor]) -> ErrorNote:
+    named = program.model.named_parameters()
+    sick = {name for name, p in named if (found := real.get(id(p))) is not None and not bool(found.isfinite().all())}
+    edited = [name for name in program.edited if name in sick]
+    said = finite_here(program.step)
+    if edited:
+        said += f"; the loop's own code, or a hook, has changed the gradients of {_listed(edited)} before the step"
+    return ErrorNote(what=f"step {program.step}", kind="finite_here", message=said)
+
+
 def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:
     """Nothing that a replay shows is a proof where its gradients are not those of the loop."""
     made = finding.prescription
@@ -277,8 +389,9 @@ def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:
     return replace(finding, prescription=replace(made, status="not_run", reason=reason))
 
 
-def _not_replayed(program: Program, uncovered: Sequence[str]) -> list[Skipped]:
-    found = [Skipped(what="part of the step", reason=reason, kind="not_replayed") for reason in program.unexplained]
+def _not_replayed(program: Program, uncovered: Sequence[str], unsaid: Sequence[str] = ()) -> list[Skipped]:
+    reasons = (*program.unexplained, *unsaid)
+    found = [Skipped(what="part of the step", reason=reason, kind="not_replayed") for reason in reasons]
     if uncovered:
         reason = f"the recorded calls do not explain the gradient of {_listed(uncovered)}: nothing is proved of it"
         found.append(Skipped(what="part of the step", reason=reason, kind="not_replayed"))
@@ -287,3 +400,17 @@ def _not_replayed(program: Program, uncovered: Sequence[str]) -> list[Skipped]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def trained_on(run: Mapping[str, Any]) -> str | None:
+    """The device type of the training behind a replay; None where none was made."""
+    device = run.get("device")
+    if device is None:
+        return None
+    return "cuda" if run.get("policy") == "cuda" else str(device).partition(":")[0]
+
+
+def device_of(program: Program) -> str:
+    """Where the model of a step is."""
+    first = next(program.model.parameters(), None)
+    return "cpu" if first is None else str(first.device)

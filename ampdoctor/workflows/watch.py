@@ -119,7 +119,12 @@ def watch(
         export=exports_of(export),
     )
     optimizers = _several(optimizer)
-    doctor = Doctor(request, tell or _tell, _say, on_alert)
+
+    def told(report: Report) -> None:
+        if doctor.speaks:
+            _tell(report)
+
+    doctor = Doctor(request, tell or told, _say, on_alert)
     with ExitStack() as stack:
         try:
             scalers = () if scaler is None else (scaler,)

@@ -63,15 +63,15 @@ def watching(
     with ExitStack() as stack:
 
         def begin() -> None:
-            try:
-                from ampdoctor.workflows.doctor import Doctor
+            from ampdoctor.workflows.doctor import Doctor
 
-                watch.doctor = Doctor(request, tell, say)
-                stack.enter_context(watch.doctor.attending())
-            except Exception as error:  # noqa: BLE001 - a training is never harmed
-                watch.doctor = None
-                say(f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0])
+            watch.doctor = Doctor(request, tell, say)
+            stack.enter_context(watch.doctor.attending())
 
-        with when_imported("torch", begin):
+        def failed(error: Exception) -> None:
+            watch.doctor = None
+            say(f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0])
+
+        with when_imported("torch", begin, failed):
             yield watch
     give_back(request.health)

@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.diagnosis.replay.causes import cause_of, culprits, excess_binades, fitting_scale, scale_may_cure
-from ampdoctor.evidence.of_runs.trace import Recomputation, Sightings, Trace
+from ampdoctor.evidence.of_runs.trace import Operand, Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 
 MAX = 65504.0
@@ -39,11 +39,15 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
         ({"verdict": OVER}, "forward_overflow"),
         ({"verdict": OVER, "nonfinite": "nan"}, "forward_overflow"),
         ({"verdict": (True, MAX * 1.01, MAX), "nonfinite": "nan"}, "forward_overflow"),
-        ({"verdict": (True, MAX, MAX), "nonfinite": "nan"}, "invalid_op"),
+        ({"verdict": (True, MAX, MAX), "nonfinite": "nan"}, "kernel_defect"),
         ({"verdict": OVER, "phase": "loss"}, "forward_overflow"),
         ({"verdict": OVER, "phase": "backward"}, "backward_overflow"),
         ({"verdict": OVER, "phase": "scaler"}, "backward_overflow"),
-        ({"verdict": UNDER, "nonfinite": "nan"}, "invalid_op"),
+        ({"verdict": UNDER, "nonfinite": "nan"}, "kernel_defect"),
+        ({"verdict": UNDER, "nonfinite": "nan", "operand": Operand(made_by="flushed_epsilon")}, "invalid_op"),
+        ({"verdict": UNDER, "nonfinite": "nan", "operand": Operand(made_by="rounded_to_one")}, "invalid_op"),
+        ({"verdict": NOWHERE, "nonfinite": "nan", "operand": Operand(made_by="any")}, "kernel_defect"),
+        ({"verdict": None, "nonfinite": "nan", "operand": Operand(made_by="unwritten")}, "kernel_defect"),
         ({"verdict": UNDER, "nonfinite": "inf"}, "forward_overflow"),
         ({"verdict": None, "nonfinite": "nan"}, "invalid_op"),
         ({"verdict": None, "nonfinite": "inf"}, "forward_overflow"),
@@ -55,11 +59,19 @@ def test_the_first_row_that_holds(given, cause):
 
 
 @pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize(("inside", "cause"), [(True, "forward_overflow"), (False, "invalid_op")])
-def test_an_overflow_inside_the_op_or_beyond_float64(finite, inside, cause):
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_overflow_inside_the_op_or_beyond_float64(finite, inside):
     verdict = Recomputation(finite=finite, amax=3.0 if finite else 0.0, limit=MAX, overflow=inside)
+    cause = "forward_overflow" if inside else "kernel_defect" if finite else "invalid_op"
     for kind in ("nan", "inf"):
         assert cause_of(replace(birth(nonfinite=kind), recomputed=verdict)) == cause
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("amax", [3.0, MAX * 4])
+def test_what_does_not_come_again_on_the_same_inputs_is_the_kernels(finite, amax):
+    verdict = Recomputation(finite=finite, amax=amax, limit=MAX, overflow=True, returns=False)
+    assert cause_of(replace(birth(nonfinite="nan"), recomputed=verdict)) == "kernel_defect"
 
 
 def test_a_partial_overflow_of_a_backward_may_be_the_scales():

@@ -53,7 +53,31 @@ def test_an_overflow_in_numbers():
         ({"verdict": NOWHERE, "inputs": (stats(zeros=2),)}, "in float64 as well: an input holds zeros"),
         ({"verdict": NOWHERE, "inputs": (stats(shape=(0, 3)),)}, "an input is empty"),
         ({"verdict": NOWHERE}, "the inputs are outside the op's domain"),
-        ({"verdict": UNDER, "nonfinite": "nan"}, "not in float64: a constant inside the op is lost in float16"),
+        (
+            {"verdict": UNDER, "nonfinite": "nan"},
+            "this kernel gives NaN where the arithmetic is finite and in range (1 in float64, of float16's 65504)",
+        ),
+        (
+            {
+                "verdict": UNDER,
+                "nonfinite": "nan",
+                "operand": Operand(made_by="flushed_epsilon", here=0.0, float64=1e-9, dtype="float16"),
+            },
+            "not in float64: a constant inside the op is lost, 1e-09 is 0 in float16",
+        ),
+        (
+            {
+                "verdict": UNDER,
+                "nonfinite": "nan",
+                "operand": Operand(made_by="rounded_to_one", here=1.0, float64=0.9999, dtype="float16"),
+            },
+            "a constant inside the op is lost, 0.9999 is 1 in float16",
+        ),
+        ({"nonfinite": "nan", "operand": Operand(made_by="unwritten")}, "it shows memory that no op has written"),
+        (
+            {"verdict": NOWHERE, "nonfinite": "nan", "operand": Operand(made_by="any")},
+            "this kernel gives it for every input that was tried, in float64 as well",
+        ),
         ({"phase": "optimizer", "nonfinite": "nan"}, "the state's format loses what the update divides by"),
         (
             {"phase": "data", "origin": "data", "nonfinite": "nan", "where": {"tensor": "x"}},

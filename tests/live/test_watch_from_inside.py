@@ -13,6 +13,7 @@ from torch import nn
 import ampdoctor
 from ampdoctor.errors import SickTrainingError, UsageError
 from ampdoctor.evidence.report.scaler import ScalerArguments
+from ampdoctor.live.numbers.later import Later
 from ampdoctor.workflows.doctor import Doctor, standing
 from ampdoctor.workflows.health import health
 
@@ -341,3 +342,105 @@ def test_a_fused_scaler_that_settles_where_only_the_device_knows_is_healthy(unre
     assert scaler.get_scale() == 2.0**12
     assert watch.report is None
     assert not caplog.records
+
+
+def test_a_step_that_the_guard_holds_back_on_a_device_is_logged_as_skipped(unreadable, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "ampdoctor.live.loop_watch._holds_back", lambda one: None if hasattr(one, "found_inf") else False
+    )
+    with ampdoctor.watch(folder=tmp_path, guard=True, tell=lambda _: None):
+        Loop(sick=(3,), fused=True)()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step" and line.get("skipped")] == [3]
+    assert (lines[-1]["steps"], lines[-1]["accepted"]) == (8, 7)
+
+
+@pytest.mark.parametrize("sick", [(), (4,)])
+def test_readings_that_are_lost_are_told_and_a_sick_one_among_them_is_not_passed_over(
+    sick, unreadable, tmp_path, caplog, monkeypatch
+):
+    put = Later.put
+
+    def full(later, tag, tensors):
+        if tag.number in (2, 3, 4):
+            later.lost += 1
+            return False
+        return put(later, tag, tensors)
+
+    monkeypatch.setattr(Later, "put", full)
+    with ampdoctor.watch(folder=tmp_path, tell=lambda _: None) as watch:
+        Loop(sick=sick)()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [0, 1, 5, 6, 7]
+    assert [line["steps"] for line in lines if line["kind"] == "lost"][-1] == 3
+    said = [record.getMessage() for record in caplog.records]  # an alert comes when it is made
+    first, last = (sentence for sentence in said if sentence.startswith("the numbers of"))
+    assert first.startswith("the numbers of step 2 are lost")
+    assert last == "the numbers of 3 of 8 steps were lost; none of them is judged"
+    assert (watch.report is not None) == bool(sick)
+    if sick:
+        (note,) = watch.report.errors
+        assert "step 5 was sick" in note.message
+        assert "one of the 3 steps just before it" in note.message
+
+
+def test_what_is_kept_of_steps_does_not_grow_once_their_numbers_have_failed(tmp_path, unreadable, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no memory for numbers")
+
+    monkeypatch.setattr("ampdoctor.live.numbers.step_numbers.add_norms", fails)
+    with ampdoctor.watch(folder=tmp_path) as watch:
+        Loop(sick=())(200)
+        doctor = watch._doctor
+        assert len(doctor._lines._facts) <= 64
+        assert len(doctor._blind._steps) <= 64
+
+
+class Partial:
+    """A loss scaler with some of the methods alone, one of which is an instance's own."""
+
+    def __init__(self):
+        self.scales = 0
+        self.scale = self.scaled
+
+    def scaled(self, loss):
+        self.scales += 1
+        return loss * 4.0
+
+    def step(self, optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.div_(4.0)
+        optimizer.step()
+
+
+class Slotted:
+    """One that takes no attributes."""
+
+    __slots__ = ("scales",)
+
+    def __init__(self):
+        self.scales = 0
+
+    scale, step = Partial.scaled, Partial.step
+
+
+@pytest.mark.parametrize("made", [Partial, Slotted])
+def test_a_scaler_that_lacks_methods_or_has_its_own_is_watched_and_left_as_it_was(made, tmp_path, caplog):
+    loop, scaler = Loop(), made()
+    own = dict(getattr(scaler, "__dict__", {}))
+    classes = dict(vars(made))
+    with ampdoctor.watch(scaler=scaler, folder=tmp_path) as watch:
+        for _ in range(3):
+            loss = loop.model(torch.randn(16, 4), 1e-3).pow(2).mean()
+            loop.optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(loop.optimizer)
+            last = float(loss.detach())
+    assert (caplog.records, watch.report, scaler.scales) == ([], None, 3)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if line["kind"] == "step"][-1] == pytest.approx(last)
+    assert {key: value for key, value in getattr(scaler, "__dict__", {}).items() if key != "scales"} == {
+        key: value for key, value in own.items() if key != "scales"
+    }
+    assert dict(vars(made)) == classes

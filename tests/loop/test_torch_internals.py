@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.loop.torch_internals import (
     default_device,
+    replaced,
     reset_default_device,
     seen_backwards,
     shims,
@@ -150,3 +151,40 @@ def test_fake_tensors_are_told_apart():
     assert not under_fake_tensors()
     with FakeTensorMode():
         assert under_fake_tensors()
+
+
+class Owner:
+    """Has one method of its own, and inherits none."""
+
+    def method(self):
+        return "original"
+
+
+class Heir(Owner):
+    """Has none of its own."""
+
+
+def around(what):
+    before = what.method
+    return lambda *_: f"around {before(*_)}"
+
+
+@pytest.mark.parametrize("owner", [Owner, Heir, Owner()], ids=["class", "heir", "object"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
+def test_what_was_replaced_is_back_in_whatever_order_those_end_that_replaced_it(owner, order):
+    before = dict(vars(owner))
+    contexts = []
+    for _ in range(3):
+        contexts.append(replaced(owner, "method", around(owner)))
+        contexts[-1].__enter__()
+    for place in order:
+        contexts[place].__exit__(None, None, None)
+    assert dict(vars(owner)) == before
+
+
+def test_what_another_has_put_around_a_replacement_stays():
+    owner = Owner()
+    with replaced(owner, "method", lambda: "ours"):
+        owner.method = theirs = around(owner)
+    assert owner.method is theirs
+    assert owner.method() == "around ours"

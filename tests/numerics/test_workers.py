@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from ampdoctor.numerics import Histogram
+from ampdoctor.numerics import Histogram, workers
 from ampdoctor.numerics.kernels import CHUNK
-from ampdoctor.numerics.workers import map_on_workers
+from ampdoctor.numerics.workers import imap_on_workers, map_on_workers
 
 
 def test_the_users_thread_count_stays_as_it_was():
@@ -51,3 +51,22 @@ def test_several_threads_may_count_at_once():
     for thread in threads:
         thread.join()
     assert found == [expected] * 4
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_where_threads_cannot_be_started_the_work_is_done_on_this_one(monkeypatch, started):
+    """A container's limit of processes: the third thread fails, and those that run already do not wait for it."""
+    start, left = threading.Thread.start, [started]
+
+    def limited(thread):
+        if left[0] == 0:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(workers, "_workers", workers._Workers())
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert map_on_workers(lambda i: i * i, range(5), 3) == [0, 1, 4, 9, 16]
+    assert list(imap_on_workers(lambda i: i + 1, range(5), 3)) == [1, 2, 3, 4, 5]
+    assert torch.get_num_threads() == before

@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+import torch
+
 from ampdoctor.evidence.where import Source
+from ampdoctor.package import FOLDER
+from ampdoctor.precision.emulation.gpu import asking
+from ampdoctor.probes.ops import source
 from ampdoctor.probes.ops.source import applied_line, as_source, shown_from, user_line
+from ampdoctor.replay.guarding.changes import is_users_file
 
 
 def test_names_are_relative_to_where_the_replay_was_started(tmp_path, monkeypatch):
@@ -30,3 +37,21 @@ def test_the_innermost_line_of_the_user():
     assert name == __file__
     assert number > 1
     assert applied_line() is None
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        Path(torch.__file__).parent.with_name("torchvision") / "models" / "resnet.py",
+        Path(torch.__file__).parent.with_name("torch_geometric") / "nn.py",
+        FOLDER.with_name("ampdoctor-runs") / "train.py",
+        FOLDER.with_name("ampdoctor_experiments") / "train.py",
+    ],
+)
+def test_a_folder_whose_name_begins_like_ours_or_torchs_is_neither(file):
+    assert source._is_user(str(file))
+    assert not source._is_user(str(FOLDER / "errors.py"))
+    assert not source._is_user(torch.nn.functional.__file__)
+    if "site-packages" not in file.parts:
+        assert is_users_file(str(file))
+    assert asking._package(str(file)) not in ("torch", "ampdoctor")

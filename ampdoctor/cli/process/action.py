@@ -103,11 +103,11 @@ class Examination:
         known = self._baseline() if gates.baseline is not None and write is None else None
         read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
         written = self.also if write is None else (*self.also, write)
-        places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
+        places = destinations(self.output, [*self.inputs, *read], written, rank=rank, log=self.log)
         files = [*written, *(place.file for place in places if place.file != STDOUT)]
         # found before user code runs, which may go elsewhere; a saved report has the place where it was made
         placed = {} if self.decided.command == _SHOWING_AGAIN else place_in_repository()
-        if self.log is not None:
+        if self.log is not None and not rank:
             for file in files:
                 refuse_of_log(file, self.log)
         with to_be_written(files):

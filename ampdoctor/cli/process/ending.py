@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from ampdoctor.errors import EXIT_INTERRUPTED, EXIT_OK
 
@@ -15,7 +15,7 @@ _RAISED = 1
 class _Ended:
     """What is known of the process; one, as the process is one."""
 
-    interrupted: KeyboardInterrupt | None = None
+    interrupted: ClassVar[list[KeyboardInterrupt]] = []
 
 
 def answer(error: BaseException | None) -> int:
@@ -32,7 +32,7 @@ def answer(error: BaseException | None) -> int:
     if asked is not None:
         return asked
     if isinstance(error, KeyboardInterrupt):
-        _Ended.interrupted = error
+        _Ended.interrupted[:] = [error]
         return EXIT_INTERRUPTED
     return _RAISED
 
@@ -51,9 +51,9 @@ def end_as_python(code: int) -> int:
         KeyboardInterrupt: One has ended the script, and has been told. Python dies of the signal where it meets one
             that nobody has caught, after exit handlers and threads, which is how a shell's loop knows to stop.
     """
-    if _Ended.interrupted is not None and code == EXIT_INTERRUPTED:
+    if _Ended.interrupted and code == EXIT_INTERRUPTED:
         sys.excepthook = _say_nothing
-        raise _Ended.interrupted
+        raise _Ended.interrupted.pop()
     return code
 
 
@@ -71,7 +71,8 @@ def _show(error: BaseException) -> int | None:
     """Call the script's `sys.excepthook`, or Python's; an exit code where it ends the process."""
     told = (type(error), error, error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = told
-    sys.last_exc = error  # type: ignore[attr-defined]  # from Python 3.12 on
+    if sys.version_info >= (3, 12):  # which forgets it at the process's end, as those before do not
+        sys.last_exc = error
     hook = getattr(sys, "excepthook", None)
     sys.audit("sys.excepthook", hook, *told)
     if hook is None:

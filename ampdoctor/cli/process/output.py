@@ -44,7 +44,12 @@ class Destination:
 
 
 def destinations(
-    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = (), *, rank: int = 0
+    options: OutputOptions,
+    inputs: Iterable[str] = (),
+    also: Iterable[str] = (),
+    *,
+    rank: int = 0,
+    log: str | None = None,
 ) -> tuple[Destination, ...]:
     """Return where the report goes, files first and stdout last.
 
@@ -53,6 +58,7 @@ def destinations(
         inputs: Files and folders that the command reads: none of them may be written over.
         also: Further files that the command writes.
         rank: Of this process; one other than 0 has a file of its own for everything.
+        log: The folder of its log, in which that file lies; None for a command that keeps none.
 
     Raises:
         UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
@@ -61,7 +67,7 @@ def destinations(
     if options.github_summary:
         wanted.append(Destination("markdown", summary_file(), append=True))
     if rank:
-        wanted = [Destination("jsonl", rank_file(rank, options.output))]
+        wanted = [Destination("jsonl", rank_file(rank, options.output, log))]
     taken: set[object] = set()
     for file in also:
         _refuse(file, inputs)
@@ -74,7 +80,7 @@ def destinations(
             where = "standard output" if destination.file == STDOUT else destination.file
             raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
-        if destination.file != STDOUT:
+        if destination.file != STDOUT and not (rank and log):  # a log's folder is made with the log
             try:
                 _refuse(destination.file, inputs)
             except UsageError as error:

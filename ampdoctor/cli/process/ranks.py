@@ -10,13 +10,14 @@ from pathlib import Path
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.live.processes import launched
 
 _NUMBER = re.compile("[0-9]{1,9}")
 """Of a process; `int` itself refuses thousands of digits with an error of its own."""
 
 
 def rank_of(environment: Mapping[str, str] | None = None) -> int:
-    """The rank of this process as RANK and WORLD_SIZE have it; 0 where it is the only one.
+    """The rank of this process as torchrun, Slurm or Open MPI has it; 0 where it is the only one.
 
     Raises:
         UsageError: They are set and are no numbers of a process group.
@@ -24,14 +25,16 @@ def rank_of(environment: Mapping[str, str] | None = None) -> int:
     known = os.environ if environment is None else environment
     rank, size = known.get("RANK"), known.get("WORLD_SIZE")
     if not rank or not size:
-        return 0
+        return launched(known).rank
     if not (_NUMBER.fullmatch(rank) and _NUMBER.fullmatch(size) and int(rank) < int(size)):
         raise UsageError(f"RANK={rank} and WORLD_SIZE={size} name no process of a group: unset them, or run torchrun")
     return int(rank)
 
 
-def rank_file(rank: int, output: str | None) -> str:
-    """Where a rank other than 0 keeps its report: beside the `--output` of rank 0, or here."""
+def rank_file(rank: int, output: str | None, log: str | None = None) -> str:
+    """Where a rank other than 0 keeps its report: with its log, else beside the `--output` of rank 0, or here."""
+    if log is not None:
+        return str(Path(log) / f"report.rank{rank}.jsonl")
     return str(Path(output or "").parent / f"rank{rank}.jsonl")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ampdoctor.cli.options.export_options import files_of
 from ampdoctor.cli.options.gate_options import GateOptions
@@ -16,15 +18,20 @@ from ampdoctor.cli.process import ctrl_c, ending
 from ampdoctor.cli.process.action import Examination
 from ampdoctor.cli.process.exit_code import Outcome
 from ampdoctor.cli.process.output import Destination, deliver, destinations
+from ampdoctor.cli.process.ranks import rank_of
 from ampdoctor.cli.process.streams import STDOUT, note, report_on_stderr
 from ampdoctor.errors import AmpdoctorError, ForkedChildError
 from ampdoctor.evidence.report import Report
 from ampdoctor.health.sinks.table import Export
+from ampdoctor.live.processes import exit_code_ends_others
 from ampdoctor.live.script.running import run_script
 from ampdoctor.live.script.target import Script
 from ampdoctor.reports.words.sanitise import sentence
 from ampdoctor.workflows.opening.request import Progress, SetAside
 from ampdoctor.workflows.opening.watch_request import WatchRequest
+
+if TYPE_CHECKING:
+    from ampdoctor.workflows.watching import Watching
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +54,17 @@ class _Job:
     shown: list[Report] = field(default_factory=list)
     home: ExitStack = field(default_factory=ExitStack)
     tell: Callable[[Report], None] | None = None
+    watch: Watching | None = None
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether a launcher, or other processes, take an exit code other than 0 for a crash."""
+        doctor = None if self.watch is None else self.watch.doctor
+        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
 
     def _told(self, report: Report) -> None:
-        if self.tell is not None:
+        doctor = None if self.watch is None else self.watch.doctor
+        if self.tell is not None and (doctor is None or doctor.speaks):
             self.tell(report)
 
     def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
@@ -64,7 +79,7 @@ class _Job:
         process, folder = os.getpid(), Path.cwd()
         stack, watch = ExitStack(), None
         try:
-            watch = stack.enter_context(watching(self.request, tell=self._told, say=_say))
+            watch = self.watch = stack.enter_context(watching(self.request, tell=self._told, say=_say))
         except Exception as error:
             if isinstance(error, AmpdoctorError):
                 raise
@@ -77,6 +92,7 @@ class _Job:
             self.code = ending.answer(ended)
             if watch is not None and os.getpid() == process:
                 watch.ended(ended)
+            del ended  # its traceback leads to this frame: only the collector would free what the script's frames hold
         finally:
             if os.getpid() != process:
                 self.still_open, stack = stack.pop_all(), ExitStack()
@@ -121,11 +137,25 @@ class WatchedRun(Examination):
             except ForkedChildError:
                 return Outcome(job.code or 0)
             except Exception as error:
-                if not job.code:
+                if not job.code and not job.is_one_of_several:
                     raise
                 note(f"ampdoctor: error: {sentence(str(error) or type(error).__name__)}")
-                return Outcome(job.code)
+                return Outcome(job.code or 0)
+        if not job.code and outcome.code and job.is_one_of_several:
+            return self._left_to_health(job, outcome)
         return Outcome(job.code or outcome.code, outcome.reason)
+
+    def _left_to_health(self, job: _Job, outcome: Outcome) -> Outcome:
+        """A launcher takes any code but 0 for a crash: it ends the other processes, or starts all of them anew."""
+        if outcome.reason and job.shown:
+            note(f"ampdoctor: {sentence(outcome.reason)}")
+        if job.shown or rank_of() == 0:
+            folder = shlex.quote(job.request.named or job.request.health)
+            note(
+                "ampdoctor: the exit code is the script's, as one of several processes; the verdict: "
+                f"ampdoctor health {folder} --fail-on error"
+            )
+        return Outcome(0)
 
     def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
         """Return where this report goes: among what a script prints, only what has something to say."""

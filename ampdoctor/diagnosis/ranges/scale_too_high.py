@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.report import Finding, Prescription
@@ -12,7 +14,14 @@ RULE = register(
 
 
 def scale_too_high(
-    scale: float, wanted: float, *, step: int, harmed: str | None, bound_by: str, prescription: Prescription | None
+    scale: float,
+    wanted: float,
+    *,
+    step: int,
+    harmed: str | None,
+    bound_by: str,
+    prescription: Prescription | None,
+    begun_again: int = 0,
 ) -> Finding:
     """AMP405.
 
@@ -23,13 +32,16 @@ def scale_too_high(
         harmed: What became non-finite; None where steps are skipped to the end.
         bound_by: The tensor that forbids more.
         prescription: The change.
+        begun_again: How often the scale was back at its first value after a skip.
     """
     what = "the scaler still skips the last step"
+    if begun_again:
+        what = f"the scaler is made anew {begun_again} times, as in each epoch, and still skips the last step"
     if harmed is not None:
         what = f"{harmed} becomes non-finite, and nothing skips the step"
-    return range_finding(
+    found = range_finding(
         RULE,
-        "warning" if harmed is None else "error",
+        "warning" if harmed is None and not begun_again else "error",
         f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
         f"{bound_by} fits up to {wanted:g}",
         cause="grad_overflow",
@@ -37,3 +49,4 @@ def scale_too_high(
         evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
         prescription=prescription,
     )
+    return replace(found, help=f"Make the GradScaler once, before the epochs. {found.help}") if begun_again else found

@@ -31,7 +31,11 @@ FORWARD_OVERFLOW = register(
     thresholds=(DEPARTURE,),
 )
 INVALID_OP = register(
-    "AMP202", "invalid-op", "An op gets an operand outside its domain", worst="error", commands=REPLAYED
+    "AMP202",
+    "invalid-op",
+    "An op makes NaN of finite inputs: its operand is outside its domain, or its kernel is defective",
+    worst="error",
+    commands=REPLAYED,
 )
 BACKWARD_OVERFLOW = register(
     "AMP203", "backward-overflow", "A gradient is beyond the compute format's range", worst="error", commands=REPLAYED
@@ -96,6 +100,8 @@ def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
         numbers["excess_binades"] = excess_binades(birth)
         if verdict.overflow is not None:
             numbers["overflows_inside"] = verdict.overflow
+        if verdict.returns is False:
+            numbers["comes_again"] = False
         if verdict.finite32 is not None:
             numbers["float32"] = {"finite": verdict.finite32, "amax": verdict.amax32}
     if birth.operand is not None:

@@ -14,6 +14,7 @@ Cause = Literal[
     "stale_casts",
     "bad_data",
     "invalid_op",
+    "kernel_defect",
     "forward_overflow",
     "forward_precision",
     "backward_overflow",
@@ -34,6 +35,7 @@ CODES: Mapping[Cause, str] = {
     "bad_checkpoint": "AMP101",
     "bad_data": "AMP204",
     "invalid_op": "AMP202",
+    "kernel_defect": "AMP202",
     "forward_overflow": "AMP201",
     "forward_precision": "AMP208",
     "backward_overflow": "AMP203",
@@ -51,6 +53,9 @@ HELP: Mapping[Cause, str] = {
     "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
     "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
     "1e-7).",
+    "kernel_defect": "Try another kernel: attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
+    "torch.backends.cudnn.enabled = False, torch.backends.mkldnn.enabled = False (oneDNN), or the op written in "
+    "torch's own; fp32 and another shape run another kernel too. Report it with the shapes and the dtype.",
     "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
     "forward.",
     "forward_precision": "Compute this in fp32, and count (positions, ids, steps) in integers; no loss scale helps a "
@@ -65,6 +70,8 @@ HELP: Mapping[Cause, str] = {
     "format's tiny; clip gradients whose squares overflow.",
 }
 OPERAND_HELP: Mapping[str, str] = {
+    "unwritten": "Write the whole of it, or make it with torch.zeros; torch.use_deterministic_algorithms(True) fills "
+    "what torch.empty gives with NaN, and so shows what is left of it.",
     "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, masked ones too), or "
     "mask with a finite number.",
     "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",
@@ -116,18 +123,25 @@ def cause_of(birth: Birth) -> Cause:
         return "bad_data"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
         return "optimizer_precision"
+    return _cause_of_numbers(birth)
+
+
+def _cause_of_numbers(birth: Birth) -> Cause:
+    """The rows for what an op computed of finite inputs, or of infinities that were meant."""
     overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
+    made_by = None if birth.operand is None else birth.operand.made_by
+    if made_by in ("unwritten", "any") or (verdict is not None and verdict.returns is False):
+        return "kernel_defect"
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow
-    if verdict.finite and verdict.amax > verdict.limit:
+    beyond = verdict.finite and verdict.amax > verdict.limit
+    if beyond or verdict.overflow:  # inside the op, or beyond float64
         return overflow
-    if verdict.overflow is not None:  # inside the op, or beyond float64
-        return overflow if verdict.overflow else "invalid_op"
-    if not verdict.finite:
+    if not verdict.finite or made_by in LOST:
         return "invalid_op"
-    # finite and in range in float64: the op lost something inside, an epsilon (0/0) or a partial sum (inf)
-    return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+    # finite and in range in float64: where nothing that was lost is found, and no partial result is too large
+    return overflow if verdict.overflow is None and birth.where.nonfinite == "inf" else "kernel_defect"
 
 
 def _casts_the_batch(birth: Birth) -> bool:
@@ -142,7 +156,7 @@ def _casts_the_batch(birth: Birth) -> bool:
 def help_for(birth: Birth, cause: Cause) -> str:
     """Returns what to do about a birth: for its operand if that is known, else for its cause."""
     operand = birth.operand
-    if operand is None or cause not in ("invalid_op", "bad_data"):
+    if operand is None or cause not in ("invalid_op", "kernel_defect", "bad_data"):
         return HELP[cause]
     fused = FUSED.get((birth.where.op or "", operand.op or ""))
     if fused is not None and birth.where.phase in ("forward", "loss"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampdoctor.diagnosis.replay.causes import Cause, excess_binades
-from ampdoctor.evidence.of_runs.trace import Birth, Operand
+from ampdoctor.evidence.of_runs.trace import LOST, Birth, Operand
 from ampdoctor.evidence.where import Where
 
 _STATE = ("param", "buffer", "optimizer_state")
@@ -44,6 +44,8 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     if birth.origin != "op":
         return _uncomputed(birth, what)
     text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
+    if cause == "kernel_defect":
+        return f"{text}: {_defect(birth)}"
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
@@ -58,15 +60,33 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
             if verdict.finite
             else "the result is beyond float64 as well"
         )
+    if birth.operand is not None and verdict is not None and verdict.finite and birth.operand.made_by in LOST:
+        lost = f"{birth.operand.float64:.10g} is {birth.operand.here:g} in {_format(birth)}"
+        return f"{text}, but not in float64: a constant inside the op is lost, {lost}"
     if birth.operand is not None and (verdict is None or not verdict.finite):
         return f"{text}: {_operand(birth.operand)}"
     if verdict is not None and not verdict.finite:
         return f"{text}, and in float64 as well: {_poison(birth)}"
-    if verdict is not None and cause == "invalid_op":
-        return f"{text}, but not in float64: a constant inside the op is lost in {_format(birth)}"
     if cause == "optimizer_precision":
         return f"{text}: the state's format loses what the update divides by"
     return text
+
+
+def _defect(birth: Birth) -> str:
+    """What is wrong with a kernel."""
+    verdict = birth.recomputed
+    if birth.operand is not None and birth.operand.made_by == "unwritten":
+        return "it shows memory that no op has written"
+    if verdict is not None and verdict.returns is False:
+        return "run again on the same inputs it is finite: the kernel shows memory that it has not written, or races"
+    if verdict is not None and not verdict.finite:
+        return "this kernel gives it for every input that was tried, in float64 as well"
+    amax = "" if verdict is None else f" ({verdict.amax:.4g} in float64, of {_format(birth)}'s {verdict.limit:.5g})"
+    return f"this kernel gives {_kind(birth)} where the arithmetic is finite and in range{amax}"
+
+
+def _kind(birth: Birth) -> str:
+    return "NaN" if birth.where.nonfinite == "nan" else "an infinity"
 
 
 def _uncomputed(birth: Birth, what: str) -> str:

@@ -53,6 +53,8 @@ class Recomputation:
         overflow: For cases that `amax` does not show: True if the op is finite in its own format after its inputs are
             reduced to at most 1, so that something overflows: a partial result inside it (the squares of a layer norm),
             or a result beyond float64 (exp(1000)). None if that was not tried.
+        returns: The op is not finite in its own format when it runs again on the same inputs. False for a kernel that
+            shows memory which it has not written, or whose threads race. None if that was not tried.
     """
 
     finite: bool
@@ -61,6 +63,7 @@ class Recomputation:
     finite32: bool | None = None
     amax32: float = 0.0
     overflow: bool | None = None
+    returns: bool | None = None
 
 
 LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
@@ -84,7 +87,9 @@ class Operand:
             - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
             - "added_up": infinities that mask, in a sum; "masked_target": the class to be learned is masked;
             - "number": a Python number (a factor, a learning rate) that is not finite, and that no tensor gave;
-            - "empty_input": an input without elements.
+            - "empty_input": an input without elements;
+            - "unwritten": memory that no op has written (`torch.empty`);
+            - "any": an operator that torch does not have itself is not finite for any input that was tried.
         op: The op that made it ("aten.add"); None for a value from before the step.
         module: The module that ran this op; None for a value from before the step.
         source: The user's line that ran it.
@@ -243,6 +248,21 @@ class Amplified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Something of a trace that is not known, because looking for it failed.
+
+    Attributes:
+        what: What is not known ("what made the operand").
+        op: The op at which it was looked for ("aten.transpose_").
+        reason: Type and message of the exception.
+    """
+
+    what: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One step, op by op.
 
@@ -253,6 +273,7 @@ class Trace:
         flushes: In the order of the ops.
         died: Where gradients that are zero throughout became so; looked for together with flushes.
         unattributed: Sinks whose non-finite values no recorded op made (outside autograd and aten).
+        left_out: What could not be looked at.
     """
 
     step: int
@@ -261,6 +282,7 @@ class Trace:
     flushes: tuple[Flush, ...] = ()
     died: tuple[Died, ...] = ()
     unattributed: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

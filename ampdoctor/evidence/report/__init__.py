@@ -35,6 +35,7 @@ Cause = Literal[
     "stale_casts",
     "bad_data",
     "invalid_op",
+    "kernel_defect",
     "forward_overflow",
     "forward_precision",
     "backward_overflow",

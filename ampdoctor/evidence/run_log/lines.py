@@ -233,8 +233,8 @@ class LostLine:
 
     Attributes:
         details: Details that came faster than they could be written.
-        steps: Steps, for the same reason.
-        others: Others, for the same reason.
+        steps: Steps, for the same reason, or because their numbers never came from the device.
+        others: Others, for the first reason.
         unmade: Lines whose numbers could not be made into text.
         thinned: Old details that were taken out again for the sake of the log's size.
     """

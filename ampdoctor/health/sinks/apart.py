@@ -76,8 +76,10 @@ class Apart:
     def abandon(self) -> None:
         """Ends its process where it still runs; what it has not sent is in the log."""
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is not None:
             process.kill()
+            process.wait()
+            self._forget(process)
 
     def _send(self, text: bytes) -> None:
         process = self._process = self._process or _started(self._what)
@@ -96,7 +98,7 @@ class Apart:
     def _forget(self, process: subprocess.Popen[bytes]) -> None:
         self._process = None
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 _pipe(pipe).close()
 
 

@@ -52,7 +52,7 @@ class Batches:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+        self.world_size = world_size
         self._step = Counted()
         self._over = False  # an optimizer has used what is counted in the step, and another one may as well
         self._counted_at: int | None = None
@@ -106,7 +106,7 @@ class Batches:
 
     def _replicas(self, model: nn.Module) -> int | None:
         """Processes that have a batch each; None where that is not certain."""
-        if self._world_size == 1:
+        if self.world_size == 1:
             return 1
         group = getattr(model, "process_group", None)  # DistributedDataParallel, and the first FSDP
         mesh = getattr(next(model.parameters(), None), "device_mesh", None)  # the second
@@ -114,7 +114,7 @@ class Batches:
             size = group.size()
         else:
             size = mesh.size() if mesh is not None and mesh.ndim == 1 and _is_fsdp(model) else 0
-        return size if size == self._world_size else None
+        return size if size == self.world_size else None
 
 
 def _batch_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

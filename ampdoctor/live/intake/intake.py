@@ -42,6 +42,10 @@ class Intake:
         self._wait = DataWait()
         self._memory = MemoryReadings()
 
+    def world_is(self, size: int) -> None:
+        """So many processes there are; told before the first update."""
+        self._batches.world_size = size
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, waits for data are heard; afterwards nothing is left in place."""

@@ -47,6 +47,7 @@ class RunLog:
         say: Gets one sentence, at most once, if the log must be given up, and one for each listener that is dropped;
             it is called from one of the log's threads, or from whoever hands over a line.
         limits: Bounds.
+        held: Nothing is written before `begin`, which may still say whose log it is.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RunLog:
         restarts: int = 0,
         say: Callable[[str], None] = _silent,
         limits: Limits | None = None,
+        held: bool = False,
     ) -> None:
         limits = Limits() if limits is None else limits
         self.folder = Path(folder)
@@ -71,12 +73,24 @@ class RunLog:
         self._answering: tuple[Listening, ...] = ()
         self._process = os.getpid()
         self._attempts = 0
-        self._closed = False
+        self._closed, self._held = False, held
+        if not held:
+            self._start()
+        atexit.register(self.close)
+
+    def begin(self, *, run_id: str, rank: int, world_size: int) -> None:
+        """Writes from now on, what was handed over before too, as the log of this rank; for one that was held."""
+        if self._held and os.getpid() == self._process:
+            self.run_id = run_id
+            self._tray.become(run_id=run_id, rank=rank, world_size=world_size)
+            self._start()
+
+    def _start(self) -> None:
+        self._held = False
         try:
             self._writer.start()
         except RuntimeError as error:  # no thread can be started any more
             self._writer.give_up(str(error))
-        atexit.register(self.close)
 
     @property
     def path(self) -> Path:
@@ -95,6 +109,10 @@ class RunLog:
     def defer(self, make: Make) -> None:
         """Hands over what makes a line, or None, on the writer's thread: it waits among the details."""
         self._hand_over(make)
+
+    def lose(self, steps: int) -> None:
+        """Count steps of which there is no line, because their numbers have never arrived."""
+        self._tray.unread(steps)
 
     def index_of(self, name: str) -> int:
         """Returns the index of a tensor's name, which stands in the log before any line that is handed over next."""
@@ -195,6 +213,8 @@ class RunLog:
             Whether all of it is in the log; False in a forked process.
         """
         here = os.getpid() == self._process and threading.current_thread() is not self._writer
+        if here and self._held:
+            self._start()
         ours = here and not self._closed
         deadline = time.monotonic() + self._limits.farewell_seconds
         for one in self._answering if ours else ():
@@ -233,7 +253,7 @@ class RunLog:
     def _idle(self) -> bool:
         """There is no thread to wait for, or it is the one that asks."""
         elsewhere = os.getpid() != self._process or threading.current_thread() is self._writer
-        return elsewhere or self._closed or self.failed is not None
+        return elsewhere or self._held or self._closed or self.failed is not None
 
     def _is_whole(self) -> bool:
         return self.failed is None and os.getpid() == self._process

@@ -85,6 +85,14 @@ class Tray:
         """Returns the line as one that is handed over now."""
         return Handed(self.origin, time.time_ns(), line).stamped(line)
 
+    def become(self, *, run_id: str, rank: int, world_size: int) -> None:
+        """What waits, and all that follows, is of this run and of this rank; nobody may be taking anything up yet."""
+        of = {"run_id": run_id, "rank": rank, "world_size": world_size}
+        self.origin = replace(self.origin, **of)  # type: ignore[arg-type]
+        self.facts = {**self.facts, "run_id": run_id} if "run_id" in self.facts else self.facts
+        for one in (*self._details, *self._lines, *self.last):
+            one.origin = replace(one.origin, **of)  # type: ignore[arg-type]
+
     def take(self) -> Handed | None:
         """Takes the next one up, details first, so that a run's end is the end of its log; None if nothing waits."""
         for waiting in (self._details, self._lines):
@@ -128,6 +136,10 @@ class Tray:
     def unmade(self) -> None:
         """A line could not be made into text."""
         self.lost = replace(self.lost, unmade=self.lost.unmade + 1)
+
+    def unread(self, steps: int) -> None:
+        """The numbers of steps have never arrived."""
+        self.lost = replace(self.lost, steps=self.lost.steps + steps)
 
     def _count(self, what: Line | Make) -> None:
         step = isinstance(what, StepLine)

@@ -60,7 +60,7 @@ def hearing(hears: Hears) -> Iterator[bool]:
     try:
         yield True
     finally:
-        ear.listens = False  # whoever has wrapped the wrapper keeps it
+        ear.close()  # whoever has wrapped the wrapper keeps it
         for module, name, original, wrapped in put:
             if getattr(module, name) is wrapped:
                 setattr(module, name, original)
@@ -68,14 +68,16 @@ def hearing(hears: Hears) -> Iterator[bool]:
 
 class _Ear:
     def __init__(self, hears: Hears) -> None:
-        self._hears = hears
+        self.hears: Hears | None = hears
         self._last: tuple[Any, float] | None = None  # the norm computed last, and its type
-        self.listens = True
+
+    def close(self) -> None:
+        self.hears = self._last = None
 
     def norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             found = original(tensors, norm_type, *args, **kwargs)
-            if self.listens and not torch.compiler.is_compiling():
+            if self.hears is not None and not torch.compiler.is_compiling():
                 self._last = found, float(norm_type)
             return found
 
@@ -83,7 +85,7 @@ class _Ear:
 
     def clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grads_with_norm(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.listens or torch.compiler.is_compiling():
+            if self.hears is None or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             if not isinstance(parameters, torch.Tensor):
                 parameters = list(parameters)  # a generator can be asked only once
@@ -93,9 +95,10 @@ class _Ear:
         return clip_grads_with_norm
 
     def _tell(self, parameters: list[torch.Tensor], max_norm: Any, total: Any) -> None:
+        hears = self.hears
         norm_type = self._last[1] if self._last is not None and self._last[0] is total else None
         self._last = None
         gradients = frozenset(id(p.grad) for p in parameters if p.grad is not None)
         on_device = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"
-        if gradients and isinstance(total, torch.Tensor) and not on_device:
-            self._hears(Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type))
+        if hears is not None and gradients and isinstance(total, torch.Tensor) and not on_device:
+            hears(Clip(total=total, gradients=gradients, max_norm=float(max_norm), norm_type=norm_type))

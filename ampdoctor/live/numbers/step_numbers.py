@@ -277,6 +277,14 @@ class StepNumbers:
         return norm
 
     @_harmless
+    def guarded(self, optimizer: str, flag: Tensor) -> None:
+        """The step that is about to be taken is not, where this flag, on its device, is not 0."""
+        step = self._open.get(optimizer)
+        if step is not None:
+            step.parcel.add("found_inf", flag)
+            step.parcel.pack()
+
+    @_harmless
     def stepped(self, optimizer: str, *, skipped: bool | None = None) -> None:
         """The optimizer has stepped, or its step was skipped.
 
@@ -309,6 +317,7 @@ class StepNumbers:
         """Tell all readings; waits for those that are on their way."""
         self._activations.detach()
         self._tell(self._later.drain())
+        self._open.clear()  # of a step that has raised
 
     def _fail(self, error: Exception) -> None:
         self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]

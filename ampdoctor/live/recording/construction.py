@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
@@ -28,7 +28,7 @@ class Constructions:
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any]] = weakref.WeakKeyDictionary()
-        self._codes: dict[type, frozenset[CodeType]] = {}
+        self._codes: weakref.WeakKeyDictionary[type, frozenset[CodeType]] = weakref.WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> Mapping[str, Any] | None:
         """Returns the class of a module and its arguments; None for a module that was not seen being made.
@@ -45,11 +45,11 @@ class Constructions:
     def recording(self) -> Iterator[None]:
         """Inside, modules of classes that are not torch's are noted; nothing is left in place afterwards."""
         original: Any = nn.Module.__init__
-        note, noting = self._note, [True]
+        note: Callable[[nn.Module, FrameType], None] | None = self._note
 
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            if noting[0] and not type(module).__module__.startswith("torch."):
+            if note is not None and not type(module).__module__.startswith("torch."):
                 with suppress(Exception):  # a training is never harmed
                     note(module, sys._getframe(1))  # noqa: SLF001 - the constructor that calls this one
 
@@ -57,7 +57,7 @@ class Constructions:
             with replaced(nn.Module, "__init__", init):
                 yield
         finally:
-            noting[0] = False
+            note = None  # whoever has taken hold of ours meanwhile keeps it, and nothing else
 
     def _note(self, module: nn.Module, frame: FrameType | None) -> None:
         cls = type(module)

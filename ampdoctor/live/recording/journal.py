@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ampdoctor.live.recording.errors import is_lost
 from ampdoctor.live.recording.gradients import Gradients
 from ampdoctor.live.recording.naming import spoken
 from ampdoctor.live.recording.slicing import sliced
@@ -126,6 +127,27 @@ class Journal:
         """Returns the buffers as they were before a call."""
         return self._before[id(call)]
 
+    def last_nonfinite(self, *, signed: bool) -> torch.Tensor | None:
+        """The last tensor that a model has returned since the last update, or an op under autograd, and is not finite.
+
+        Only what the loop still holds can be asked.
+
+        Args:
+            signed: Infinities of one sign alone count as well.
+        """
+        for one in reversed(self.tape.instructions):
+            if self._ages[id(one)] != self._updates:
+                break
+            for made in results(one):
+                value = self.tape.lives(made)
+                if (
+                    value is not None
+                    and (isinstance(one, Call) or value.requires_grad)
+                    and is_lost(value, signed=signed)
+                ):
+                    return value
+        return None
+
     def last_value(self) -> torch.Tensor | None:
         """The last number on the tape that the loop still holds and that is not finite; None without one."""
         for one in reversed(self.tape.instructions):
@@ -137,6 +159,10 @@ class Journal:
                     if not finite:
                         return value
         return None
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._keep([])
 
     # -- what is let go of -------------------------------------------------------------------------------------------
 

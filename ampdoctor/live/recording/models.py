@@ -21,8 +21,8 @@ from ampdoctor.probes.ops.source import user_frames
 class ModelListener(Protocol):
     """Told of the calls of outermost models that train."""
 
-    def entered(self, module: nn.Module) -> None:
-        """The module is about to run, under autograd."""
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The module is about to run, under autograd; the keywords are None where they are not known."""
 
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """It has run; the output is None where it raised."""
@@ -128,7 +128,7 @@ class OutermostModels:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inside = self._inside
         if inside.modules:
             inside.modules.append(module)
@@ -145,16 +145,16 @@ class OutermostModels:
             return
         inside.modules.append(module)
         self._unhook()
-        self._listener.entered(module)
+        self._listener.entered(module, args, kwargs)
 
-    def _enter_found(self, module: nn.Module, _args: Any) -> None:
+    def _enter_found(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():  # a part of the graph else
             self._inside.told = module if id(module) in self._known else None
-            self._enter(module)
+            self._enter(module, args, None)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        """Without an output the module has raised: torch then leaves out a global hook's keywords as well."""
-        if not torch.compiler.is_compiling():
+        """Where the module has raised, torch leaves out a global hook's keywords: the module's own hook tells of it."""
+        if not torch.compiler.is_compiling() and (kwargs is not None or id(module) not in self._known):
             self._leave(module, args, kwargs, output)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -168,12 +168,12 @@ class OutermostModels:
                 self.search()
             self._listener.left(module, args, kwargs, output)
 
-    def _enter_known(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    def _enter_known(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or id(module) not in self._known:  # a copy that has taken the hook along
             return
         told, self._inside.told = self._inside.told, None
         if told is not module:
-            self._enter(module)
+            self._enter(module, args, kwargs)
 
     def _leave_known(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -18,6 +18,7 @@ from torch import nn
 
 from ampdoctor.live.recording.buffers import Buffers
 from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
+from ampdoctor.live.recording.errors import holds_nonfinite, is_about_numbers
 from ampdoctor.live.recording.gradients import Gradients, parameters_of
 from ampdoctor.live.recording.journal import MOST, Journal
 from ampdoctor.live.recording.kept_updates import KeptUpdate
@@ -109,6 +110,8 @@ class StepRecorder:
         self._buffers = Buffers()
         self._process = os.getpid()
         self._trainers = Trainers()
+        self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, where it has raised
+        self._inside: tuple[nn.Module, Any, Any] | None = None  # the model that runs, and what it was given
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
         self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
         self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
@@ -118,13 +121,21 @@ class StepRecorder:
     def watching(self) -> Iterator[None]:
         """Inside, steps are recorded; afterwards nothing is left in place."""
         with ExitStack() as stack:
-            stack.callback(self._tape.close)
+            stack.callback(self._let_go)
             stack.enter_context(self.models.watching())
             stack.enter_context(self.used.watching())
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(before_backwards(self._tape.close))
             stack.enter_context(told_of_zeroed(self._zeroed))
             yield
+
+    def _let_go(self) -> None:
+        """Nothing of the loop's is held any more, whoever holds this recorder."""
+        self._tape.close()
+        self._journal.clear()
+        self._losses.clear()
+        self._scaled_losses.clear()
+        self._entering = self._inside = self._raised = self.listener = self.cleared = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -140,46 +151,61 @@ class StepRecorder:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     @_harmless
-    def entered(self, module: nn.Module) -> None:
+    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As in `ModelListener`."""
         if module.training:
             self._trainers.called()
         if self._is_elsewhere():
             return
         self._tape.close()
+        self._raised = None
         self._name()
         if self.listener is not None:
             self.listener.entering(module)
         self._entering = RandomState.capture(), mode_now(), module.training, self._buffers.now(), user_line()
+        self._inside = None if kwargs is None else (module, args, kwargs)
 
     @_harmless
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """As in `ModelListener`."""
         if self._is_elsewhere() or self._entering is None:
             return
-        random, mode, training, buffers, line = self._entering
-        self._entering = None
+        self._inside = None
         if self.listener is not None:
             self.listener.left()
         name = self.name_of(module)
-        if output is None or name is None:
+        call, buffers = self._call(name, args, kwargs, output)
+        if call is None or name is None:
             return
-        call = Call(
-            model=name,
-            args=self._tape.references(args),
-            kwargs=self._tape.references(kwargs),
-            results=self._tape.make(output),
-            mode=mode,
-            random=random,
-            training=training,
-            line=line,
-        )
+        if output is None:
+            self._raised = call, buffers
+            return
         self._journal.called(call, buffers)
         if self.listener is not None:
             self.listener.returned(module, name, self._calls, given=(args, kwargs), output=output)
         self._calls += 1
         self._tape.open()
         self._journal.spare()
+
+    def _call(
+        self, name: str | None, args: Any, kwargs: Any, output: Any
+    ) -> tuple[Call | None, dict[str, torch.Tensor]]:
+        """The call that was entered last, and the buffers before it; the output is None where it has not returned."""
+        entering, self._entering = self._entering, None
+        if entering is None or name is None:
+            return None, {}
+        random, mode, training, buffers, line = entering
+        call = Call(
+            model=name,
+            args=self._tape.references(args),
+            kwargs=self._tape.references(kwargs),
+            results={} if output is None else self._tape.make(output),
+            mode=mode,
+            random=random,
+            training=training,
+            line=line,
+        )
+        return call, buffers
 
     def fail(self, error: Exception) -> None:
         """Record no more, because of this."""
@@ -453,6 +479,32 @@ class StepRecorder:
     ) -> Program:
         return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
 
+    def interrupted(self, error: BaseException, step: int) -> Program | None:
+        """The running step up to a forward that has returned, or was about to return, what is not finite.
+
+        A device is waited for. An infinity of one sign alone, as masks are made of, counts where the error is about
+        numbers.
+
+        Args:
+            error: What the loop's own code has ended the step with.
+            step: The attempted step in the training.
+        """
+        about_numbers = is_about_numbers(error)
+        root = self._journal.last_nonfinite(signed=about_numbers)
+        if root is not None:
+            return self.program(None, name="", scaler=None, step=step, root=root)
+        if self._inside is not None:  # torch tells nobody of a call that something else than an `Exception` has ended
+            module, args, kwargs = self._inside
+            running, before = self._call(self.name_of(module), args, kwargs, None)
+            self._raised = None if running is None else (running, before)
+        if self._raised is None or not (about_numbers or holds_nonfinite(error)):
+            return None
+        call, buffers = self._raised
+        self._journal.called(call, buffers)
+        return with_changed_buffers(
+            self._programs.program(None, name="", scaler=None, step=step, root=None, raised=call, failed=self.failed)
+        )
+
     @_harmless
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
@@ -463,6 +515,7 @@ class StepRecorder:
         self._tape.close()
         self._losses.clear()
         self._scaled_losses.clear()
+        self._raised = self._inside = None
         self._gradients.updated(optimizer, self._journal.count)
         self.models.left_behind()
         self.backwards = self._calls = 0

@@ -49,10 +49,12 @@ class StepPrograms:
         step: int,
         root: torch.Tensor | None,
         failed: str | None,
+        raised: Call | None = None,
     ) -> Program:
         """As `StepRecorder.program`, with all buffers of the models that it calls; no device is waited for.
 
-        `failed` is what has ended the recording, None where nothing has.
+        `raised` is a call that has not returned, to which the program leads up; `failed` is what has ended the
+        recording, None where nothing has.
         """
         tape, roots = self._journal.tape, self._models.roots
         model = together(roots)
@@ -63,6 +65,8 @@ class StepPrograms:
         if root is not None:
             instructions = [*instructions, Ended(value=tape.reference(root), line=None)]
             wanted.append(len(instructions) - 1)
+        if raised is not None:
+            wanted += [place for place, one in enumerate(instructions) if one is raised]
         chosen = sliced(instructions, wanted)
         indices: dict[int, int] = {}
         for one in chosen:

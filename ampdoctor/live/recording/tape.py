@@ -58,6 +58,7 @@ class Tape:
         self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.names: dict[int, str] = {}
         self._next = 0
+        self._known: dict[Any, tuple[bool, bool, bool]] = {}
         self._mode = _Listening(self)
         self._open: int | None = None  # the thread whose functions are told: each has modes of its own
 
@@ -178,27 +179,37 @@ class Tape:
         """Call a function of torch's, and record it where it is about what is on the tape."""
         if not self.is_open:
             return function(*args, **kwargs)
-        writes = _writes(function)
-        if not self._is_about_us(args, kwargs) and not self._may_harm(function, args, writes=writes):
+        known = self._known.get(function)
+        if known is None:
+            known = self._known[function] = _known(function)
+        writes, draws, repeatable = known
+        if not self._is_about_us(args, kwargs) and not (repeatable and _is_arithmetic(args, writes=writes)):
             if writes and args:
                 self._before_write(args[0])
             return function(*args, **kwargs)
-        random = RandomState.capture() if _draws(function) else None
+        random = RandomState.capture() if draws else None
         result = function(*args, **kwargs)
         if writes or isinstance(result, torch.Tensor | tuple | list | dict):
             try:
-                self._called(function, args, kwargs, result, random)
+                self._called(function, args, kwargs, result, random, writes=writes)
             except Exception as error:  # noqa: BLE001 - a watched training is never harmed
                 self._failed(error)
         return result
 
     def _called(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, random: RandomState | None
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        random: RandomState | None,
+        *,
+        writes: bool,
     ) -> None:
         # a function may return its argument, which is then known by a newer name: what it took is named first
         taken = self.references(args), self.references(kwargs)
         made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
-        if made or _writes(function):
+        if made or writes:
             self._recorded(
                 Op(
                     function=function,
@@ -222,12 +233,6 @@ class Tape:
                 return True
         return False
 
-    def _may_harm(self, function: Callable[..., Any], args: tuple[Any, ...], *, writes: bool) -> bool:
-        """Is this arithmetic on data, which a loss may be made of?"""
-        if writes or not torch.is_grad_enabled() or not any(isinstance(value, torch.Tensor) for value in args):
-            return False
-        return _repeatable(function)
-
     def _before_write(self, tensor: Any) -> None:
         """A given tensor is about to be written to: what was taken of it is its value until now."""
         known = self._given_by_id.pop(id(tensor), None)
@@ -247,6 +252,11 @@ class _Listening(TorchFunctionMode):
         return self._tape.function(func, args, kwargs or {})
 
 
+def _is_arithmetic(args: tuple[Any, ...], *, writes: bool) -> bool:
+    """Is a call arithmetic on data, which a loss may be made of?"""
+    return not writes and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) for value in args)
+
+
 def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -261,30 +271,13 @@ def mode_now() -> Mode:
     )
 
 
-_KNOWN: dict[Any, tuple[bool, bool, bool]] = {}
-"""What is known of a function: whether it writes to its first argument, whether it draws random numbers, and whether it
-computes and has a name by which a bundle finds it again (`torch.as_tensor` has none)."""
-
-
-def _writes(function: Callable[..., Any]) -> bool:
-    return _known(function)[0]
-
-
-def _draws(function: Callable[..., Any]) -> bool:
-    return _known(function)[1]
-
-
-def _repeatable(function: Callable[..., Any]) -> bool:
-    return _known(function)[2]
-
-
 def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool]:
-    known = _KNOWN.get(function)
-    if known is None:
-        name = str(getattr(function, "__name__", ""))
-        writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
-            name.endswith("_") and not name.endswith("__")
-        )
-        repeatable = name not in _PICKING and name_of(function) is not None
-        known = _KNOWN[function] = writes, any(part in name for part in _DRAWS), repeatable
-    return known
+    """Whether a function writes to its first argument, draws random numbers, and is repeatable.
+
+    The last: it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
+    """
+    name = str(getattr(function, "__name__", ""))
+    writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+    return writes, any(part in name for part in _DRAWS), name not in _PICKING and name_of(function) is not None

@@ -12,28 +12,33 @@ from typing import Any
 
 
 @contextmanager
-def when_imported(name: str, then: Callable[[], None]) -> Iterator[None]:
+def when_imported(name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> Iterator[None]:
     """While the block runs, calls `then` once: as soon as the module has been imported, at once if it is already.
 
     Args:
         name: Of a top-level module.
-        then: Runs in the thread that imports, before its next line. What it raises is kept from the script.
+        then: Runs in the thread that imports, before its next line.
+        failed: Told what that raises, which is kept from the script.
     """
+
+    def begin() -> None:
+        try:
+            then()
+        except Exception as error:  # noqa: BLE001 - a watch that cannot begin is no error of the script's
+            with suppress(Exception):
+                failed(error)
+
     if name in sys.modules:
-        _call(then)
+        begin()
         yield
         return
-    waiting = _Finder(name, then)
+    waiting = _Finder(name, begin)
     sys.meta_path.insert(0, waiting)
     try:
         yield
     finally:
         waiting.leave()
-
-
-def _call(then: Callable[[], None]) -> None:
-    with suppress(Exception):  # a watch that cannot begin is no error of the script's
-        then()
+        waiting.over = True  # a module that was found inside may be run afterwards
 
 
 class _Finder:
@@ -43,6 +48,7 @@ class _Finder:
         self._name = name
         self._then = then
         self._asking = False
+        self.over = False
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         """As Python asks every finder."""
@@ -60,7 +66,8 @@ class _Finder:
     def executed(self) -> None:
         """The module is there."""
         self.leave()
-        _call(self._then)
+        if not self.over:
+            self._then()
 
     def leave(self) -> None:
         """Be asked no more."""

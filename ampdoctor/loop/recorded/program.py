@@ -172,10 +172,11 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The loop's own code has looked at a value and ended the training: what stands for the step's loss.
+    """The loop's own code has ended the training: what was not finite then.
 
     Attributes:
-        value: What it looked at.
+        value: A number that it looked at, which stands for the step's loss; or what a model, or an op behind one, has
+            returned.
         line: The loop's line.
     """
 

@@ -24,7 +24,7 @@ from ampdoctor.package import FOLDER
 from ampdoctor.precision.nested import REDUCED
 from ampdoctor.precision.widening import wide_numbers
 from ampdoctor.probes.altering.guards import Guard, choose_guard
-from ampdoctor.probes.ops.naming import function_name, is_cast
+from ampdoctor.probes.ops.naming import changes_shape, function_name, is_cast
 from ampdoctor.probes.ops.sites import FunctionNames
 from ampdoctor.probes.ops.source import as_source, user_line
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_IN_BETWEEN = str(FOLDER / "precision" / "emulation" / "gpu")
+_IN_BETWEEN = str(FOLDER / "precision" / "emulation" / "gpu") + os.sep
 """Through these files of ours the user's own calls go, Tensor.to and the like, and through a mode further out."""
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
@@ -105,6 +105,8 @@ class Intervention(FunctionNames):
         if address is None:
             return func(*args, **kwargs)
         self.met.add(address)
+        if changes_shape(function_name(func)):
+            return func(*args, **kwargs)  # a copy in another format would leave the user's tensor as it was
         return self._otherwise(address, func, args, kwargs)
 
     def _address(self, func: Callable[..., Any]) -> Address | None:

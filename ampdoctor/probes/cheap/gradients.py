@@ -65,7 +65,13 @@ class _Received:
             if parameter.grad is not None:
                 grad = parameter.grad.detach()
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
-                self._takes(self._names[id(parameter)], grad, scale)
+                self._takes(self._name_of(parameter), grad, scale)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        """A step may give its optimizer further parameters (`add_param_group`), or its model."""
+        if id(parameter) not in self._names:
+            self._names = self._run.parameter_names()
+        return self._names[id(parameter)]
 
 
 class GradientProbe(_Received):

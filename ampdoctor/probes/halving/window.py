@@ -17,7 +17,7 @@ from ampdoctor.probes.cheap.nonfinite import is_mask
 from ampdoctor.probes.halving.points import Point, Reached, at_point
 from ampdoctor.probes.ops.exact import is_nonfinite
 from ampdoctor.probes.ops.naming import kernel_name
-from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.ops.tensors import takes_apart, tensors_in
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.probes.trace.taint import NONE, Births, union
 
@@ -139,6 +139,8 @@ class IntervalTrace(OpTraceProbe):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
         if self._gate.is_open():
             self._opened = True
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -173,6 +175,8 @@ class UpdateTrace(OpTraceProbe):
     """Traces what follows the backward: unscaling, clipping, the optimizers' steps, the user's own updates."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
         with torch._C.DisableTorchFunction():
             phase = self._sites.of(kernel_name(func)).phase
         if phase in ("optimizer", "scaler"):

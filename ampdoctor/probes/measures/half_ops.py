@@ -6,6 +6,7 @@ autocast on a device whose default is bf16. What was then replayed says nothing 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ class HalfOps:
     def __init__(self) -> None:
         self.formats: set[torch.dtype] = set()
         self.around: tuple[Region, ...] = ()
-        self._open: list[Region] = []
+        self._open: list[tuple[Any, Region]] = []
+        self._thread = threading.get_ident()
         self._made: dict[int, tuple[Any, bool, tuple[str, int] | None]] = {}
         self._called = False
 
@@ -68,7 +70,11 @@ class HalfOps:
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Watch every op, and both kinds of contexts, whose classes are changed in place for as long as that."""
+        """Watch every op, and both kinds of contexts, whose classes are changed in place for as long as that.
+
+        What other threads enter meanwhile is none of the step's.
+        """
+        self._thread = threading.get_ident()
         with ExitStack() as stack:
             for kind in (torch.autocast, nullcontext):
                 for name, around in (
@@ -89,15 +95,17 @@ class HalfOps:
     def _on_call(self, _module: Any, _args: Any) -> None:
         if not self._called:
             self._called = True
-            self.around = tuple(self._open)
+            self.around = tuple(region for _, region in self._open)
 
     def _on_op(self) -> None:
         if not self._called and len(self._open) > len(self.around):
-            self.around = tuple(self._open)
+            self.around = tuple(region for _, region in self._open)
 
     def _making(self, original: Callable[..., None]) -> Callable[..., None]:
         def made(context: Any, *args: Any, **kwargs: Any) -> None:
             original(context, *args, **kwargs)
+            if threading.get_ident() != self._thread:
+                return
             unnamed = kwargs.get("dtype", args[1] if len(args) > 1 else None) is None
             self._made[id(context)] = context, unnamed, own_line()
 
@@ -105,6 +113,8 @@ class HalfOps:
 
     def _entering(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def enter(context: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(context)
             _, unnamed, line = self._made.get(id(context), (None, False, None))
             if isinstance(context, torch.autocast):
                 region = Region(
@@ -116,15 +126,17 @@ class HalfOps:
                 )
             else:
                 region = Region(autocast=False, line=(line or own_line()) if called_by_user() else None)
-            self._open.append(region)
+            self._open.append((context, region))
             return original(context)
 
         return enter
 
     def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def leave(context: Any, *raised: Any) -> Any:
-            if self._open:
-                self._open.pop()
+            # one that was entered before the step, or on another thread, is not among them
+            at = next((i for i in reversed(range(len(self._open))) if self._open[i][0] is context), None)
+            if at is not None and threading.get_ident() == self._thread:
+                del self._open[at]
             return original(context, *raised)
 
         return leave

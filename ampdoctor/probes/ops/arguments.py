@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ampdoctor.probes.ops.naming import reads_layout, reshapes
 from ampdoctor.probes.ops.sites import Site
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
@@ -30,6 +31,7 @@ class Split:
         element: Index in the lists; None for a call in one piece.
         repeatable: The call can be run again on `args` and `kwargs`.
         places: Positions (or names) of the arguments that are written.
+        reshapes: It changes a tensor's shape in place and no value: a view, which writes nothing.
     """
 
     reads: tuple[torch.Tensor, ...]
@@ -40,6 +42,7 @@ class Split:
     element: int | None
     repeatable: bool
     places: tuple[int | str, ...] = ()
+    reshapes: bool = False
 
     @property
     def in_place(self) -> bool:
@@ -120,10 +123,13 @@ def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrit
     if lists and (written or func.__name__.startswith("_foreach_")) and len({len(v) for v in lists}) == 1:
         return [_element(named, index) for index in range(len(lists[0]))]
     copies: dict[int, torch.Tensor] = {}
+    shape_alone = reshapes(func)
     writes = [t for _, is_write, value in named if is_write for t in tensors_in(value) if is_watched(t)]
-    if not overwrites:
+    if shape_alone:
+        copies = {id(t): t.detach() for t in writes}  # aliases, which keep the shape
+    elif not overwrites:
         copies = {id(t): t.detach().clone() for t in writes}
-    skip = {id(t) for t in writes} if overwrites or "out" in written else set()
+    skip = {id(t) for t in writes} if not shape_alone and (overwrites or "out" in written) else set()
     reads = tuple(t for t in tensors_in([*args, *kwargs.values()]) if is_watched(t) and id(t) not in skip)
 
     def before(item: Any) -> Any:
@@ -131,18 +137,19 @@ def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrit
 
     return [
         Split(
-            reads=reads,
+            reads=tuple(before(t) for t in reads) if shape_alone else reads,
             before=tuple(before(t) for t in reads),
             args=tree_map(before, tuple(args)),
             kwargs=tree_map(before, dict(kwargs)),
-            writes=tuple(writes),
+            writes=() if shape_alone else tuple(writes),
             element=None,
-            repeatable="out" not in written,
+            repeatable="out" not in written and not reads_layout(func),
             places=tuple(
                 position if position < len(args) else name
                 for position, (name, is_write, value) in enumerate(named)
-                if is_write and value is not None
+                if is_write and value is not None and not shape_alone
             ),
+            reshapes=shape_alone,
         )
     ]
 

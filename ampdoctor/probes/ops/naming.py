@@ -32,8 +32,22 @@ _OPERATORS = {
 }
 CASTS = frozenset({"_to_copy", "copy_", "to", "half", "float", "bfloat16", "double", "type", "type_as"})
 """Kernels and methods whose only work is another dtype."""
-UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+UNINITIALISED = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+        "resize_",
+        "resize_as_",
+        "_resize_output_",
+    }
+)
 """Kernels whose results hold whatever the memory held: never a birth, and nothing to look at."""
+LAYOUTS = frozenset({"as_strided", "as_strided_", "_reshape_alias", "set_", "set", "view.dtype"})
+"""Ops that read memory as it lies: on a copy in another format they read other elements, and cannot be run again."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 """In-place kernels that do not read what they overwrite."""
 CONSTANTS = frozenset(
@@ -80,6 +94,23 @@ def kernel_name(overload: Any) -> str:
     """The name of an ATen overload without namespace and overload ("addmm", "mul_")."""
     name = str(overload.__name__).partition(".")[0]
     return name.removeprefix("_foreach_")
+
+
+def reshapes(overload: Any) -> bool:
+    """It changes how a tensor shows its memory, in place, and no value (`transpose_`, `squeeze_`, `set_`)."""
+    return torch.Tag.inplace_view in getattr(overload, "tags", ())
+
+
+@lru_cache(maxsize=1024)
+def changes_shape(name: str | None) -> bool:
+    """The torch function of this name is one that `reshapes`."""
+    packet = getattr(torch.ops.aten, name, None) if name is not None else None
+    return packet is not None and any(reshapes(getattr(packet, each)) for each in packet.overloads())
+
+
+def reads_layout(overload: Any) -> bool:
+    """It is one of `LAYOUTS`."""
+    return kernel_name(overload) in LAYOUTS or str(overload.__name__) in LAYOUTS
 
 
 def user_level(kernel: str) -> str:

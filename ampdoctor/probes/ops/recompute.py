@@ -93,8 +93,24 @@ def recompute(
     beyond = finite and amax > limit
     overflow = None if beyond else _fits_when_smaller(func, call, results, finite=finite)
     return Recomputation(
-        finite=finite, amax=amax, limit=limit, finite32=finite32, amax32=amax32, overflow=overflow
+        finite=finite,
+        amax=amax,
+        limit=limit,
+        finite32=finite32,
+        amax32=amax32,
+        overflow=overflow,
+        returns=None if beyond else _returns(func, call, results),
     ), wide
+
+
+def _returns(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> bool | None:
+    """Is the op non-finite in its own format again, on the very same inputs? None where it cannot be run again."""
+    try:
+        with torch.no_grad():
+            again = call.again(func, _copied(call.args), _copied(call.kwargs))
+    except NO_RESULT:
+        return None
+    return not _where_nonfinite(results, again)[0] if _alike(again, results) else None
 
 
 def _fits_when_smaller(

@@ -37,7 +37,7 @@ _SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
 def _is_user(filename: str) -> bool:
     if filename.startswith(("<", _TORCH, _OURS)):
         return False
-    return not (filename.startswith(sys.base_prefix) and filename.endswith(_SKIPPED))
+    return not (filename.startswith(sys.base_prefix + os.sep) and filename.endswith(_SKIPPED))
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from ampdoctor.loop.torch_internals import of_transform
+from ampdoctor.numerics.elements import is_readable
+from ampdoctor.numerics.unseen import is_plain
 
 _DEPTH = 8
 """Outputs nested deeper than this are not a model's outputs but an object graph."""
@@ -36,13 +38,29 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
 
 
+def takes_apart(types: Any, values: Any) -> bool:
+    """Does a tensor subclass have to run this op, of others on the tensors that it consists of?
+
+    A mode that returns `NotImplemented` for it sees those ops: of an FP8 product the casts, the product and the
+    division, each with its numbers. The subclass itself refuses most of the ops by which a tensor is looked at.
+
+    Args:
+        types: As a mode's `__torch_dispatch__` gets them.
+        values: The op's arguments.
+    """
+    if all(kind is torch.Tensor or kind is torch.nn.Parameter for kind in types):
+        return False
+    own = (tensor for tensor in tensors_in(values) if not is_plain(tensor))
+    return any(not tensor.is_nested and not hasattr(tensor, "fake_mode") for tensor in own)
+
+
 def is_watched(tensor: torch.Tensor) -> bool:
     """Only floating-point and complex tensors with data can be non-finite.
 
     A double backward hands zero tensors around that have a shape and no memory. Inside `vmap` and `grad` a tensor
     stands for a level of theirs: a flag made from it would outlive the level. Nested tensors lack most reductions: what
-    is made from them is looked at again where it is dense.
+    is made from them is looked at again where it is dense. A subclass that refuses to give its numbers is left out.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
         return False
-    return not tensor.is_nested and not of_transform(tensor)
+    return not tensor.is_nested and not of_transform(tensor) and is_readable(tensor)

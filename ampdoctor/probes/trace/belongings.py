@@ -38,6 +38,7 @@ class Belongings:
     masks: frozenset[str] = frozenset()
     _owners: dict[Memory, tuple[str, str]] = field(default_factory=dict)
     _batch: dict[Memory, str] = field(default_factory=dict)
+    _views: dict[Memory, list[tuple[tuple[int, int], tuple[str, str]]]] = field(default_factory=dict)
     _gradients: dict[Memory, str] | None = None
     _moments: int = 0
 
@@ -48,11 +49,31 @@ class Belongings:
         self.masks = frozenset(name for kind, name, t in before if kind == "buffer" and is_mask(t))
         self._moments = self._count_moments()
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state}
+        self._take_views(state)
         names = self.run.parameter_names()
         for parameter in self.run.model.parameters():
             if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
                 self._owners[storage_key(parameter.grad)] = ("grad", names[id(parameter)])
         self._take_batch()
+
+    def _take_views(self, state: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+        """Which part of a memory each tensor shows, where several lie in one (flat buffers, bucket views)."""
+        self._views = {}
+        for kind, name, tensor in state:
+            self._views.setdefault(storage_key(tensor), []).append((_span(tensor), (kind, name)))
+        self._views = {key: views for key, views in self._views.items() if len({span for span, _ in views}) > 1}
+
+    def _owner_of(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """What state a tensor shows: of several in one memory, the one that overlaps it, a non-finite one first."""
+        key = storage_key(tensor)
+        views = self._views.get(key)
+        if views is None:
+            return self._owner(key)
+        begin, end = _span(tensor)
+        sick = {(storage_key(t), _span(t)) for t in self.nonfinite}
+        shown = [(span, owner) for span, owner in views if span[0] < end and begin < span[1]]
+        shown.sort(key=lambda one: ((key, one[0]) not in sick, one[0] != (begin, end)))
+        return shown[0][1] if shown else self._owner(key)
 
     def _take_batch(self) -> None:
         for path, given in self.run.current_tensors():
@@ -80,7 +101,7 @@ class Belongings:
     def came_finite(self, tensor: torch.Tensor) -> bool:
         """It is state, or a gradient, that was finite or not there when stock was taken."""
         key = storage_key(tensor)
-        kind, _ = self._owner(key)
+        kind, _ = self._owner_of(tensor)
         if kind in _STATE:
             return all(storage_key(t) != key for t in self.nonfinite)
         return not kind and any(storage_key(gradient) == key for gradient in self._present_gradients())
@@ -109,7 +130,7 @@ class Belongings:
         key = storage_key(tensor)
         if self._path_in_batch(key) is not None:
             return "data"
-        kind, name = self._owner(key)
+        kind, name = self._owner_of(tensor)
         if kind:
             return f"{kind}:{name}"
         gradient = (self._gradients or {}).get(key)
@@ -118,7 +139,7 @@ class Belongings:
     def label(self, tensor: torch.Tensor) -> str | None:
         """The name of an input for people: "batch.x", "param:fc.weight"; None where it has none."""
         key = storage_key(tensor)
-        kind, name = self._owner(key)
+        kind, name = self._owner_of(tensor)
         if kind:
             return f"{kind}:{name}"
         path = self._path_in_batch(key)
@@ -130,7 +151,7 @@ class Belongings:
         """The parameter that an optimizer's or a scaler's op works on."""
         known = list(tensors)
         for tensor in known:
-            kind, name = self._owner(storage_key(tensor))
+            kind, name = self._owner_of(tensor)
             if kind:
                 return name.partition(":")[0]
         gradients = self._gradients or {}
@@ -139,7 +160,7 @@ class Belongings:
     def origin_of(self, tensor: torch.Tensor, site: Site) -> tuple[Where, Origin]:
         """Where a non-finite input came from that no op of the step made."""
         key = storage_key(tensor)
-        kind, name = self._owner(key)
+        kind, name = self._owner_of(tensor)
         nonfinite = kind_of([tensor])
         if kind == "buffer" and name in self.masks:
             return site.where(self.step, nonfinite, name), "constant"
@@ -184,3 +205,13 @@ class Belongings:
 
     def _count_moments(self) -> int:
         return sum(len(optimizer.state) for optimizer in self.run.optimizers.values())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory between which a tensor lies: the first, and the one behind the last."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0, 0
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum(int(size - 1) * int(stride) for size, stride in steps)
+    return begin, begin + (1 + last) * tensor.element_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,14 +97,17 @@ def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) ->
     if not zero:
         # of values that round to 1 the one farthest from it says most
         return Maker("rounded_to_one", ran.site, result.dtype, share, float(values.min()))
-    epsilon = any(bool((values == e).any()) for e in epsilons(ran.call, result.dtype))
+    numbers = [abs(number) for number, rounded in lost_numbers(ran.call, result.dtype) if not rounded]
+    epsilon = any(bool((values == number).any()) for number in numbers)
     return Maker("flushed_epsilon" if epsilon else "flushed", ran.site, result.dtype, share, float(values.max()))
 
 
-def epsilons(call: Split, dtype: torch.dtype) -> Iterator[float]:
-    """Numbers among an op's arguments that the format rounds to zero."""
+def lost_numbers(call: Split, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Numbers among an op's arguments that the format rounds to 0, 1 or -1, each with what it becomes."""
     for item in (*call.args, *call.kwargs.values()):
         for value in item if isinstance(item, list | tuple) else (item,):
             number = float(value.detach()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if isinstance(number, float) and number and bool(torch.tensor(number, dtype=torch.float64).to(dtype) == 0):
-                yield abs(number)
+            if isinstance(number, float) and math.isfinite(number) and number:
+                rounded = float(torch.tensor(number, dtype=torch.float64).to(dtype))
+                if rounded in (0.0, 1.0, -1.0) and rounded != number:
+                    yield number, rounded

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
-from ampdoctor.evidence.of_runs.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
+from ampdoctor.evidence.of_runs.trace import Birth, Flush, Operand, Origin, Recomputation, TensorStats, Trace, Way
 from ampdoctor.loop.raised import is_out_of_memory
 from ampdoctor.loop.torch_internals import no_modes
 from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
@@ -26,12 +26,13 @@ from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, SUMS, UNINITIALISED, kernel_name
 from ampdoctor.probes.ops.recompute import doubled, recompute, widely
 from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.ops.tensors import is_watched, takes_apart, tensors_in
 from ampdoctor.probes.trace.belongings import Belongings
 from ampdoctor.probes.trace.dead import Dead
-from ampdoctor.probes.trace.operands import nonfinite_number, operand_of
+from ampdoctor.probes.trace.operands import described, nonfinite_number, operand_of
 from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
+from ampdoctor.probes.trace.side_searches import SideSearches
 from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, storage_key, union
 from ampdoctor.probes.trace.ways import Ways
 
@@ -57,6 +58,7 @@ class OpTraceProbe(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
         self.trace: Trace | None = None
         self._look_for_flushes = flushes
+        self._aside = SideSearches()
         self._dead = Dead()
         self._sites = Sites()
         self._taint = Taint()
@@ -97,10 +99,12 @@ class OpTraceProbe(TorchDispatchMode):
         self._births: list[Birth] = []
         self._forward_births: dict[int, int] = {}
         self._given: ByMemory[int] = ByMemory()
+        self._blank: ByMemory[Site] = ByMemory()
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
         self._readings = Readings()
+        self._aside = SideSearches()
         self._dead.clear()
         self._taint.clear()
         self._ways.clear(step)
@@ -159,7 +163,7 @@ class OpTraceProbe(TorchDispatchMode):
                 birth,
                 harms=tuple(sink for sink, origins in self._harms.items() if index in origins),
                 departs=self._departs.get(index, 0.0),
-                way=self._ways.way(index, birth.order, birth.way.before),
+                way=self._way(index, birth),
             )
             for index, birth in enumerate(self._births)
         )
@@ -170,32 +174,65 @@ class OpTraceProbe(TorchDispatchMode):
             flushes=tuple(self._flushes),
             died=self._dead.died(self._step),
             unattributed=tuple(sink for sink, origins in self._harms.items() if not origins and sink != "raised"),
+            left_out=self._aside.left_out,
         )
+
+    def _way(self, index: int, birth: Birth) -> Way:
+        ways = [birth.way]
+        with self._aside.costing("the way of a birth", birth.kernel.partition(".")[2]):
+            ways.append(self._ways.way(index, birth.order, birth.way.before))
+        return ways[-1]
 
     # -- every op ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
         with torch._C.DisableTorchFunction():
             kernel = kernel_name(func)
             site = self._sites.of(kernel)
             self._ops += 1
             self._belongings.entering(site)
             nested = any(t.is_nested for t in tensors_in([*args, *kwargs.values()]))
-            if nested or kernel in UNINITIALISED:  # nested: no kernel to look with; dense again, it is looked at
+            if nested:  # no kernel to look with; dense again, it is looked at
                 return func(*args, **kwargs)
+            if kernel in UNINITIALISED:
+                return self._left_unwritten(func(*args, **kwargs), site)
             with _own_work(kernel):
                 calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
                 dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except Exception:  # as `multinomial` and solvers refuse what is not finite
+                self._readings.refused([t for bad in dirty for t in bad], site, self._inherited)
+                raise
             with _own_work(kernel):
                 for call, bad in zip(calls, dirty, strict=True):
                     returned = result if call.element is None else None
                     ran = Ran(func, kernel, site, call, bad, call.results(result), returned)
-                    self._readings.note(ran, self._inherited)
+                    with self._aside.costing("what the step's code has read", kernel):
+                        self._readings.note(ran, self._inherited)
                     self._examine(ran)
-                    self._provenance.note(ran)
+                    self._note_makers(ran)
             return result
+
+    def _note_makers(self, ran: Ran) -> None:
+        """Remember what made the zeros and ones of the results; where that fails, nothing is known of them."""
+        noted = False
+        with self._aside.costing("what made the operands", ran.kernel):
+            self._provenance.note(ran)
+            noted = True
+        if not noted:
+            for tensor in ran.results:
+                self._provenance.forget(tensor)
+
+    def _left_unwritten(self, result: Any, site: Site) -> Any:
+        """Memory holds what was there before: what is non-finite in it until it is written was made by nobody."""
+        if isinstance(result, torch.Tensor) and is_watched(result):
+            self._taint.forget(result)
+            self._blank[storage_key(result)] = site
+        return result
 
     def _examine(self, ran: Ran) -> None:
         poisoned = [t for t in ran.results if is_nonfinite(t)]
@@ -204,21 +241,28 @@ class OpTraceProbe(TorchDispatchMode):
             if id(tensor) not in marked:
                 self._taint.clean(tensor)
         if self._look_for_flushes and ran.site.phase == "backward" and not poisoned and not ran.bad:
-            self._look_for_flush(ran)
-            self._dead.note(ran, self._ops)
-        reference = self._follow_shadows(ran)
+            with self._aside.costing("gradients that are flushed", ran.kernel):
+                self._look_for_flush(ran)
+                self._dead.note(ran, self._ops)
+        reference: list[torch.Tensor] | None = None
+        with self._aside.costing("how far finite values depart", ran.kernel):
+            reference = self._follow_shadows(ran)
         if not poisoned:
-            self._ways.pass_finite(ran, self._ops)
+            with self._aside.costing("the way to a birth", ran.kernel):
+                self._ways.pass_finite(ran, self._ops)
             return
         births, wide = self._parents(ran)
         born = any(self._births[index].order == self._ops for index in births)
-        self._ways.carry(ran, poisoned, births, self._ops, born=born)
-        twins: Sequence[torch.Tensor | None] = wide or reference or [None] * len(ran.results)
-        for tensor, meant in zip(ran.results, twins, strict=True):
-            if id(tensor) in marked:
-                self._taint.mark(tensor, births, added=ran.call.in_place)
-                if meant is not None:
-                    self._taint.cast_shadow(tensor, meant)
+        with self._aside.costing("the way of a birth", ran.kernel):
+            self._ways.carry(ran, poisoned, births, self._ops, born=born)
+        for tensor in poisoned:
+            self._taint.mark(tensor, births, added=ran.call.in_place)
+        twins = wide or reference
+        if twins is not None:
+            with self._aside.costing("how far finite values depart", ran.kernel):
+                for tensor, meant in zip(ran.results, twins, strict=True):
+                    if id(tensor) in marked:
+                        self._taint.cast_shadow(tensor, meant)
 
     def _parents(self, ran: Ran) -> tuple[Births, list[torch.Tensor] | None]:
         """The births that a non-finite result descends from, and for a new one its float64 twin."""
@@ -232,6 +276,8 @@ class OpTraceProbe(TorchDispatchMode):
         if site.phase == "backward" and site.sequence in self._forward_births:
             # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
             return frozenset({self._forward_births[site.sequence]}), None
+        if not ran.bad and _shows_memory(ran):  # more of it than the input showed
+            return union(self._taint.births(t) or self._brought(t, site) for t in ran.results if is_nonfinite(t)), None
         if self._readings.number and ran.kernel not in CONSTANTS and nonfinite_number(ran) is not None:
             return self._readings.number, None  # through Python: `float(norm)`, then a factor
         index, wide = self._birth(ran)
@@ -253,7 +299,8 @@ class OpTraceProbe(TorchDispatchMode):
         verdict: Recomputation | None = None
         wide: list[torch.Tensor] = []
         if call.repeatable:
-            verdict, wide = recompute(ran.func, call, ran.results)
+            with self._aside.costing("the op in float64", ran.kernel):
+                verdict, wide = recompute(ran.func, call, ran.results)
         constant = ran.kernel in CONSTANTS or not call.reads
         origin: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
         tensor = (
@@ -263,20 +310,29 @@ class OpTraceProbe(TorchDispatchMode):
         )
         if tensor is not None:
             site = replace(site, module=tensor.rpartition(".")[0])
-        meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
-        operand = operand_of(ran, verdict, self._provenance, meant) if origin == "op" else None
+        operand: Operand | None = None
+        inputs: tuple[TensorStats, ...] = ()
+        way = Way()
+        if origin == "op":
+            with self._aside.costing("what made the operand", ran.kernel):
+                meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
+                operand = operand_of(ran, verdict, self._provenance, meant)
+        with self._aside.costing("the numbers of the inputs", ran.kernel):
+            inputs = self._described(call)
+        with self._aside.costing("the way to a birth", ran.kernel):
+            way = Way(before=self._ways.before(call.reads))
         index = len(self._births)
         self._births.append(
             Birth(
                 order=self._ops,
                 where=site.where(self._step, kind_of(ran.results), tensor),
                 origin=origin,
-                kernel=f"aten.{ran.kernel}",
-                inputs=self._described(call),
+                kernel=f"{ran.func.namespace}.{ran.kernel}",
+                inputs=inputs,
                 outputs=tuple(map(stats_of, ran.results)),
                 recomputed=verdict,
                 operand=operand,
-                way=Way(before=self._ways.before(call.reads)),
+                way=way,
                 after_backward=site.after_backward,
             )
         )
@@ -285,6 +341,9 @@ class OpTraceProbe(TorchDispatchMode):
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """A non-finite input that no op of this step made: it came with the batch, the state, or a constant."""
         key = storage_key(tensor)
+        if key not in self._given and key in self._blank and self._belongings.name_of(tensor) is None:
+            self._given[key] = len(self._births)
+            self._births.append(self._unwritten(tensor, self._blank[key]))
         if key not in self._given:
             where, origin = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._births)
@@ -292,6 +351,17 @@ class OpTraceProbe(TorchDispatchMode):
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
+
+    def _unwritten(self, tensor: torch.Tensor, made: Site) -> Birth:
+        """A birth in memory that was asked for and not written."""
+        return Birth(
+            order=self._ops,
+            where=made.where(self._step, kind_of([tensor])),
+            origin="op",
+            kernel=f"aten.{made.op}",
+            outputs=(stats_of(tensor),),
+            operand=described(None, "unwritten", here=None),
+        )
 
     def _described(self, call: Split) -> tuple[TensorStats, ...]:
         return tuple(
@@ -343,14 +413,16 @@ class OpTraceProbe(TorchDispatchMode):
             if parameter.grad is None:
                 return
             if self._look_for_flushes:
-                self._dead.reaches(self._names[id(parameter)], parameter.grad)
+                with self._aside.costing("gradients that are flushed", "accumulate_grad"):
+                    self._dead.reaches(self._names[id(parameter)], parameter.grad)
             if is_nonfinite(parameter.grad):
                 self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
 
     def _harm(self, sink: str, value: torch.Tensor | float | None, births: Births = NONE) -> None:
         births |= self._taint.births(value) if isinstance(value, torch.Tensor) else NONE
         self._harms[sink] = self._harms.get(sink, NONE) | births
-        self._ways.arrive(sink, value, births, self._ops)
+        with self._aside.costing("the way of a birth", sink.partition(":")[0]):
+            self._ways.arrive(sink, value, births, self._ops)
 
 
 @contextmanager
@@ -368,6 +440,14 @@ def _own_work(kernel: str) -> Iterator[None]:
             f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {said}): this is a defect of "
             "ampdoctor's, please report it"
         ) from error
+
+
+def _shows_memory(ran: Ran) -> bool:
+    """It is a view, by its schema's name or by its result: no op of torch's own makes values in what it only reads."""
+    if ran.call.reshapes:
+        return True
+    read = {storage_key(t) for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])}
+    return ran.func.namespace == "aten" and not ran.call.in_place and all(storage_key(t) in read for t in ran.results)
 
 
 def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:

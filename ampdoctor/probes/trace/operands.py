@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,10 +19,10 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.arguments import Ran
 from ampdoctor.probes.ops.exact import dense, dtype_name
 from ampdoctor.probes.ops.naming import PICKS, SUMS
-from ampdoctor.probes.ops.recompute import doubled, widely
+from ampdoctor.probes.ops.recompute import NO_RESULT, doubled, widely
 from ampdoctor.probes.ops.source import as_source
 from ampdoctor.probes.ops.tensors import tensors_in
-from ampdoctor.probes.trace.lost import Maker, epsilons
+from ampdoctor.probes.trace.lost import Maker, lost_numbers
 from ampdoctor.probes.trace.provenance import Provenance, is_plain
 
 INSIDE = 0.5
@@ -46,7 +47,7 @@ def operand_of(
     if number is not None:
         return described(None, "number", here=number)
     if verdict is not None and (verdict.finite or verdict.overflow):
-        return None if verdict.overflow or verdict.amax > verdict.limit else _lost_inside(ran)
+        return None if verdict.overflow or verdict.amax > verdict.limit else lost_inside(ran)
     if any(t.numel() == 0 for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])):
         return described(None, "empty_input", here=None)
     if ran.bad:
@@ -57,7 +58,16 @@ def operand_of(
         or _zero_number(ran)
         or _changed(ran, provenance, _all_inside)
         or _changed(ran, provenance, _first_index)
+        or _whatever(ran)
     )
+
+
+def _whatever(ran: Ran) -> Operand | None:
+    """An operator that torch does not have itself, and that no other value of an input makes finite.
+
+    Of torch's own ops it is known what they compute; of another one only what it gives.
+    """
+    return described(None, "any", here=None) if ran.func.namespace != "aten" and ran.call.repeatable else None
 
 
 def nonfinite_number(ran: Ran) -> float | None:
@@ -98,13 +108,39 @@ def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
     return next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is before), before)
 
 
-def _lost_inside(ran: Ran) -> Operand | None:
-    """A constant among the op's own arguments that its format rounds to zero."""
-    for result in ran.results:
-        for epsilon in epsilons(ran.call, result.dtype):
-            own = Maker("flushed_epsilon", ran.site, result.dtype, fraction=1.0, amax=epsilon)
-            return described(own, here=0.0, meant=epsilon)
+def lost_inside(ran: Ran) -> Operand | None:
+    """A constant among the op's own arguments that its format rounds to zero or to one, and without which it fails."""
+    for dtype in dict.fromkeys(result.dtype for result in ran.results):
+        for number, rounded in lost_numbers(ran.call, dtype):
+            if not _heals(ran, number, dtype):
+                continue
+            made_by = "rounded_to_one" if rounded else "flushed_epsilon"
+            own = Maker(made_by, ran.site, dtype, fraction=1.0, amax=abs(number))
+            return described(own, here=rounded, meant=number)
     return None
+
+
+def _heals(ran: Ran, number: float, dtype: torch.dtype) -> bool:
+    """Is the op finite in its own format with a number in place of this one that the format can hold?
+
+    Also where that cannot be tried: the op is finite in float64, and nothing else is known that it lacks there.
+    """
+    info = torch.finfo(dtype)
+    held = math.copysign(info.tiny if abs(number) < INSIDE else 1.0 - info.eps, number)
+
+    def hold(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            same = item.numel() == 1 and float(item.detach()) == number
+            return torch.full_like(item, held) if same else item.detach().clone()
+        return held if isinstance(item, float) and item == number else item
+
+    args, kwargs = tree_map(hold, (ran.call.args, ran.call.kwargs))
+    try:
+        with torch.no_grad():
+            again = ran.call.again(ran.func, args, kwargs)
+    except NO_RESULT:
+        return True
+    return [t.shape for t in again] != [t.shape for t in ran.results] or _finite_again(ran, again) is not None
 
 
 def _infinite(ran: Ran, meant: Where | None) -> Operand:

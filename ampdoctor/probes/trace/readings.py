@@ -22,7 +22,7 @@ class Readings:
 
     Attributes:
         number: Of what became a Python number last.
-        asked: Of what became a number or was compared last.
+        asked: Of what became a number, was compared, or was refused by an op last.
     """
 
     def __init__(self) -> None:
@@ -42,3 +42,16 @@ class Readings:
             self.number = self.asked = births(ran.bad, ran.site)
         elif not ran.results:
             self.asked = births(ran.bad, ran.site)
+
+    def refused(
+        self, bad: Sequence[torch.Tensor], site: Site, births: Callable[[Sequence[torch.Tensor], Site], Births]
+    ) -> None:
+        """An op raised.
+
+        Args:
+            bad: Its non-finite inputs.
+            site: Where it ran.
+            births: As in `note`.
+        """
+        if bad:
+            self.asked = births(bad, site)

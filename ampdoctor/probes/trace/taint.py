@@ -10,6 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
+from ampdoctor.numerics.elements import parts_of
+from ampdoctor.numerics.unseen import is_plain
 from ampdoctor.probes.ops.recompute import doubled
 
 Births = frozenset[int]
@@ -70,8 +72,10 @@ class Taint:
         self._shadows.clear()
 
     def births(self, tensor: torch.Tensor) -> Births:
-        """The births that a tensor's memory descends from."""
-        return self._births.get(storage_key(tensor), NONE)
+        """The births that a tensor's memory descends from; of a subclass, those of the tensors that it consists of."""
+        if is_plain(tensor):
+            return self._births.get(storage_key(tensor), NONE)
+        return union(self._births.get(storage_key(part), NONE) for part in (parts_of(tensor) or [tensor]))
 
     def mark(self, tensor: torch.Tensor, births: Births, *, added: bool) -> None:
         """A result is non-finite.

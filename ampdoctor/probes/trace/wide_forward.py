@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ampdoctor.evidence.of_runs.trace import Amplified
 from ampdoctor.loop.torch_internals import in_backward, no_modes
 from ampdoctor.precision.widening import wide_numbers
-from ampdoctor.probes.ops.naming import UNINITIALISED, kernel_name
+from ampdoctor.probes.ops.naming import UNINITIALISED, kernel_name, reads_layout
 from ampdoctor.probes.ops.recompute import NO_RESULT, widened
 from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.ops.tensors import takes_apart, tensors_in
 from ampdoctor.probes.trace.taint import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ class WideForwardProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
         with torch._C.DisableTorchFunction():
             site = self._sites.of(kernel_name(func))
             self._ops += 1
@@ -309,7 +311,7 @@ def _is_plain(func: Any) -> bool:
     """An ATen op that draws nothing and fills what it returns: to run it once more changes nothing."""
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return False
-    return func.namespace == "aten" and kernel_name(func) not in UNINITIALISED
+    return func.namespace == "aten" and kernel_name(func) not in UNINITIALISED and not reads_layout(func)
 
 
 def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdoctor.probes.ops.arguments import split_calls
 from ampdoctor.probes.ops.naming import OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.ops.tensors import takes_apart, tensors_in
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
@@ -92,6 +92,8 @@ class WritesProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
         with torch._C.DisableTorchFunction():
             kernel = kernel_name(func)
             site = self._sites.of(kernel)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from ampdoctor.loop.torch_internals import replaced
 
 Original = Callable[..., Any]
 
@@ -41,6 +43,7 @@ def standing_in(module: str, cls: str, method: str, stand_in: Callable[[Original
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
+        finder.leave()
         for found, original in changed:
             setattr(found, method, original)
 
@@ -52,6 +55,11 @@ class _Finder(MetaPathFinder):
         self._module = module
         self._change = change
         self._asks = False
+        self._following = ExitStack()
+
+    def leave(self) -> None:
+        """A module that was found inside may be run afterwards, and is then its own."""
+        self._following.close()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,4 +84,4 @@ class _Finder(MetaPathFinder):
             run(module)
             self._change(module)
 
-        loader.exec_module = run_and_change
+        self._following.enter_context(replaced(loader, "exec_module", run_and_change))

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from ampdoctor.package import FOLDER
 
+_OURS = f"{FOLDER}{os.sep}"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CACHES = (
     "XDG_CACHE_HOME",
@@ -258,7 +259,7 @@ def _is_ours() -> bool:
     ours, frame = 0, sys._getframe(2).f_back  # noqa: SLF001 the one way up that makes no traceback; two are the hook's
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(f"{FOLDER}{os.sep}"):
+        if name.startswith(_OURS):
             ours += 1
         elif "site-packages" in name or not name.startswith(("<", sys.base_prefix + os.sep)):
             return False
@@ -268,4 +269,4 @@ def _is_ours() -> bool:
 
 def is_users_file(name: str) -> bool:
     """Is code of this file the user's own: neither Python's, nor an installed package's, nor ours?"""
-    return not (name.startswith(("<", f"{FOLDER}{os.sep}", sys.base_prefix + os.sep)) or "site-packages" in name)
+    return not (name.startswith(("<", _OURS, sys.base_prefix + os.sep)) or "site-packages" in name)

@@ -7,7 +7,6 @@ snapshot leads to, and handed out again: the item, and the random numbers that d
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -177,7 +176,6 @@ class Tapes:
         return known
 
 
-@functools.lru_cache(maxsize=4096)
 def can_be_taped(kind: type) -> bool:
     """Is it an iterator that is good for nothing else? A file, a cursor or an environment is more.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -129,7 +130,7 @@ class _Run:
                 case Clipped():
                     self._clip(instruction)
                 case Ended():
-                    self.loss = self._named(instruction.value).detach()
+                    self._end(self._named(instruction.value).detach())
             return {}
 
     def _called(self, instruction: Call | Op) -> Mapping[int, torch.Tensor]:
@@ -160,6 +161,17 @@ class _Run:
                 # halves are summed as their numbers are, not as halves
                 wide = torch.promote_types(loss.dtype, torch.float32)
                 self.loss = loss if self.loss is None else self.loss.to(wide) + loss.to(wide)
+
+    def _end(self, value: torch.Tensor) -> None:
+        """A number stands for the loss; of more than that the step ends with an error, as it did in the loop.
+
+        Raises:
+            FloatingPointError: They are not all finite.
+        """
+        if value.numel() == 1:
+            self.loss = value
+        elif not math.isfinite(value.abs().amax().item()):
+            raise FloatingPointError("the loop's own code ended the step where this was not finite")
 
     def _clip(self, instruction: Clipped) -> None:
         parameters = [self._named(parameter) for parameter in instruction.parameters]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ampdoctor.replay.positioning.loaders import epochs_known_by, shuffles_by_the_process
 from ampdoctor.replay.positioning.place import ORDER_UNKNOWN
 from ampdoctor.replay.reached.walk import cell_contents
-from ampdoctor.replay.scripts.seam import Body, Items
+from ampdoctor.replay.scripts.seam import Body, Items, Turn
 from ampdoctor.replay.scripts.trying import Lesson
 
 
@@ -37,7 +37,10 @@ class Rounds:
     say: Callable[[str], None]
 
     def drawn(self) -> Iterator[Any]:
-        """Yields the items, round after round; a source that gives nothing the second time was an iterator."""
+        """Yields the items, round after round; a source that gives nothing the second time was an iterator.
+
+        Before the first item of each later round stands `Turn.NEXT_ROUND`.
+        """
         if self.items is None:
             yield from itertools.repeat(None)
             return
@@ -48,6 +51,8 @@ class Rounds:
                 holder.set_epoch(epoch + number)
             empty = True
             for item in self.items():
+                if empty and number:
+                    yield Turn.NEXT_ROUND
                 empty = False
                 yield item
             if empty or not self.next_round():
@@ -78,16 +83,24 @@ def steps(rounds: Rounds, _read: object, lesson: Lesson, over: Sequence[bool], s
     """
     drawn = rounds.drawn()
     if rounds.items is not None:
-        for _ in itertools.islice(drawn, rounds.behind + start * lesson.together):
-            pass
+        _next_items(drawn, rounds.behind + start * lesson.together)
         if start and any(map(shuffles_by_the_process, rounds.loaders)):
             rounds.say(ORDER_UNKNOWN)
     many = lesson.together * lesson.updates
     while not over:
-        step = list(itertools.islice(drawn, many))
-        if len(step) < many:
+        step = _next_items(drawn, many)
+        if not step:
             return
         yield step
+
+
+def _next_items(drawn: Iterator[Any], many: int) -> list[Any]:
+    """Returns the next items, and the turns before them; fewer at the end."""
+    taken: list[Any] = []
+    while many and (item := next(drawn, Turn)) is not Turn:
+        taken.append(item)
+        many -= item is not Turn.NEXT_ROUND
+    return taken if not many else []
 
 
 def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) -> int:

@@ -26,6 +26,7 @@ from ampdoctor.replay.guarding.changes import users_line
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.parts import seen_from
+from ampdoctor.replay.scripts.registrations import registrations_of
 from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
 from ampdoctor.replay.scripts.source.finding import (
     LoopPlace,
@@ -112,6 +113,7 @@ class Runner:
         self._process: ProcessState | None = None
         self._main: MainModule | None = None
         self._heard = False
+        self._registered = registrations_of(str(file))
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
@@ -128,6 +130,7 @@ class Runner:
             stack.enter_context(user_code(str(self._file), what=what, path=self._path, arguments=self._arguments))
             stack.enter_context(out_of_the_records())
             stack.enter_context(nothing_at_exit())
+            stack.enter_context(self._registered.watching())
             stack.enter_context(self.files.asked_to_save())
             if self._main is not None:
                 stack.enter_context(self._main.in_place())
@@ -192,8 +195,13 @@ class Runner:
             raise run.ended
         run.loops = loops
 
-    def to_loop(self, place: LoopPlace, visit: int) -> ScriptRun:
+    def to_loop(self, place: LoopPlace, visit: int, around: LoopPlace | None = None) -> ScriptRun:
         """Run the script to its loop, the `visit`-th time that it comes there.
+
+        Args:
+            place: The loop.
+            visit: How often it has come there before.
+            around: The loop whose rounds begin it anew; None if nothing does.
 
         Raises:
             FactoryError: It does not come there, or would have changed a file before.
@@ -205,7 +213,7 @@ class Runner:
             if run.arrived is None and next(visits) < visit:
                 return
             if run.arrived is None:
-                run.arrived = Loop(items, body, seen_from(frame))
+                run.arrived = Loop(items, body, seen_from(frame), run.made.anew(around, frame))
             raise Left
 
         run = self._new(place.edits, arrives)
@@ -220,6 +228,7 @@ class Runner:
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()
+        self._registered.undo()
         _leave_process_group()
         seam = Seam(arrives, self.files.closed)
         run = ScriptRun(MainModule(self._file, edits, seam, self._package, otherwise), seam)

@@ -15,6 +15,7 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
+from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND, Anew
 from ampdoctor.replay.scripts.data import Rounds, loaders_of, passed, set_counters, steps
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.header import read_by
@@ -31,12 +32,12 @@ _VISITS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """Which loop it is, which visit of it, what its steps are made of, and whether a loop around it repeats it."""
+    """Which loop it is, which visit of it, what its steps are made of, and the loop around it that repeats it."""
 
     place: LoopPlace
     visit: int
     lesson: Lesson
-    repeats: bool
+    around: LoopPlace | None
 
 
 class Script:
@@ -107,7 +108,9 @@ class Script:
                 return self._of_framework(found.entered[0])
             self._learnt = self._lessons(found.loops, again, found.ended)
             again()
-        return self._run_of(self._learnt, self._runner.to_loop(self._learnt.place, self._learnt.visit))
+        return self._run_of(
+            self._learnt, self._runner.to_loop(self._learnt.place, self._learnt.visit, self._learnt.around)
+        )
 
     def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None], ended: FactoryError | None) -> _Learnt:
         """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has.
@@ -121,15 +124,17 @@ class Script:
             FactoryError: Nothing was trained in the loop.
         """
         learnt: list[_Learnt] = []
-        for place in loops:
-            learnt.append(self._lesson(place, again, repeats=place is not loops[-1], never_steps=ended is not None))
+        for place, around in zip(loops, (*loops[1:], None), strict=True):
+            learnt.append(self._lesson(place, again, around=around, never_steps=ended is not None))
             if learnt[-1].lesson.items >= ENOUGH:
                 return learnt[-1]
         if not learnt[0].lesson.optimizers:
             raise ended or FactoryError(f"the loop at {loops[0]} ended before one of its optimizers stepped")
         return learnt[0]
 
-    def _lesson(self, place: LoopPlace, again: Callable[[], None], *, repeats: bool, never_steps: bool) -> _Learnt:
+    def _lesson(
+        self, place: LoopPlace, again: Callable[[], None], *, around: LoopPlace | None, never_steps: bool
+    ) -> _Learnt:
         for visit in range(_VISITS):
             again()
             run = self._runner.to_loop(place, visit)
@@ -138,16 +143,24 @@ class Script:
                 lesson = tried(run.loop, run.seam.around, run.made, never_steps=never_steps)
             if lesson.optimizers:
                 break
-        return _Learnt(place, visit, lesson, repeats)
+        return _Learnt(place, visit, lesson, around)
 
     def _next_round(self, learnt: _Learnt) -> bool:
-        if learnt.repeats:
+        if learnt.around is not None:
             self._files.note(
                 "rounds",
                 f"the loop at {learnt.place} has come to its end and begins anew; what {self.name} does between two "
                 "rounds of it is not replayed",
             )
-        return learnt.repeats
+        return learnt.around is not None
+
+    def _anew(self, anew: Anew) -> Callable[[], None]:
+        def make() -> None:
+            if anew.scaled:
+                self._files.note("scaler", SCALER_EACH_ROUND)
+            anew()
+
+        return make
 
     def _of_framework(self, made: Any) -> TrainingRun:
         adapter = adapter_of(made)
@@ -171,7 +184,7 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
-        stepping = Stepping(scalers, self._files, loop.seen, [])
+        stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew), [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
             behind = passed(loop.items, lesson.before, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import sys
@@ -24,6 +25,13 @@ Arrival = Callable[[Items | None, Body, FrameType], None]
 
 class Left(StepHalted):
     """The script is left where it is; what it would do at its end, or where it is broken off, is not done."""
+
+
+class Turn(enum.Enum):
+    """Stands among a step's items; a copy of it is itself."""
+
+    NEXT_ROUND = enum.auto()
+    """The loop begins anew with the item after it."""
 
 
 @dataclass(frozen=True, slots=True)

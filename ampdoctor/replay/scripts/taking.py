@@ -12,9 +12,10 @@ import torch
 
 from ampdoctor.loop.backwards import scaled_within
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
+from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND
 from ampdoctor.replay.scripts.files import Files
 from ampdoctor.replay.scripts.header import bound_by
-from ampdoctor.replay.scripts.seam import Body, entered
+from ampdoctor.replay.scripts.seam import Body, Turn, entered
 
 
 @dataclass(slots=True, eq=False)
@@ -25,12 +26,14 @@ class Stepping:
         scalers: The run's own.
         files: What it writes.
         seen: Variables of the functions that the loop was left in: what they hold lives as long as this.
+        anew: Makes anew what each round of the loop makes before it.
         over: Has an entry once the loop would have ended.
     """
 
     scalers: tuple[Any, ...]
     files: Files
     seen: Any
+    anew: Callable[[], None]
     over: list[bool]
 
 
@@ -51,8 +54,11 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
         finite is passed over, the last loss among the variables of the body.
     """
     losses: list[Any] = []
-    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing(), entered(around):
+    with _backwards_in(losses, stepping), stepping.files.saving_nothing(), entered(around):
         for item in batch:
+            if item is Turn.NEXT_ROUND:
+                stepping.anew()
+                continue
             said = body(item)
             if said is not None:
                 stepping.over.append(True)
@@ -74,7 +80,7 @@ def _loss_among(variables: Iterable[Any]) -> Any:
 
 
 @contextmanager
-def _backwards_in(losses: list[Any], scalers: Sequence[Any]) -> Iterator[None]:
+def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
     """Inside, each loss that a backward begins with is added."""
     unscaled: dict[int, tuple[Any, Any]] = {}
     depth = 0
@@ -91,9 +97,27 @@ def _backwards_in(losses: list[Any], scalers: Sequence[Any]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(seen_backwards(seen))
-        for owner in (torch.amp.GradScaler, *scalers):
+        for owner in (torch.amp.GradScaler, *stepping.scalers):
             _keep_unscaled(owner, unscaled, stack)
+        stack.enter_context(_told_of_new_scalers(stepping))
         yield
+
+
+@contextmanager
+def _told_of_new_scalers(stepping: Stepping) -> Iterator[None]:
+    """Inside, a note says that a scaler is made."""
+    original = torch.amp.GradScaler.__init__
+
+    def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            stepping.files.note("scaler", SCALER_EACH_ROUND)
+
+    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.__init__ = original  # type: ignore[method-assign]
 
 
 def _keep_unscaled(owner: Any, unscaled: dict[int, tuple[Any, Any]], stack: ExitStack) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ampdoctor.loop.torch_internals import Backward, seen_backwards
+from ampdoctor.replay.scripts.anew import Anew
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.seam import Body, Items, entered
 from ampdoctor.replay.scripts.source.finding import told_of_steps, told_of_training_calls
@@ -58,11 +59,13 @@ class Loop:
         items: Makes what it runs over; None for a `while`.
         body: Its body.
         seen: The variables that it sees.
+        anew: Makes anew what each round makes before the loop.
     """
 
     items: Items | None
     body: Body
     seen: list[tuple[str, Any]]
+    anew: Anew
 
 
 def tried(  # noqa: C901 one loop, and its listeners

@@ -206,6 +206,7 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
         step=step,
         harmed=now.harmed if now is not None else None,
         bound_by=advice.choice.bound_by,
+        begun_again=now.begun_again if now is not None else 0,
         prescription=trial.scaler(),
     )
 

@@ -117,7 +117,7 @@ def measure(
         autocast=session.precision.autocast,
         master_weights=session.precision.master_weights,
         scaler=_state(session),
-        loss_scale=_usable(session.events.scale()) * by_hand,
+        loss_scale=_usable((session.scaler_state or {}).get("scale")) * by_hand,
         base_scale=by_hand,
         accumulation=session.run.accumulation_steps,
         loss_divided=session.run.divide_loss,
@@ -247,9 +247,8 @@ def _half_step(
 
 
 def _state(session: Session) -> dict[str, float | int] | None:
-    if not session.events.enabled:
-        return None
-    return {key: value for key, value in session.scaler.state_dict().items() if isinstance(value, int | float)}
+    state = session.scaler_state
+    return None if state is None else {key: value for key, value in state.items() if isinstance(value, int | float)}
 
 
 def _usable(scale: float | None) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
+from ampdoctor.diagnosis.replay.scaler_verdict import times_begun_again
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
@@ -64,6 +65,7 @@ class Observed:
         activation_flushed, weight_flushed: Shares; None if nothing was compared.
         errors: Relative L2 error of the weight gradients, for each compared step.
         failure: Why the replay could not be run, in a sentence.
+        begun_again: How often the loss scale was higher after a skip than in it: of a scaler that is made anew.
         first: The first step's gradients beside the reference's, taken or not; None if it was not compared.
         rows: The replayed steps.
         references: The compared steps in fp32.
@@ -82,6 +84,7 @@ class Observed:
     weight_flushed: float | None = None
     errors: tuple[float, ...] = ()
     failure: str | None = None
+    begun_again: int = 0
     first: Zeroed | None = None
     rows: tuple[ReplayedStep, ...] = ()
     references: tuple[ReplayedStep, ...] = ()
@@ -378,6 +381,7 @@ class _Watch:
             weight_flushed=share("weight_grad"),
             errors=tuple(self._errors),
             failure=failure,
+            begun_again=times_begun_again(outcomes, ("", *self._session.optimizers)),
             first=self._first,
             rows=tuple(self._rows),
             references=tuple(self._references),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.evidence.report import Skipped
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
@@ -31,6 +32,7 @@ class CloseLook:
         deterministic: Every repeated step came back bit by bit, from a snapshot or from a fresh run.
         findings: Findings about the replay itself.
         partial_replays: Replays that a search ended before the end of the step.
+        left_out: What the looks could not find out.
     """
 
     replay: OpenReplay
@@ -39,6 +41,7 @@ class CloseLook:
     deterministic: bool = True
     findings: list[Finding] = field(default_factory=list)
     partial_replays: int = 0
+    left_out: list[Skipped] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.session = self.replay.session()
@@ -64,6 +67,18 @@ class CloseLook:
             outcome: How the step ended.
             sentinel: The probe that watched it; it watches the step again.
         """
+        trace = self._trace(snapshot, outcome, sentinel)
+        if trace is not None:
+            self.left_out += [
+                Skipped(
+                    what=f"step {outcome.step}: {one.what}",
+                    reason=f"looking at {one.op} failed ({one.reason}): a defect of ampdoctor's, please report it",
+                )
+                for one in trace.left_out
+            ]
+        return trace
+
+    def _trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
         seen, step = sentinel.observed, outcome.step
         if not self.rewinds:
             return self._from_the_start(step, seen, go_on=False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from ampdoctor.live.processes import grouped
+from ampdoctor.live.processes import launched as launched_as
 
 FOLDERS = "ampdoctor-health"
 """Where they lie, from the working directory."""
@@ -23,7 +27,8 @@ def usual_folder(script: str, *, is_module: bool) -> str:
     """
     last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
     name = re.sub(r"[^\w.-]+", "_", last) or "script"
-    launched = _launched() if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    several = os.environ.get("WORLD_SIZE", "1") != "1" or launched_as().world > 1 or _is_spawned()
+    launched = _launched() if several else None
     when = time.time() if launched is None else launched
     folder = Path(FOLDERS) / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(when))}-{name}"
     count = 2
@@ -40,6 +45,12 @@ def give_back(folder: str) -> None:
         with suppress(OSError):  # as it is not empty
             path.rmdir()
             path.parent.rmdir()
+
+
+def _is_spawned() -> bool:
+    """Whether this is one of the processes of `torch.multiprocessing.spawn`, which has joined the others by now."""
+    place = grouped()
+    return place is not None and place.world > 1 and multiprocessing.parent_process() is not None
 
 
 def _made(folder: Path) -> bool:

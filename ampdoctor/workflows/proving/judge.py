@@ -24,7 +24,13 @@ from ampdoctor.diagnosis.replay.dead_scale import (
     dead_scaler_finding,
 )
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
-from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
+from ampdoctor.diagnosis.replay.scaler_verdict import (
+    MAKE_ONCE,
+    PERSISTS,
+    scale_kills,
+    times_begun_again,
+    verdict_on_skips,
+)
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.report import ErrorNote, Finding, Prescription
@@ -316,6 +322,7 @@ class Judge:
                 return  # the gradients of a few batches are larger than those after them
             cure = scale_cure(skip.birth, trials, session, used)
             cures = cure is not None and cure.verified
+            begun_again = times_begun_again(outcomes[skip.step :], skip.optimizers)
             verdict = verdict_on_skips(
                 skip.birth,
                 scales=scales,
@@ -323,6 +330,7 @@ class Judge:
                 cures=cures,
                 updated=any(event.kind == "update" for outcome in outcomes for event in outcome.events),
                 hopeless=not cures and trials.reference() is None,
+                begun_again=begun_again,
             )
             prescription = cure if cures else prescribe(skip.birth, verdict.cause, trials, session)
             if self._diverges(skip.birth, verdict.cause, prescription, trials):
@@ -330,7 +338,9 @@ class Judge:
             finding = finding_of_birth(
                 skip.birth, cause=verdict.cause, prescription=prescription, severity=verdict.severity
             )
-            if verdict.advice:
+            if begun_again and cures:
+                finding = _of_new_scalers(finding, scales, begun_again)
+            elif verdict.advice:
                 finding = replace(finding, help=f"{verdict.advice} {finding.help}")
             self._add(finding, skip.birth)
 
@@ -427,3 +437,25 @@ def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:
         return cure
     reason = "how large a step the run bears is not tried"
     return Prescription(kind="code", value=DIVERGES, status="not_run", detail=DIVERGES, reason=reason)
+
+
+def _of_new_scalers(finding: Finding, scales: Sequence[float], begun_again: int) -> Finding:
+    """The scale would settle, but the scaler is made anew before it has."""
+    lower = finding.prescription
+    made_once = Prescription(
+        kind="code",
+        value=MAKE_ONCE,
+        status="not_run",
+        reason="the steps that a scaler needs to settle are more than a proof replays",
+        detail=MAKE_ONCE,
+        alternatives=() if lower is None else (replace(lower, alternatives=()), *lower.alternatives),
+    )
+    starts = f"the loss scale is back at {max(scales):g} {begun_again} times after a skip: the GradScaler is made anew"
+    return replace(
+        finding,
+        message=f"{starts}, as in each epoch, and no update is made; {finding.message}",
+        evidence={**finding.evidence, "begun_again": begun_again, "begins_at": max(scales)},
+        where=replace(finding.where, source=None, forward_source=None),
+        help="Make the GradScaler once, before the epochs; or start it at an init_scale that fits.",
+        prescription=made_once,
+    )

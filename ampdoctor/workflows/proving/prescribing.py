@@ -25,6 +25,7 @@ from ampdoctor.probes.altering.ran import OwnOps
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.hand_scale import rescaled
 from ampdoctor.workflows.proving.interventions import intervene
+from ampdoctor.workflows.proving.other_kernels import around, other_kernels
 from ampdoctor.workflows.proving.repair import repair
 from ampdoctor.workflows.proving.scaler_protocol import put_right
 from ampdoctor.workflows.proving.trials import SHOWN, first_cure
@@ -196,9 +197,15 @@ def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterat
         yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 
 
-def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:
+def _candidates(  # noqa: C901 - one row for each cause
+    births: Sequence[Birth], cause: Cause, trials: Trials, session: Session
+) -> Iterator[Prescription]:
     birth = births[0]
     compute = session.precision.compute
+    if cause == "kernel_defect":
+        yield from other_kernels(birth, trials, session)
+        yield from around(_other_formats(births, trials, session))
+        return
     if cause == "bad_data":
         if birth.origin == "op" and birth.where.module and trials.reference() is not None:
             yield from modules_in_fp32(births, trials)  # a cast that fp32 does without
@@ -226,6 +233,17 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
         yield _in_bf16(trials)
     if cause == "invalid_op" and batch_is_at_fault(birth) and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)
+
+
+def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) -> Iterator[Prescription]:
+    """Try formats in which the same arithmetic runs through another kernel."""
+    if trials.reference() is None:
+        return
+    if births[0].where.module:
+        yield from modules_in_fp32(births, trials)
+    if session.precision.compute == "fp16":
+        yield _in_bf16(trials)
+    yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
 
 
 def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:

@@ -263,3 +263,13 @@ def test_one_that_heard_nothing_has_nothing_to_end(tmp_path):
     far = Apart(export_of(f"csv={tmp_path}"))
     far.close()
     far.abandon()
+
+
+def test_one_that_is_abandoned_leaves_no_process_and_no_pipe(tmp_path):
+    far = Apart(export_of(f"csv={tmp_path}"))
+    far.hear(next(a_run()))
+    process = far._process
+    far.abandon()
+    assert process.returncode is not None
+    assert process.stdin.closed
+    assert process.stdout.closed

@@ -20,7 +20,7 @@ class Heard:
     def __init__(self):
         self.calls = []
 
-    def entered(self, module):
+    def entered(self, module, args, kwargs):
         pass
 
     def left(self, module, _args, _kwargs, output):

@@ -145,3 +145,37 @@ def test_a_reader_that_goes(tmp_path, child_environment):
         process.stderr.close()
     assert answers[0] == answers[1]
     assert b"BrokenPipeError" in answers[0][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "lines"),
+    [
+        pytest.param("plain", 0, 40),
+        pytest.param("raises", 1, 31, marks=OTHER),
+        pytest.param("exits", 3, 31, marks=OTHER),
+        pytest.param("interrupted", -2, 31, marks=OTHER),
+        pytest.param("sick", 0, 40, marks=OTHER),
+        pytest.param("sick, looked at", 1, 40, marks=OTHER),
+        pytest.param("sick and raises, looked at", 1, 20, marks=OTHER),
+    ],
+)
+def test_what_the_script_leaves_alive_ends_when_and_as_it_would(tmp_path, child_environment, how, code, lines):
+    (tmp_path / "train.py").write_text(scripts.LIFE)
+    said, looks = [], how.endswith(", looked at")
+    options = [] if looks else ["--look", "off"]
+    for command in ["train.py"], ["-m", "ampdoctor", "run", *options, "train.py"]:
+        done = subprocess.run(
+            [sys.executable, *command, how.removesuffix(", looked at")],
+            capture_output=True,
+            check=False,
+            cwd=tmp_path,
+            env=child_environment,
+            timeout=100,
+            text=True,
+        )
+        assert (tmp_path / "lines.csv").read_text().split() == [str(step) for step in range(lines)]
+        said.append(done.stdout.splitlines())
+    assert done.returncode == code
+    if looks:  # a look reads objects, and what is in them is freed in another order
+        said = [[line for line in one if not line.startswith("del in")] + sorted(one) for one in said]
+    assert said[1] == said[0]

@@ -11,6 +11,10 @@ import pytest
 from ampdoctor.live.script.imported import when_imported
 
 
+def refused(error):
+    raise AssertionError(error)
+
+
 @pytest.fixture
 def heavy(tmp_path, monkeypatch):
     """A module that nobody has imported yet."""
@@ -23,7 +27,7 @@ def heavy(tmp_path, monkeypatch):
 def test_it_is_told_once_right_after_the_import(heavy):
     told = []
     before = list(sys.meta_path)
-    with when_imported(heavy, lambda: told.append(sys.modules[heavy].DONE)):
+    with when_imported(heavy, lambda: told.append(sys.modules[heavy].DONE), refused):
         assert importlib.util.find_spec(heavy).origin.endswith("heavy_module.py")  # which many ask, and import nothing
         assert told == []
         module = importlib.import_module(heavy)
@@ -39,22 +43,33 @@ def test_it_is_told_once_right_after_the_import(heavy):
 def test_what_is_there_already_is_told_at_once(heavy):
     importlib.import_module(heavy)
     told = []
-    with when_imported(heavy, lambda: told.append(1)):
+    with when_imported(heavy, lambda: told.append(1), refused):
         assert told == [1]
 
 
 def test_it_waits_no_longer_than_the_block(heavy):
     told = []
     before = list(sys.meta_path)
-    with when_imported(heavy, lambda: told.append(1)):
+    with when_imported(heavy, lambda: told.append(1), refused):
         pass
     importlib.import_module(heavy)
     assert (told, sys.meta_path) == ([], before)
 
 
-def test_a_watch_that_cannot_begin_is_no_error_of_the_import(heavy):
-    with when_imported(heavy, lambda: 1 / 0):
+def test_a_watch_that_cannot_begin_is_no_error_of_the_import_and_is_told(heavy):
+    failed = []
+    with when_imported(heavy, lambda: 1 / 0, failed.append):
         assert importlib.import_module(heavy).DONE
+    assert [type(error) for error in failed] == [ZeroDivisionError]
+
+
+def test_a_module_that_was_found_inside_and_is_run_afterwards_is_told_to_nobody(heavy):
+    told = []
+    with when_imported(heavy, lambda: told.append(1), refused):
+        spec = importlib.util.find_spec(heavy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (module.DONE, told) == (True, [])
 
 
 def test_an_import_that_fails_is_told_when_it_comes_off(heavy, tmp_path):
@@ -62,7 +77,7 @@ def test_an_import_that_fails_is_told_when_it_comes_off(heavy, tmp_path):
     whole = file.read_text()
     file.write_text("raise OSError('no library')\n")
     told = []
-    with when_imported(heavy, lambda: told.append(1)):
+    with when_imported(heavy, lambda: told.append(1), refused):
         with pytest.raises(OSError, match="no library"):
             importlib.import_module(heavy)
         assert told == []
@@ -72,5 +87,8 @@ def test_an_import_that_fails_is_told_when_it_comes_off(heavy, tmp_path):
 
 
 def test_a_module_that_is_not_there_is_not_found(heavy):
-    with when_imported("no_such_module", lambda: None), pytest.raises(ModuleNotFoundError, match="no_such_module"):
+    with (
+        when_imported("no_such_module", lambda: None, refused),
+        pytest.raises(ModuleNotFoundError, match="no_such_module"),
+    ):
         importlib.import_module("no_such_module")

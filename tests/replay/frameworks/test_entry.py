@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -54,3 +55,12 @@ def test_another_finder_may_ask_all_finders_as_well(module):
             assert importlib.import_module(module).Trainer().train(3) == 6
         finally:
             sys.meta_path.remove(Asking)
+
+
+def test_a_module_that_was_found_inside_and_is_run_afterwards_is_its_own(module):
+    with standing_in(module, "Trainer", "train", twice):
+        spec = importlib.util.find_spec(module)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.Trainer().train(3) == 3
+    assert "exec_module" not in vars(spec.loader)

@@ -78,6 +78,20 @@ def test_recommend_and_profile_take_it(folder, name, run_cli, check_report):
     assert check_report(done.stdout)["run"]["steps"] == 30
 
 
+@pytest.mark.parametrize("name", ["", "log.jsonl"])
+def test_plan_takes_it(folder, name, run_cli, check_report):
+    job = ("--global-batch", "1024", "--gpus", "32", "--to-gpus", "8", "--max-micro-batch", "8")
+    done = run_cli("plan", *job, "--profile", str(folder / name), "--format", "json")
+    assert check_report(done.stdout)["plan"]["flushed"]["scale"] == SCALE
+
+
+def test_a_factory_with_a_dot_for_its_colon_is_told_so(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_cli("recommend", "train.make_run")
+    assert done.returncode == 2
+    assert "a factory has a colon before its function: train:make_run" in done.stderr
+
+
 def test_a_log_without_details_says_so(tmp_path):
     log = RunLog(tmp_path, RunLine(name="small"))
     log.write(StepLine(step=0))

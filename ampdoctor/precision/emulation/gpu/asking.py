@@ -28,7 +28,7 @@ HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})
 """The packages that hear of a GPU wherever one is emulated."""
 _STANDARD: Final = "(the standard library)"
 _INSTALLED: Final = ("site-packages", "dist-packages")
-_STANDARD_FOLDERS: Final = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_STANDARD_FOLDERS: Final = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _PACKAGES: Final[dict[str, str]] = {}
 """By file, as far as asked: torch asks a tensor for its device many times in a step."""
 _FOLDERS: Final = ((f"{FOLDER}{os.sep}", "ampdoctor"), (f"{Path(torch.__file__).parent}{os.sep}", "torch"))

@@ -1,0 +1,139 @@
+"""What each epoch of a script makes before its loop is made anew in a replay; what it makes once is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+HEAD = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+data = [(torch.randn(64, 16), torch.randint(4, (64,))) for _ in range(9)]
+scaler = None
+"""
+STEP = """
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(100 * x), y, reduction="sum")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+NEW = 'scaler = torch.amp.GradScaler("cpu")'
+LOOP = f"    for x, y in data:{STEP}"
+EPOCHS = "for epoch in range(8):\n"
+IN_A_FUNCTION = f"def train():\n    {NEW}\n{LOOP}{EPOCHS}    train()\n"
+IN_THE_LOOP = f"{EPOCHS}    {NEW}\n{LOOP}"
+FROM_A_FUNCTION = f"def make():\n    return {NEW[9:]}\n{EPOCHS}    scaler = make()\n{LOOP}"
+IN_A_CLASS = f"""
+class Trainer:
+    def epoch(self):
+        self.scaler = torch.amp.GradScaler("cpu")
+        for x, y in data:
+            self.step(x, y)
+    def step(self, x, y):
+        scaler = self.scaler{STEP}
+trainer = Trainer()
+{EPOCHS}    trainer.epoch()
+"""
+IN_A_CLOSURE = f"""
+def trained():
+    {NEW}
+    def step(x, y):
+{STEP}
+    def epoch():
+        for x, y in data:
+            step(x, y)
+    return epoch
+{EPOCHS}    trained()()
+"""
+BY_A_SWITCH = f"amp = True\n{EPOCHS}    if amp:\n        {NEW}\n{LOOP}"
+BEFORE = f"{NEW}\n{EPOCHS}{LOOP}"
+IF_NONE = f"{EPOCHS}    if scaler is None:\n        {NEW}\n{LOOP}"
+IN_THE_FIRST = f"{EPOCHS}    if epoch == 0:\n        {NEW}\n{LOOP}"
+LAZY = f"""
+class Trainer:
+    def epoch(self):
+        if not hasattr(self, "scaler"):
+            self.scaler = torch.amp.GradScaler("cpu")
+        scaler = self.scaler
+        for x, y in data:{STEP.replace(chr(10), chr(10) + "    ")}
+trainer = Trainer()
+{EPOCHS}    trainer.epoch()
+"""
+
+
+def replayed(body, tmp_path, steps=20):
+    """Which steps are skipped, the scale of each, and what is noted."""
+    (tmp_path / "train.py").write_text(HEAD + body)
+    with open_replay(ReplayRequest(factory=str(tmp_path / "train.py"))) as replay:
+        session = replay.session()
+        taken = [session.step(step) for step in range(steps) if session.has_step(step)]
+        session.close()
+    scales = [next(event.scale for event in one.events if event.kind == "step") for one in taken]
+    return [one.skipped for one in taken], scales, replay.notes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        IN_A_FUNCTION,
+        pytest.param(IN_THE_LOOP, marks=pytest.mark.slow),
+        pytest.param(FROM_A_FUNCTION, marks=pytest.mark.slow),
+        IN_A_CLASS,
+        pytest.param(IN_A_CLOSURE, marks=pytest.mark.slow),
+        BY_A_SWITCH,
+    ],
+)
+def test_a_scaler_of_each_epoch_begins_at_its_first_scale_in_each(body, tmp_path):
+    skipped, scales, notes = replayed(body, tmp_path)
+    assert all(skipped)
+    assert (scales[0], scales[8], scales[9], scales[18]) == (65536.0, 256.0, 65536.0, 65536.0)
+    assert SCALER_EACH_ROUND in notes
+
+
+@pytest.mark.parametrize("body", [BEFORE, pytest.param(IF_NONE, marks=pytest.mark.slow), IN_THE_FIRST, LAZY])
+def test_a_scaler_that_is_made_once_finds_its_scale(body, tmp_path):
+    skipped, scales, notes = replayed(body, tmp_path)
+    assert not any(skipped[13:])
+    assert scales[9] == 128.0
+    assert SCALER_EACH_ROUND not in notes
+
+
+def test_a_step_that_is_a_whole_epoch_says_that_it_makes_its_scaler(tmp_path):
+    skipped, _, notes = replayed(IN_A_FUNCTION.replace("in data", "in data[:5]"), tmp_path, steps=3)
+    assert all(skipped)
+    assert SCALER_EACH_ROUND in notes
+
+
+def test_an_optimizer_and_a_scheduler_of_each_epoch_begin_anew(tmp_path):
+    body = f"""
+lrs = []
+def train():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for x, y in data:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        print("lr", optimizer.param_groups[0]["lr"], len(optimizer.state))
+        optimizer.step()
+        scheduler.step()
+{EPOCHS}    train()
+"""
+    (tmp_path / "train.py").write_text(HEAD + body)
+    with open_replay(ReplayRequest(factory=str(tmp_path / "train.py"))) as replay:
+        session = replay.session()
+        seen = []
+        for step in range(12):
+            assert session.has_step(step)
+            (optimizer,) = session.optimizers.values()
+            session.step(step)
+            seen.append(optimizer.param_groups[0]["lr"])
+        session.close()
+    assert seen == [0.5 ** (2 + step % 9) for step in range(12)]

@@ -1,0 +1,217 @@
+"""Kernels that give NaN where the arithmetic is finite and in range: named as such, and other kernels are tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ampdoctor import TrainingRun
+from ampdoctor.replay.scripts.registrations import Registrations
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+ARITHMETIC = "this kernel gives NaN where the arithmetic is finite and in range"
+
+
+@pytest.fixture
+def library():
+    made = torch.library.Library("ampdoctor_tests", "DEF")
+    yield made
+    made._destroy()
+
+
+def spoiled(values, *, wrong):
+    if not wrong:
+        return values
+    values = values.clone()
+    values[0, -1] = float("nan")
+    return values
+
+
+class ByFunction(torch.autograd.Function):
+    """Its backward is an operator of the user's own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.ops.ampdoctor_tests.sin_backward(gradient, x)
+
+
+class Net(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.q, self.o, self.middle = nn.Linear(8, 8), nn.Linear(8, 4), middle
+
+    def forward(self, x):
+        return self.o(self.middle(self.q(x)))
+
+
+def report_of(middle, *, precision="bf16", at=2, **given):
+    """A run of four steps, the third with another shape."""
+
+    def make_run():
+        torch.manual_seed(0)
+        model = Net(middle)
+        batches = [torch.randn(3 if step == at else 4, 8) for step in range(4)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = {"init_scale": 64.0} if precision == "fp16" else None
+        return TrainingRun(
+            model=model,
+            batches=batches,
+            loss=lambda model, x: model(x).float().square().mean(),
+            optimizer=optimizer,
+            precision=precision,
+            scaler=scaler,
+            **given,
+        )
+
+    return bisect_nan(ReplayRequest(factory=make_run))
+
+
+def half(tensor):
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def error_of(report):
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    assert errors, report.verdict
+    return errors[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_backward_of_the_users_own_that_is_wrong_for_one_shape(library, precision):
+    library.define("sin_backward(Tensor g, Tensor x) -> Tensor")
+    library.impl(
+        "sin_backward",
+        lambda g, x: spoiled(g * torch.cos(x.float()).to(g.dtype), wrong=half(g) and g.shape[0] == 3),
+        "CompositeExplicitAutograd",
+    )
+    finding = error_of(report_of(ByFunction.apply, precision=precision))
+    assert finding.cause == "kernel_defect"
+    assert finding.where.step == 2
+    assert finding.where.phase == "backward"
+    assert ARITHMETIC in finding.message
+    assert "constant" not in finding.message
+    cure = finding.prescription
+    tried = [cure, *cure.alternatives]
+    assert any("oneDNN off" in one.detail and one.status == "failed" for one in tried)
+    assert all("proves no cause" in one.detail for one in tried if one.kind in ("dtype", "fp32_modules"))
+    assert "Try another kernel" in finding.help
+
+
+def test_a_forward_operator(library):
+    library.define("sine(Tensor x) -> Tensor")
+    library.impl("sine", lambda x: spoiled(torch.sin(x), wrong=half(x) and x.shape[0] == 3), "CPU")
+    finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
+    assert (finding.cause, finding.where.phase) == ("kernel_defect", "forward")
+    assert ARITHMETIC in finding.message
+
+
+def test_an_operator_that_gives_nan_in_every_format(library):
+    library.define("sine(Tensor x) -> Tensor")
+    library.impl("sine", lambda x: spoiled(torch.sin(x), wrong=x.shape[0] == 3), "CPU")
+    finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
+    assert finding.cause == "kernel_defect"
+    assert "for every input that was tried" in finding.message
+
+
+def test_memory_that_was_asked_for_and_not_written(monkeypatch):
+    class Partly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            out = torch.empty_like(gradient)
+            rows = slice(0, 2) if len(gradient) == 3 else slice(None)
+            out[rows] = 2 * gradient[rows]
+            return out
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives with NaN
+    try:
+        finding = error_of(report_of(Partly.apply))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert finding.cause == "kernel_defect"
+    assert "memory that no op has written" in finding.message
+    assert finding.where.op in ("aten.empty", "aten.empty_like")
+    assert "torch.zeros" in finding.help
+
+
+def test_an_operator_that_shows_other_memory_each_time(library):
+    calls = []
+
+    def racing(x):
+        calls.append(0)
+        return spoiled(torch.sin(x), wrong=half(x) and x.shape[0] == 3 and torch.is_grad_enabled())
+
+    library.define("sine(Tensor x) -> Tensor")
+    library.impl("sine", racing, "CompositeExplicitAutograd")
+    finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
+    assert finding.cause == "kernel_defect"
+    assert "run again on the same inputs it is finite" in finding.message
+    assert finding.evidence["comes_again"] is False
+
+
+def test_an_attention_kernel_that_is_wrong_is_cured_by_another(monkeypatch, library):
+    """A flash kernel that is wrong for one length; torch's own attention, which `sdpa_kernel` chooses, is right."""
+    library.define("attention(Tensor x) -> Tensor")
+    library.impl(
+        "attention", lambda x: spoiled(x * 0.5, wrong=half(x) and x.shape[1] == 3), "CompositeExplicitAutograd"
+    )
+    original = functional.scaled_dot_product_attention
+
+    def attention(q, k, v, *args, **kwargs):
+        out = original(q, k, v, *args, **kwargs)
+        if torch.backends.cuda.flash_sdp_enabled():
+            return out + torch.ops.ampdoctor_tests.attention(out.detach())
+        return out + 0.5 * out.detach()
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    finding = error_of(report_of(lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]))
+    assert finding.cause == "kernel_defect"
+    assert finding.prescription.status == "intervention"
+    assert "SDPBackend.MATH" in finding.prescription.detail
+
+
+def test_an_epsilon_that_the_format_loses_stays_an_invalid_op():
+    finding = error_of(report_of(lambda x: (x - x.detach()) / ((x - x.detach()).abs() + 1e-9), precision="fp16"))
+    assert finding.cause == "invalid_op"
+    assert "1e-09" in finding.message
+
+
+def test_a_constant_of_the_op_that_its_format_loses(library):
+    library.define("normalised(Tensor x, float eps) -> Tensor")
+    library.impl(
+        "normalised",
+        lambda x, eps: (x - x) / ((x - x) + torch.tensor(eps, dtype=x.dtype)),
+        "CompositeExplicitAutograd",
+    )
+    finding = error_of(
+        report_of(lambda x: x + torch.ops.ampdoctor_tests.normalised(x.detach(), 1e-9), precision="fp16", at=9)
+    )
+    assert finding.cause == "invalid_op"
+    assert "a constant inside the op is lost, 1e-09 is 0 in float16" in finding.message
+
+
+def test_a_healthy_operator_is_left_alone(library):
+    library.define("sin_backward(Tensor g, Tensor x) -> Tensor")
+    library.impl("sin_backward", lambda g, x: g * torch.cos(x.float()).to(g.dtype), "CompositeExplicitAutograd")
+    assert report_of(ByFunction.apply).verdict == "healthy"
+
+
+def test_registrations_of_a_package_are_kept():
+    kept = Registrations()
+    with kept.watching():
+        made = torch.library.Library("ampdoctor_tests", "FRAGMENT")
+    made._destroy()
+    kept.undo()
