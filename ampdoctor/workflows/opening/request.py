@@ -19,7 +19,6 @@ from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.evidence.run_log.files import logs_in, place_of
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.replay.user_modules import dotted_factory
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
@@ -48,10 +47,13 @@ def is_profile(target: str) -> bool:
         return False
     if path.is_dir():
         return is_run_log(target)
-    return is_run_log(target) or (
-        path.suffix != ".py"
-        and (path.is_file() or (":" not in target and path.suffix != "" and dotted_factory(target) is None))
-    )
+    if is_run_log(target) or path.suffix == ".py" or path.is_file():
+        return path.suffix != ".py"
+    if ":" in target or not path.suffix:
+        return False
+    from ampdoctor.replay.user_modules import dotted_factory  # here: it brings torch, and few targets come this far
+
+    return dotted_factory(target) is None
 
 
 def is_run_log(target: str) -> bool:
