@@ -220,7 +220,7 @@ class Doctor:
         self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
         self._intake.world_is(place.world)
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
-        if place.rank == 0:  # the others' numbers are the same, or parts of these
+        if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
             if self._log.failed is None:  # said already; there is nothing to judge
                 self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
