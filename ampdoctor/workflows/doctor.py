@@ -37,6 +37,7 @@ from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, models_of, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
+from ampdoctor.live.numbers.beside import Beside
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
@@ -60,7 +61,7 @@ from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
-from ampdoctor.workflows.last_update import LastUpdate, lost_weight
+from ampdoctor.workflows.last_update import LastUpdate, found_beside, lost_weight
 from ampdoctor.workflows.looking import (
     IN_PARTS,
     MOST_BACKOFFS,
@@ -70,6 +71,7 @@ from ampdoctor.workflows.looking import (
     device_of,
     finite_here,
     kept_bundle,
+    kept_of,
     look,
     not_looked_at,
     trained_on,
@@ -134,6 +136,7 @@ class Doctor:
         self._intake = Intake(self._place.world)
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
+        self._beside = Beside(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
         self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
@@ -199,7 +202,7 @@ class Doctor:
         self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
         self._intake.world_is(place.world)
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
-        if place.rank == 0:  # the others' numbers are the same, or parts of these
+        if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
             if self._log.failed is None:  # said already; there is nothing to judge
                 self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
@@ -214,6 +217,7 @@ class Doctor:
         self._take_place()
         self._ended_by(error)
         self._look_at_the_weights()
+        self._look_beside(at_the_end=True)
         if not self.broken:
             self._tell_what_ended()
         if self._lost:
@@ -283,6 +287,7 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+        self._look_beside()
 
     def _count_lost(self, attempt: Attempt) -> None:
         lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
@@ -431,10 +436,21 @@ class Doctor:
             parameters = dict(together(recorder.models.roots).named_parameters())
             finding = lost_weight(parameters, step)
         if finding is not None:
-            run = Run(step=step, kept=self._kept(None))
-            report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
-            report = self._explained(report, parameters)
-            self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
+            self._found(finding, step, "its weights are not finite")
+
+    @harmless
+    def _look_beside(self, *, at_the_end: bool = False) -> None:
+        """Look at what the loop keeps beside its models: an average, a teacher, a copy that a validation casts."""
+        if self.report is None and self._request.look != "off":
+            found = found_beside(self._beside, self._watch, max(self._lines.turn - 1, 0), at_the_end=at_the_end)
+            if found is not None:
+                self._found(*found, "what it keeps beside the model is not finite")
+
+    def _found(self, finding: Finding, step: int, what: str) -> None:
+        run = Run(step=step, kept=self._kept(None))
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        parameters = dict(together(self._watch.recorder.models.roots).named_parameters())
+        self._diagnosed(self._explained(report, parameters), what, bundle=None, seconds=None)
 
     def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
@@ -613,15 +629,7 @@ class Doctor:
         return {"step": step} if whose is None else {"step": step, "optimizer": whose}
 
     def _kept(self, bundle: Written | None) -> Kept:
-        health = Path(self._request.named or self._request.health)
-        kept = Kept(health=str(health))
-        if bundle is not None and bundle.replays:
-            kept["bundle"] = str(health / bundle.folder.name)
-            if bundle.code is not None:
-                kept["model"] = bundle.code
-            if bundle.from_checkpoint:
-                kept["from_checkpoint"] = True
-        return kept
+        return kept_of(Path(self._request.named or self._request.health), bundle)
 
     # -- numbers that arrive after the update ------------------------------------------------------------------------
 

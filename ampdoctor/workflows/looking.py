@@ -15,6 +15,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
+from ampdoctor.evidence.report.target import Kept
 from ampdoctor.loop.collectives import are_several
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
@@ -26,6 +27,7 @@ from ampdoctor.workflows.opening.request import Policy, ReplayRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.loop.recorded.program import Program
@@ -172,6 +174,23 @@ def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[s
     for sentence in () if parts is not None else written.left_out:
         say(f"the bundle of step {program.step}: {sentence}")
     return written
+
+
+def kept_of(health: Path, bundle: Written | None) -> Kept:
+    """What is kept of a sick step.
+
+    Args:
+        health: The folder of the run's log, as the user knows it.
+        bundle: The step's bundle, if one was written.
+    """
+    kept = Kept(health=str(health))
+    if bundle is not None and bundle.replays:
+        kept["bundle"] = str(health / bundle.folder.name)
+        if bundle.code is not None:
+            kept["model"] = bundle.code
+        if bundle.from_checkpoint:
+            kept["from_checkpoint"] = True
+    return kept
 
 
 @contextmanager

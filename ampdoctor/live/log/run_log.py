@@ -98,6 +98,11 @@ class RunLog:
         return self.folder / log_name(self._tray.origin.rank)
 
     @property
+    def closed(self) -> bool:
+        """No line is taken any more."""
+        return self._closed
+
+    @property
     def failed(self) -> str | None:
         """The sentence with which the log was given up; None while all is well."""
         return self._writer.failed

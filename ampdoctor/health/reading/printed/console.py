@@ -24,6 +24,11 @@ OVERFLOW = re.compile(
     rb"(?: reducing to ([0-9.e+]+))?"
 )
 """What DeepSpeed prints of a step that it skips; it prints none of the others."""
+_REDUCED = re.compile(
+    rb"radient overflow(?: detected, ignoring gradient, setting loss scale to: |\.\s+Skipping step, loss scaler \d+ "
+    rb"reducing loss scale to )([0-9.e+-]+)"
+)
+"""What fairseq and Apex print of a step that they skip, with the loss scale behind it. fairseq does not count it."""
 MOST_TRIED = 2000
 """Lines with numbers by which the beginning of a file is judged."""
 _MAIN = ("loss", "grad_norm")
@@ -164,6 +169,7 @@ class ConsoleRows:
     _at: int = field(init=False)
     _overflowed: int = -1
     _scale: float | None = None
+    _uncounted: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
@@ -179,17 +185,31 @@ class ConsoleRows:
         drawn, self._drawn = self._drawn, None
         if drawn is not None:
             yield from self._rows([(drawn, drawn.step)])
+        if self._uncounted and not self._by_epochs:  # nothing follows that they could be confounded with
+            scales = [2 * self._uncounted[0], *self._uncounted]
+            for at, scale in enumerate(scales[:-1], self._at + 1):
+                yield Row(at, {"loss_scale": scale, "skipped": 1.0})
+        else:
+            self.unplaced += len(self._uncounted)
+        self._uncounted = []
         if self.layout.counted:
             noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
         if self.unplaced:
             what = "an overflow" if self.unplaced == 1 else f"{self.unplaced:,} overflows"
-            noticed.skipped.append(Skipped(what=what, reason="DeepSpeed does not print which steps it has skipped"))
+            noticed.skipped.append(
+                Skipped(what=what, reason="what is printed of a skipped step does not say which it was")
+            )
 
     def _hear(self, line: bytes) -> Iterator[Row]:
         overflow = OVERFLOW.search(line)
         if overflow is not None:
             yield from self._hear(line[: overflow.start()])  # a bar, which nothing ends
             yield from self._overflow(overflow)
+            return
+        reduced = _REDUCED.search(line)
+        if reduced is not None:
+            scale = as_number(reduced[1].decode())
+            self._uncounted += [] if scale is None else [scale]
             return
         one = printed(line)
         if one is None:
@@ -226,7 +246,11 @@ class ConsoleRows:
                 values.setdefault("scale", self._scale)
                 if step != self._overflowed and not self._by_epochs:
                     values["skipped"] = 0.0
+            if self.layout.place == "num_updates":  # fairseq's, of updates that were made: it counts no others
+                values.setdefault("skipped", 0.0)
             self._at = step
+            self.unplaced += len(self._uncounted)
+            self._uncounted = []
             yield Row(step, values)
 
     @property
