@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 
@@ -32,6 +32,7 @@ from ampdoctor.live.blind_steps import (
     ways_out,
 )
 from ampdoctor.live.guard import Guard
+from ampdoctor.live.harmless import harmless
 from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, models_of, software
 from ampdoctor.live.log.run_log import RunLog
@@ -89,26 +90,6 @@ def standing() -> Doctor | None:
     return next((doctor for process, doctor in _standing if process == os.getpid()), None)
 
 
-P = ParamSpec("P")
-
-
-def _harmless(method: Callable[Concatenate[Doctor, P], None]) -> Callable[Concatenate[Doctor, P], None]:
-    """What fails inside is ours, and is said once; the training goes on unwatched."""
-
-    @functools.wraps(method)
-    def guarded(self: Doctor, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._failed:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self._failed = True
-            self._watch.recorder.fail(error)
-            self._say(f"the training is watched no more: {describe(error)}")
-
-    return guarded  # type: ignore[return-value]  # a method stays one
-
-
 class Doctor:
     """Stands by the loops of this process for as long as `attending` lasts.
 
@@ -121,6 +102,7 @@ class Doctor:
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
         folder: Of the log and the bundles.
+        broken: Whether the watch itself has failed.
         speaks: Whether this process's diagnosis is for people: it is rank 0's, or that of a rank that is itself sick.
     """
 
@@ -162,7 +144,7 @@ class Doctor:
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
-        self._failed = self._over = False
+        self.broken = self._over = False
         self._lost = 0  # readings
         self._described = False
         self._protocol = Protocol(self._watch)
@@ -236,7 +218,7 @@ class Doctor:
         self._ended_by(error)
         self._look_at_the_weights()
         self._look_beside(at_the_end=True)
-        if not self._failed:
+        if not self.broken:
             self._tell_what_ended()
         if self._lost:
             self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
@@ -247,12 +229,12 @@ class Doctor:
 
     # -- what the loop does ------------------------------------------------------------------------------------------
 
-    @_harmless
+    @harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """As in `LoopListener`."""
         self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
 
-    @_harmless
+    @harmless
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
@@ -273,7 +255,7 @@ class Doctor:
             self._keep(attempt)
         self._attentive = max(self._attentive - 1, 0)
 
-    @_harmless
+    @harmless
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
@@ -285,7 +267,7 @@ class Doctor:
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
 
-    @_harmless
+    @harmless
     def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """As in `LoopListener`."""
         self._guard.release()
@@ -314,19 +296,25 @@ class Doctor:
             if lost == self._lost:
                 self._say(UNREAD.format(step=attempt.step))
 
-    @_harmless
+    @harmless
     def stepping_again(self, again: Again) -> None:
         """As in `LoopListener`."""
         source = as_source(again.line)
         finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
         self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
 
-    @_harmless
+    @harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
         """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
         finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
         # the error itself would keep the loop's frames alive
         self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
+
+    def failed(self, error: Exception) -> None:
+        """As in `LoopListener`."""
+        self.broken = True
+        self._watch.recorder.fail(error)
+        self._say(f"the training is watched no more: {describe(error)}")
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
@@ -378,7 +366,7 @@ class Doctor:
         if clip.max_norm is not None:
             self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
-    @_harmless
+    @harmless
     def entering(self, model: torch.nn.Module) -> None:
         """As in `CallListener`."""
         if self._numbers.looking:
@@ -388,7 +376,7 @@ class Doctor:
         """As in `CallListener`."""
         self._numbers.left()
 
-    @_harmless
+    @harmless
     def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
         """As in `CallListener`."""
         batch = self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
@@ -422,7 +410,7 @@ class Doctor:
                 return
         self._examine(program, what, name=attempt.name, settles=settles)
 
-    @_harmless
+    @harmless
     def _ended_by(self, error: BaseException | None) -> None:
         self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -437,7 +425,7 @@ class Doctor:
         if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
             self._is_misused(*refused[1:], key="refused")
 
-    @_harmless
+    @harmless
     def _look_at_the_weights(self) -> None:
         """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
         recorder = self._watch.recorder
@@ -450,7 +438,7 @@ class Doctor:
         if finding is not None:
             self._found(finding, step, "its weights are not finite")
 
-    @_harmless
+    @harmless
     def _look_beside(self, *, at_the_end: bool = False) -> None:
         """Look at what the loop keeps beside its models: an average, a teacher, a copy that a validation casts."""
         if self.report is None and self._request.look != "off":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from time import monotonic  # a script may put another in its place
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +104,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     Returns:
         What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
     """
-    began, failed, unsaid = time.monotonic(), None, tuple[str, ...]()
+    began, failed, unsaid = monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
         return Look(report=unseen, failed=True)
@@ -121,7 +121,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
                 finally:
                     session.close()
             if backoffs is not None:
-                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=time.monotonic() - began)
+                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=monotonic() - began)
             report = bisect_nan(replace(request, factory=_once(program)))
     except Exception as error:  # noqa: BLE001 - there may be no room here for a second run
         said = str(error) if isinstance(error, AmpdoctorError) else describe(error)
@@ -134,7 +134,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     left_out = (*_not_replayed(program, uncovered, unsaid), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
-    seconds = time.monotonic() - began
+    seconds = monotonic() - began
     return Look(report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
 
 
