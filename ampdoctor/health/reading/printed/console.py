@@ -17,13 +17,9 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.printed.line import Printed, printed
+from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows
 from ampdoctor.health.reading.rows import Row
 
-OVERFLOW = re.compile(
-    rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
-    rb"(?: reducing to ([0-9.e+]+))?"
-)
-"""What DeepSpeed prints of a step that it skips; it prints none of the others."""
 _REDUCED = re.compile(
     rb"radient overflow(?: detected, ignoring gradient, setting loss scale to: |\.\s+Skipping step, loss scaler \d+ "
     rb"reducing loss scale to )([0-9.e+-]+)"
@@ -170,6 +166,7 @@ class ConsoleRows:
     _overflowed: int = -1
     _scale: float | None = None
     _uncounted: list[float] = field(default_factory=list)
+    _behind: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
@@ -192,6 +189,7 @@ class ConsoleRows:
         else:
             self.unplaced += len(self._uncounted)
         self._uncounted = []
+        yield from self._last_overflows()
         if self.layout.counted:
             noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
         if self.unplaced:
@@ -204,7 +202,7 @@ class ConsoleRows:
         overflow = OVERFLOW.search(line)
         if overflow is not None:
             yield from self._hear(line[: overflow.start()])  # a bar, which nothing ends
-            yield from self._overflow(overflow)
+            yield from self._overflow(overflow, line)
             return
         reduced = _REDUCED.search(line)
         if reduced is not None:
@@ -249,8 +247,8 @@ class ConsoleRows:
             if self.layout.place == "num_updates":  # fairseq's, of updates that were made: it counts no others
                 values.setdefault("skipped", 0.0)
             self._at = step
-            self.unplaced += len(self._uncounted)
-            self._uncounted = []
+            self.unplaced += len(self._uncounted) + len(self._behind)
+            self._uncounted, self._behind = [], []
             yield Row(step, values)
 
     @property
@@ -269,12 +267,21 @@ class ConsoleRows:
         epoch = self._epoch if one.epoch is None else one.epoch
         return self._epochs.step(epoch, place or 0, one.of)
 
-    def _overflow(self, found: re.Match[bytes]) -> Iterator[Row]:
+    def _overflow(self, found: re.Match[bytes], line: bytes) -> Iterator[Row]:
         attempted, self._scale = (as_number((found[at] or found[1]).decode()) for at in (1, 2))
         if self._by_epochs:  # which of a row's many steps it was is not known
-            self.unplaced += 1
+            self._behind.append(line)
             return
         self._at += 1
         self._overflowed = self._at
         if attempted is not None:
             yield Row(self._at, {"loss_scale": attempted, "skipped": 1.0})
+
+    def _last_overflows(self) -> Iterator[Row]:
+        """The overflows behind the last row: no row stands for their steps, so that they may be counted on from it."""
+        behind, self._behind = self._behind, []
+        if not self.layout.counted:
+            self.unplaced += len(behind)
+            return
+        for row in OverflowRows().rows(iter(behind), Left()):
+            yield Row(self._at + row.step, row.values)

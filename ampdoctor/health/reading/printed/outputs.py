@@ -10,10 +10,10 @@ from ampdoctor.checkpoints.formats.log_files import Left, as_number
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.health.reading.log_kind import Noticed, Place, kind_of_one_file
-from ampdoctor.health.reading.printed.console import OVERFLOW, ConsoleRows, Layout, layout_of
+from ampdoctor.health.reading.printed.console import ConsoleRows, Layout, layout_of
 from ampdoctor.health.reading.printed.ending import PrintedRows
 from ampdoctor.health.reading.printed.line import printed
-from ampdoctor.health.reading.printed.overflows import OverflowRows
+from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows
 from ampdoctor.health.reading.rows import Row
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
