@@ -148,6 +148,8 @@ def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: boo
         step: The step that was made last.
         at_the_end: The training has ended: what is on its way is waited for.
     """
+    if watch.recorder.is_crowded:  # what is beside one thread's model may be another's
+        return None
     models = [root for _, root in watch.recorder.models.roots]
     if not at_the_end and beside.wants(step):
         with watch.looking_away():

@@ -69,9 +69,9 @@ class Beside:
 
     def look(self, step: int, models: Iterable[nn.Module]) -> None:
         """Look at what the frames of the loop lead to, beside the models; waits for nothing."""
-        own = {id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
+        own = {id(tensor) for model in models for _, tensor in _tensors(model)}
         for name, module in _modules():
-            for last, tensor in (*module.named_parameters(), *module.named_buffers()):
+            for last, tensor in _tensors(module):
                 if id(tensor) not in own and _counts(tensor):
                     self._know(f"{name}.{last}", tensor)
         self._send(step)
@@ -119,6 +119,14 @@ class Beside:
                     if tensor is not None:
                         found = Lost(name=name, tensor=tensor, since=self._fine[key], step=step)
         return found
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its parameters and buffers; none of a module that cannot be asked (one that is not hashable)."""
+    try:
+        return [*module.named_parameters(), *module.named_buffers()]
+    except Exception:  # noqa: BLE001 - the user's own class, which trains all the same
+        return []
 
 
 def _counts(tensor: Tensor) -> bool:
