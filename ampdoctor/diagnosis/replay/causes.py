@@ -131,7 +131,7 @@ def _cause_of_numbers(birth: Birth) -> Cause:
     overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
     made_by = None if birth.operand is None else birth.operand.made_by
-    if made_by in ("unwritten", "any") or (verdict is not None and verdict.returns is False):
+    if made_by in ("unwritten", "unseen", "any") or (verdict is not None and verdict.returns is False):
         return "kernel_defect"
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow

@@ -43,6 +43,11 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
     if birth.origin != "op":
         return _uncomputed(birth, what)
+    if birth.operand is not None and birth.operand.made_by == "unseen":
+        return (
+            f"step {where.step}, {where.phase}: what {_deed(birth)} in {_place(birth)} made was finite, and holds {what} "
+            "when it is next read: code that torch does not see (Triton, ctypes, NumPy) wrote it"
+        )
     text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
     if cause == "kernel_defect":
         return f"{text}: {_defect(birth)}"

@@ -147,6 +147,31 @@ def test_memory_that_was_asked_for_and_not_written(monkeypatch):
     assert "torch.zeros" in finding.help
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_that_is_written_behind_the_back_of_torch(phase):
+    """As a kernel of Triton's does it, or one that ctypes calls: no op of torch's runs."""
+
+    def behind(made, *, wrong):
+        if wrong:
+            made.detach().view(torch.int16).numpy().reshape(-1)[1] = 0x7FFF  # NaN in both halves
+        return made
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return behind(x * 2, wrong=phase == "forward" and half(x) and x.shape[0] == 3)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return behind(gradient * 2, wrong=phase == "backward" and half(gradient) and len(gradient) == 3)
+
+    finding = error_of(report_of(Fused.apply))
+    assert finding.cause == "kernel_defect"
+    assert (finding.where.op, finding.where.phase) == ("aten.mul", phase)
+    assert finding.where.source.file.endswith("test_kernel_defects.py")
+    assert "code that torch does not see" in finding.message
+
+
 def test_an_operator_that_shows_other_memory_each_time(library):
     calls = []
 
