@@ -37,6 +37,7 @@ from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, covers_i
 from ampdoctor.probes.trace.ways import Ways
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.where import Where
     from ampdoctor.loop.watched import Watched
 
 _BLOCK = 1 << 16
@@ -327,7 +328,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._births.append(
             Birth(
                 order=self._ops,
-                where=site.where(self._step, kind_of(ran.results), tensor),
+                where=_named(site.where(self._step, kind_of(ran.results), tensor), ran),
                 origin=origin,
                 kernel=f"{ran.func.namespace}.{ran.kernel}",
                 inputs=inputs,
@@ -454,6 +455,12 @@ def _own_work(kernel: str) -> Iterator[None]:
             f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {said}): this is a defect of "
             "ampdoctor's, please report it"
         ) from error
+
+
+def _named(where: Where, ran: Ran) -> Where:
+    """An operator of a library's has that library's name, where no function of torch's called it."""
+    own = ran.func.namespace
+    return where if own == "aten" or where.op != f"aten.{ran.kernel}" else replace(where, op=f"{own}.{ran.kernel}")
 
 
 def _shows_memory(ran: Ran) -> bool:

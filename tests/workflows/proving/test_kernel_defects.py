@@ -111,7 +111,24 @@ def test_a_forward_operator(library):
     library.impl("sine", lambda x: spoiled(torch.sin(x), wrong=half(x) and x.shape[0] == 3), "CPU")
     finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
     assert (finding.cause, finding.where.phase) == ("kernel_defect", "forward")
+    assert finding.where.op == finding.evidence["kernel"] == "ampdoctor_tests.sine"
     assert ARITHMETIC in finding.message
+
+
+def test_nan_that_the_code_writes_down_is_said_to_be_written():
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return spoiled(x * 2, wrong=half(x) and x.shape[0] == 3)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    finding = error_of(report_of(Marked.apply))
+    assert "writes NaN down" in finding.message
+    assert "before" not in finding.message
+    assert "Write a finite number there" in finding.help
 
 
 def test_an_operator_that_gives_nan_in_every_format(library):
