@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -55,3 +56,13 @@ def test_a_folder_whose_name_begins_like_ours_or_torchs_is_neither(file):
     if "site-packages" not in file.parts:
         assert is_users_file(str(file))
     assert asking._package(str(file)) not in ("torch", "ampdoctor")
+
+
+def test_what_pythons_own_library_calls_is_its_callers_line():
+    class Asked:
+        def __deepcopy__(self, memo):
+            return source._is_user(copy.__file__), source._is_user(os.__file__)
+
+    assert copy.deepcopy(Asked()) == (False, False)
+    packages = Path(os.__file__).parent / "site-packages" / "pkg" / "a.py"
+    assert source._is_user(str(packages))

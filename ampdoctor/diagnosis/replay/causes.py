@@ -131,7 +131,7 @@ def _cause_of_numbers(birth: Birth) -> Cause:
     overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
     made_by = None if birth.operand is None else birth.operand.made_by
-    if made_by in ("unwritten", "any") or (verdict is not None and verdict.returns is False):
+    if made_by in ("unwritten", "unseen", "any") or (verdict is not None and verdict.returns is False):
         return "kernel_defect"
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow
@@ -156,6 +156,8 @@ def _casts_the_batch(birth: Birth) -> bool:
 def help_for(birth: Birth, cause: Cause) -> str:
     """Returns what to do about a birth: for its operand if that is known, else for its cause."""
     operand = birth.operand
+    if birth.origin == "constant" and birth.where.nonfinite == "nan" and birth.where.op == "aten.lift_fresh":
+        return "Write a finite number there, or find out why the code marks these elements with NaN."
     if operand is None or cause not in ("invalid_op", "kernel_defect", "bad_data"):
         return HELP[cause]
     fused = FUSED.get((birth.where.op or "", operand.op or ""))

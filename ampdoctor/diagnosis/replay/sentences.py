@@ -43,6 +43,11 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
     if birth.origin != "op":
         return _uncomputed(birth, what)
+    if birth.operand is not None and birth.operand.made_by == "unseen":
+        return (
+            f"step {where.step}, {where.phase}: what {_deed(birth)} in {_place(birth)} made was finite, and holds "
+            f"{what} when it is next read: code that torch does not see (Triton, ctypes, NumPy) wrote it"
+        )
     text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
     if cause == "kernel_defect":
         return f"{text}: {_defect(birth)}"
@@ -72,6 +77,10 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     return text
 
 
+_LITERAL = "aten.lift_fresh"
+"""What torch makes of a number that is assigned (`x[0] = nan`)."""
+
+
 def _defect(birth: Birth) -> str:
     """What is wrong with a kernel."""
     verdict = birth.recomputed
@@ -99,7 +108,11 @@ def _uncomputed(birth: Birth, what: str) -> str:
     if birth.origin == "grad":
         return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
     text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)}"
-    return f"{text} writes {what} down" if birth.kernel else f"{text} reads {what} that was there before"
+    return (
+        f"{text} writes {what} down"
+        if birth.kernel or where.op == _LITERAL
+        else f"{text} reads {what} that was there before"
+    )
 
 
 def _operand(operand: Operand) -> str:

@@ -89,6 +89,7 @@ class Operand:
             - "number": a Python number (a factor, a learning rate) that is not finite, and that no tensor gave;
             - "empty_input": an input without elements;
             - "unwritten": memory that no op has written (`torch.empty`);
+            - "unseen": memory that an op left finite, and that code wrote behind torch's back;
             - "any": an operator that torch does not have itself is not finite for any input that was tried.
         op: The op that made it ("aten.add"); None for a value from before the step.
         module: The module that ran this op; None for a value from before the step.

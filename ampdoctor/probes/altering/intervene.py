@@ -72,7 +72,7 @@ def address_at(where: Where, *, after_backward: bool = False) -> Address | None:
     theirs = after_backward or where.phase not in ("optimizer", "scaler", "data", "checkpoint")
     if source is None or where.op is None or not theirs:
         return None
-    return Address(source, where.op.removeprefix("aten."))
+    return Address(source, where.op.partition(".")[2])
 
 
 class Intervention(FunctionNames):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,14 +31,22 @@ _ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 """Below here a forward runs again: that is no hook."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
-_SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+"""Python's own library, which may hold installed packages in turn."""
 
 
 @lru_cache(maxsize=4096)
 def _is_user(filename: str) -> bool:
     if filename.startswith(("<", _TORCH, _OURS)):
         return False
-    return not (filename.startswith(sys.base_prefix + os.sep) and filename.endswith(_SKIPPED))
+    return not _is_standard(filename)
+
+
+def _is_standard(filename: str) -> bool:
+    """It is of Python's own library (`copy.deepcopy`, `contextlib`): what happens there is its caller's doing."""
+    if filename.startswith("<frozen"):
+        return True
+    return filename.startswith(_STANDARD) and not _is_installed(filename)
 
 
 @contextmanager
@@ -98,7 +107,7 @@ def own_line() -> tuple[str, int] | None:
 def called_by_user() -> bool:
     """Was the function that asks called by a user's line, or a package's, and not from inside torch or by ampdoctor?"""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.endswith(_SKIPPED):
+    while frame is not None and _is_standard(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _is_user(frame.f_code.co_filename)
 

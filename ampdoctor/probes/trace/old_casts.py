@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.probes.ops.naming import kernel_name
+from ampdoctor.probes.ops.naming import kernel_name, reshapes
 from ampdoctor.probes.ops.sites import Site, Sites
 from ampdoctor.probes.ops.tensors import tensors_in
 
@@ -110,7 +110,7 @@ class OldCastsProbe(TorchDispatchMode):
             result = func(*args, **kwargs)
             if kernel == "_to_copy":
                 self._casts(args[0], result)
-            elif func._schema.is_mutable:
+            elif func._schema.is_mutable and not reshapes(func):
                 self._writes(func, args, kwargs, site)
             return result
 

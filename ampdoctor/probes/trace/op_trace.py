@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,10 +39,11 @@ from ampdoctor.probes.trace.operands import described, nonfinite_number, operand
 from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
 from ampdoctor.probes.trace.side_searches import SideSearches
-from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, storage_key, union
+from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, covers_its_memory, storage_key, union
 from ampdoctor.probes.trace.ways import Ways
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.where import Where
     from ampdoctor.loop.watched import Watched
 
 _BLOCK = 1 << 16
@@ -106,6 +107,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._forward_births: dict[int, int] = {}
         self._given: ByMemory[int] = ByMemory()
         self._blank: ByMemory[Site] = ByMemory()
+        self._finite: ByMemory[Site] = ByMemory()
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
@@ -249,6 +251,7 @@ class OpTraceProbe(TorchDispatchMode):
         for tensor in ran.results:
             if id(tensor) not in marked:
                 self._taint.clean(tensor)
+                self._note_finite(tensor, ran)
         if self._look_for_flushes and ran.site.phase == "backward" and not poisoned and not ran.bad:
             with self._aside.costing("gradients that are flushed", ran.kernel):
                 self._look_for_flush(ran)
@@ -334,7 +337,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._births.append(
             Birth(
                 order=self._ops,
-                where=site.where(self._step, kind_of(ran.results), tensor),
+                where=_named(site.where(self._step, kind_of(ran.results), tensor), ran),
                 origin=origin,
                 kernel=f"{ran.func.namespace}.{ran.kernel}",
                 inputs=inputs,
@@ -350,9 +353,13 @@ class OpTraceProbe(TorchDispatchMode):
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """A non-finite input that no op of this step made: it came with the batch, the state, or a constant."""
         key = storage_key(tensor)
-        if key not in self._given and key in self._blank and self._belongings.name_of(tensor) is None:
+        nobodys = key not in self._given and self._belongings.name_of(tensor) is None
+        if nobodys and key in self._blank:
             self._given[key] = len(self._births)
-            self._births.append(self._unwritten(tensor, self._blank[key]))
+            self._births.append(self._past_torch(tensor, self._blank[key], "unwritten"))
+        elif nobodys and key in self._finite:
+            self._given[key] = len(self._births)
+            self._births.append(self._past_torch(tensor, self._finite[key], "unseen"))
         if key not in self._given:
             where, origin = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._births)
@@ -361,15 +368,23 @@ class OpTraceProbe(TorchDispatchMode):
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
 
-    def _unwritten(self, tensor: torch.Tensor, made: Site) -> Birth:
-        """A birth in memory that was asked for and not written."""
+    def _note_finite(self, tensor: torch.Tensor, ran: Ran) -> None:
+        """Remember who made memory that is finite from end to end: what is not finite there later, no op has made.
+
+        A view of a part says nothing of the rest.
+        """
+        if tensor.dtype.is_floating_point and not _shows_memory(ran) and covers_its_memory(tensor):
+            self._finite[storage_key(tensor)] = ran.site
+
+    def _past_torch(self, tensor: torch.Tensor, made: Site, how: Literal["unwritten", "unseen"]) -> Birth:
+        """A birth in memory that an op of torch's made, and that none has written since."""
         return Birth(
             order=self._ops,
             where=made.where(self._step, kind_of([tensor])),
             origin="op",
             kernel=f"aten.{made.op}",
             outputs=(stats_of(tensor),),
-            operand=described(None, "unwritten", here=None),
+            operand=described(None, how, here=None),
         )
 
     def _described(self, call: Split) -> tuple[TensorStats, ...]:
@@ -449,6 +464,12 @@ def _own_work(kernel: str) -> Iterator[None]:
             f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {said}): this is a defect of "
             "ampdoctor's, please report it"
         ) from error
+
+
+def _named(where: Where, ran: Ran) -> Where:
+    """An operator of a library's has that library's name, where no function of torch's called it."""
+    own = ran.func.namespace
+    return where if own == "aten" or where.op != f"aten.{ran.kernel}" else replace(where, op=f"{own}.{ran.kernel}")
 
 
 def _shows_memory(ran: Ran) -> bool:

@@ -31,6 +31,14 @@ def storage_key(tensor: torch.Tensor) -> Memory:
         return WeakIdRef(tensor)
 
 
+def covers_its_memory(tensor: torch.Tensor) -> bool:
+    """No byte of the memory behind a tensor is left out by it; False where that is not known."""
+    try:
+        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return False
+
+
 class ByMemory(dict[Memory, _V]):
     """What is known of memory, by its key; that of memory which has been freed goes whenever the map has doubled."""
 

@@ -281,13 +281,18 @@ def _sick(report: Report) -> Step:
 
 
 def _proved(they_are: str, them: str, finding: Finding, report: Report) -> str:
-    """How far a change is proved: a step that was recorded, or is the last, shows that step and none after it."""
+    """How far a change is proved: a step that was recorded, or is the last, shows that step and none after it.
+
+    Where a kernel is at fault, another format runs another kernel: that is no proof of a cure.
+    """
     shown = report.proof
     made = finding.prescription
     if shown is not None and made is not None and (shown.kind, shown.value) == (made.kind, made.value):
         alone = sum(step.with_ is not None for step in shown.steps) + shown.omitted == 1
         if alone and finding.severity == "error":
             return f"with {them} this step, replayed, stays finite"
+    if finding.cause == "kernel_defect" and made is not None and made.kind != "code":  # another format, another kernel
+        return f"with {them} this run stays finite, a way around the kernel that proves no cause"
     proved = "cure this run" if finding.severity == "error" else f"mend what {finding.code} says"
     return f"{they_are} proved to {proved}"
 

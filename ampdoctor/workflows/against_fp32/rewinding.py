@@ -38,7 +38,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
-from ampdoctor.workflows.against_fp32.stale_casts import stale_casts, stale_casts_without_fp32
+from ampdoctor.workflows.against_fp32.stale_casts import stale_casts, stalest_without_fp32
 from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.against_fp32.warm_up import at_full_rate
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 _ELSEWHERE = ("forward_overflow", "forward_precision")
 """Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
 TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would have to come all the way"
+FOLLOWED = 8
+"""Steps in which old copies are looked for where fp32 cannot run: as many as `bisect-nan` replays without a word."""
 NOT_YET: Mapping[int, Beside] = MappingProxyType({})
 
 
@@ -103,7 +105,8 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
         try:
             pair = _Pair.replayed(session, before, step, passing)
         except AmpdoctorError as error:
-            stale = stale_casts_without_fp32(session, before, step, thresholds)
+            rest = range(step, min(begin + len(seen), step + FOLLOWED))
+            stale = stalest_without_fp32(session, before, rest, thresholds)
             cut = f"from step {step} on the run cannot be replayed in fp32: {error}"
             return passing.ended(() if stale is None else (stale,), cut=cut)
         place.step = step + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,29 @@ def stale_casts_without_fp32(session: Session, before: Snapshot, step: int, thre
         return None
     cure = Prescription(kind="code", value=ADVICE, status="not_run", detail=ADVICE, reason=NO_REFERENCE)
     return stale_casts_finding(step, error, None, old, cure, thresholds=thresholds)
+
+
+def stalest_without_fp32(
+    session: Session, before: Snapshot, steps: Iterable[int], thresholds: Thresholds
+) -> Finding | None:
+    """The first step whose old copies matter, else the first note: an average begins as the weights themselves.
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the first step.
+        steps: The steps, one after another; each is run a few times.
+        thresholds: How far is far.
+    """
+    note: Finding | None = None
+    for step in steps:
+        found = stale_casts_without_fp32(session, before, step, thresholds)
+        if found is not None and found.severity != "note":
+            return found
+        note = note or found
+        before.restore()
+        session.step(step)
+        before = session.snapshot()
+    return note
 
 
 def _distance(session: Session, before: Snapshot, step: int, other: GradientProbe) -> float:

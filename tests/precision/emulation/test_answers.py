@@ -100,6 +100,14 @@ def test_a_training_for_a_cpu_hears_the_truth_and_runs_all_the_same():
     assert emulation.notes == (DEVICE_NOTE,)
 
 
+def test_a_device_that_is_only_handed_on_is_no_question_for_cuda():
+    with emulate_cuda() as emulation:
+        assert torch.arange(2, device=asked_by("", "torch.ones(2).device")).sum() == 1
+        assert emulation.notes == ()
+        assert torch.arange(2, device="cuda").sum() == 1
+    assert emulation.notes == (YES_NOTE,)
+
+
 def test_everything_is_undone():
     def surface():
         owners = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, dist)

@@ -49,6 +49,14 @@ def test_a_change_that_one_step_was_replayed_with_is_no_cure_of_the_run():
     assert said(replace(SICK, proof=alone)).endswith("with them this step, replayed, stays finite")
 
 
+def test_another_format_is_a_way_around_a_kernel_and_no_cure():
+    defect = replace(OVERFLOW, cause="kernel_defect", code="AMP202")
+    assert said(replace(SICK, findings=(defect,))).endswith("a way around the kernel that proves no cause")
+    words = "oneDNN off: torch.backends.mkldnn.enabled = False"
+    other = replace(defect, prescription=Prescription(kind="code", value=words, status="verified", detail=words))
+    assert said(replace(SICK, findings=(other,))) == f"{words}: that is proved to cure this run"
+
+
 @pytest.mark.parametrize("severity", ["warning", "note"])
 def test_no_cure_is_claimed_where_nothing_was_sick(severity):
     milder = replace(OVERFLOW, severity=severity)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,44 @@ def test_any_write_to_a_weight_whose_copy_is_kept_is_named_with_its_line(write):
         assert (finding.prescription.kind, finding.prescription.status) == ("code", "not_run")
     if write.startswith("copy_"):
         assert finding.where.source.file.endswith("test_stale_casts.py")
+
+
+def drifting() -> TrainingRun:
+    """The best weights so far are swapped in inside the context: those that the run begins with, at first."""
+    torch.manual_seed(0)
+    model = net()
+    best = copy.deepcopy(model.state_dict())
+
+    def step(model, batch, optimizer, scaler):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(batch[0]).float()
+            own = copy.deepcopy(model.state_dict())
+            model.load_state_dict(best)
+            with torch.no_grad():
+                other = model(batch[0]).float()
+            model.load_state_dict(own)
+        loss = functional.cross_entropy(out, batch[1]) + 30 * (out - other).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return TrainingRun(
+        model=model,
+        batches=data() * 3,
+        step=step,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+        precision="bf16",
+        scaler=None,
+    )
+
+
+def test_old_copies_that_are_equal_in_the_first_step_are_found_in_a_later_one():
+    (finding,) = replay("drifting").findings
+    assert (finding.code, finding.severity) == ("AMP210", "error")
+    assert finding.where.step > 0
+    assert "copy_ at" in finding.message  # not what copy.deepcopy does
+    assert finding.where.source.file.endswith("test_stale_casts.py")
 
 
 def test_weights_that_are_clipped_inside_the_context_are_named():

@@ -111,7 +111,24 @@ def test_a_forward_operator(library):
     library.impl("sine", lambda x: spoiled(torch.sin(x), wrong=half(x) and x.shape[0] == 3), "CPU")
     finding = error_of(report_of(lambda x: x + torch.ops.ampdoctor_tests.sine(x.detach())))
     assert (finding.cause, finding.where.phase) == ("kernel_defect", "forward")
+    assert finding.where.op == finding.evidence["kernel"] == "ampdoctor_tests.sine"
     assert ARITHMETIC in finding.message
+
+
+def test_nan_that_the_code_writes_down_is_said_to_be_written():
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return spoiled(x * 2, wrong=half(x) and x.shape[0] == 3)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    finding = error_of(report_of(Marked.apply))
+    assert "writes NaN down" in finding.message
+    assert "before" not in finding.message
+    assert "Write a finite number there" in finding.help
 
 
 def test_an_operator_that_gives_nan_in_every_format(library):
@@ -145,6 +162,31 @@ def test_memory_that_was_asked_for_and_not_written(monkeypatch):
     assert "memory that no op has written" in finding.message
     assert finding.where.op in ("aten.empty", "aten.empty_like")
     assert "torch.zeros" in finding.help
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_that_is_written_behind_the_back_of_torch(phase):
+    """As a kernel of Triton's does it, or one that ctypes calls: no op of torch's runs."""
+
+    def behind(made, *, wrong):
+        if wrong:
+            made.detach().view(torch.int16).numpy().reshape(-1)[1] = 0x7FFF  # NaN in both halves
+        return made
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return behind(x * 2, wrong=phase == "forward" and half(x) and x.shape[0] == 3)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return behind(gradient * 2, wrong=phase == "backward" and half(gradient) and len(gradient) == 3)
+
+    finding = error_of(report_of(Fused.apply))
+    assert finding.cause == "kernel_defect"
+    assert (finding.where.op, finding.where.phase) == ("aten.mul", phase)
+    assert finding.where.source.file.endswith("test_kernel_defects.py")
+    assert "code that torch does not see" in finding.message
 
 
 def test_an_operator_that_shows_other_memory_each_time(library):

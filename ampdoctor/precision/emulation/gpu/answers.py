@@ -18,6 +18,7 @@ import torch.distributed
 
 from ampdoctor.precision.emulation.gpu import card, streams
 from ampdoctor.precision.emulation.gpu.asking import asker_hears_yes, hears_yes
+from ampdoctor.precision.emulation.gpu.devices import ANSWERED
 
 if TYPE_CHECKING:
     from ampdoctor.precision.emulation.gpu.replacing import Replacements
@@ -240,13 +241,11 @@ class Answers:
         return property(is_cpu, doc=original.__doc__)
 
     def _device(self, original: Any) -> Any:
-        there = torch.device("cuda", 0)
-
         def device(tensor: torch.Tensor) -> torch.device:
             truth: torch.device = original.__get__(tensor)
             # The cheap questions first: torch asks this too, many times in a step.
             if truth.type == "cpu" and self._says_yes() and hears_yes(sys._getframe(1)):
-                return there
+                return ANSWERED
             return truth
 
         return property(device, doc=original.__doc__)

@@ -29,6 +29,10 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
+ANSWERED: Final = torch.device("cuda", 0)
+"""What a tensor on the CPU answers as its device: code that hands this on (`device=x.device`) asks for no CUDA."""
+
+
 class DeviceRedirection:
     """The replaced functions that take a device.
 
@@ -46,7 +50,8 @@ class DeviceRedirection:
     def redirect(self, device: Any) -> Any:
         """The CPU for a CUDA device, with the one note; anything else as it is."""
         if self._active() and is_cuda(device):
-            self._note()
+            if device is not ANSWERED:
+                self._note()
             return torch.device("cpu")
         return device
 
