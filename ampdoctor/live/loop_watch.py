@@ -53,6 +53,14 @@ class Attempt:
         return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
 
 
+def _weakly(scaler: Any) -> Callable[[], Any]:
+    """Returns what gives a scaler as long as it lives; of a class without weak references nothing."""
+    try:
+        return weakref.ref(scaler)
+    except TypeError:
+        return lambda: None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
     """An optimizer steps once more on the gradients of its last update, or its scaler does: no step of its own.
@@ -132,7 +140,7 @@ class ScalerFacts:
 
     knows_scale: bool = False
     updates: int = 0
-    scaled_by: weakref.ref[Any] | None = None
+    scaled_by: Callable[[], Any] | None = None
 
     @property
     def last(self) -> Any:
@@ -276,7 +284,7 @@ class LoopWatch:
             finally:
                 self._here.saving = False
         if method == "scale":
-            self.scalers.scaled_by = weakref.ref(scaler)
+            self.scalers.scaled_by = _weakly(scaler)
             result = self.recorder.scaled(argument, run)
             # a number, to learn the scale
             self.scalers.knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
