@@ -435,6 +435,7 @@ def test_stop_ends_the_training_behind_the_bundle(net, tmp_path):
 
 def test_of_several_ranks_it_is_said_that_the_gradients_are_ones_own(net, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     late(Training(net), tmp_path / "health")
     assert any("this rank's gradients alone" in doubt for doubt in manifest(tmp_path)["exact"]["no"])
 
