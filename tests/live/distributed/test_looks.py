@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,11 @@ def free_port():
         return one.getsockname()[1]
 
 
-def torchrun(world, *command, folder):
+def torchrun(python, world, *command, folder):
     """Return the process that torchrun was, with its stderr."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
     return subprocess.run(
-        [sys.executable, *launcher, *command],
+        [python, *launcher, *command],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -33,13 +32,13 @@ def torchrun(world, *command, folder):
     )
 
 
-def both(kind, folder, world=2, *options):
+def both(python, kind, folder, world=2, *options):
     """Run the training bare and watched; return both ends, and the looks of each rank."""
     (folder / "bare").mkdir()
     (folder / "run").mkdir()
-    bare = torchrun(world, str(SCRIPT), kind, str(folder / "bare"), folder=folder)
+    bare = torchrun(python, world, str(SCRIPT), kind, str(folder / "bare"), folder=folder)
     watched = ["-m", "ampdoctor", "run", "--health", "health", *options, str(SCRIPT), kind, str(folder / "run")]
-    run = torchrun(world, *watched, folder=folder)
+    run = torchrun(python, world, *watched, folder=folder)
     return bare, run
 
 
@@ -63,8 +62,8 @@ def assert_same(folder, world=2):
 @pytest.mark.parametrize(
     "kind", ["scaler+bad7", "bad7", "scaler+bad0", "static+scaler+bad0", "gated+scaler+bad6", "view+scaler+bad1"]
 )
-def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(tmp_path, kind, world):
-    bare, run = both(kind, tmp_path, world)
+def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(python, tmp_path, kind, world):
+    bare, run = both(python, kind, tmp_path, world)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path, world)
     guilty = looks(tmp_path, world - 1)
@@ -77,8 +76,8 @@ def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(tmp_path, k
 @pytest.mark.parametrize(
     "kind", ["nosync", "compiled", "checkpoint", "powersgd", "gan", "tokens", "byhand", "hooked", "reduced"]
 )
-def test_other_ways_to_train_in_several_processes_are_not_harmed_either(tmp_path, kind):
-    bare, run = both(f"{kind}+scaler+bad7", tmp_path)
+def test_other_ways_to_train_in_several_processes_are_not_harmed_either(python, tmp_path, kind):
+    bare, run = both(python, f"{kind}+scaler+bad7", tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
     assert len(looks(tmp_path, 1)) == 1
@@ -86,8 +85,8 @@ def test_other_ways_to_train_in_several_processes_are_not_harmed_either(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2+bad7", "fsdp2+edit+bad7", "tp+bad7"])
-def test_a_model_that_lies_in_parts_is_not_run_in_place(tmp_path, kind):
-    bare, run = both(kind, tmp_path)
+def test_a_model_that_lies_in_parts_is_not_run_in_place(python, tmp_path, kind):
+    bare, run = both(python, kind, tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
     assert "lie in parts" in run.stderr
@@ -98,8 +97,8 @@ def test_a_model_that_lies_in_parts_is_not_run_in_place(tmp_path, kind):
     "kind",
     ["ddp", "nosync", "static", "compiled", "gated", "fsdp2", "tp", "powersgd+scaler", "gan", "reduced", "byhand"],
 )
-def test_a_healthy_job_is_the_bare_job_and_nothing_is_said(tmp_path, kind):
-    bare, run = both(kind, tmp_path)
+def test_a_healthy_job_is_the_bare_job_and_nothing_is_said(python, tmp_path, kind):
+    bare, run = both(python, kind, tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
     assert looks(tmp_path, 0) == looks(tmp_path, 1) == []

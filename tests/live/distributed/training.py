@@ -116,7 +116,8 @@ for step in range(STEPS):
             dist.all_reduce(p.grad)
             p.grad /= world
     if step == bad and rank == world - 1 and "edit" in kind:
-        next(model.parameters()).grad[0, 0] = float("inf")
+        held = next(model.parameters()).grad
+        (held.to_local() if hasattr(held, "to_local") else held)[0, 0] = float("inf")  # of a DTensor's, no collective
     if "raises" in kind and step == bad and rank == world - 1:
         raise RuntimeError("no more of this")
     scaler.step(optimizer)
