@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.nn import functional as differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from ampdoctor.errors import CollectiveError
@@ -37,7 +38,7 @@ WAYS = {
     "barrier": lambda t: dist.barrier(),
     "monitored barrier": lambda t: dist.monitored_barrier(),
     "functional": lambda t: functional.wait_tensor(functional.all_reduce(t, "sum", dist.group.WORLD)),
-    "differentiable": dist.nn.functional.all_reduce,
+    "differentiable": differentiable.all_reduce,
     "group": lambda t: dist.group.WORLD.allreduce([t]),
     "backend": lambda t: backend().allreduce([t]),
     "backend's barrier": lambda t: backend().barrier(),
