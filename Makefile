@@ -23,7 +23,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend bench-alerts peers layouts scalers sinks versions docs docs-linkcheck lint format types clean
+.PHONY: help demo test thorough browser fuzz gpu-check bench bench-diagnosis bench-recommend bench-alerts peers layouts scalers sinks versions docs docs-linkcheck lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -33,6 +33,9 @@ demo: $(STAMP)  ## Diagnose sick training runs, and watch one (no GPU, no downlo
 
 test: $(STAMP)  ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+thorough: $(STAMP)  ## Run all slow tests, those too that .ci/run leaves out (before a release)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --ignore=tests/browser
 
 browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'

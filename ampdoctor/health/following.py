@@ -20,7 +20,7 @@ from ampdoctor.checkpoints.formats.run_log_files import MAX_BYTES
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_log.files import logs_in, place_of
-from ampdoctor.evidence.run_log.lines import Stamped, StepLine
+from ampdoctor.evidence.run_log.lines import EndLine, Stamped, StepLine
 from ampdoctor.evidence.run_log.quick import quick_line_of
 from ampdoctor.evidence.run_log.text import kind_of
 from ampdoctor.health.reading.log_kind import Begin, Noticed, run_of
@@ -41,6 +41,8 @@ _BEGINNING = 256
 """Bytes by which it is known whether a file is still the same; a shorter one is read anew."""
 _QUIET_S = 2.0
 """Seconds without a change after which no more is waited for the numbers that the last step lacks."""
+_ENDS_S = 60.0
+"""Seconds without a change after which an exception at the end of an output was not caught."""
 _LONG_S, _RESTS = 0.2, 20.0
 """A log that is read anew each time, which takes longer than that, is left alone for so many times as long."""
 _NUMBERS = ("loss", "gradient_norm", "loss_scale", "learning_rates")
@@ -256,7 +258,8 @@ class _Others:
                 raise
             return  # it is being written
         ended = time.monotonic()
-        self._quiet_at = ended + _QUIET_S
+        ends = self._held is not None and isinstance(self._held.line, EndLine)
+        self._quiet_at = ended + (_ENDS_S if ends else _QUIET_S)
         if self._growing is None and ended - began > _LONG_S:
             self._rests_until = ended + _RESTS * (ended - began)
 
@@ -284,7 +287,7 @@ class _Others:
                 known.popleft()
             else:
                 known.clear()
-                last, waits = whole, open_ and before is not None and _says_less(whole, before)
+                last, waits = whole, open_ and self._may_change(whole, before)
             before = whole
         self._held = last if waits else None
         if waits:
@@ -292,6 +295,11 @@ class _Others:
         elif last is not None:
             yield last
         self._given = may_change
+
+    def _may_change(self, whole: Stamped, before: Stamped | None) -> bool:
+        if isinstance(whole.line, EndLine):  # of an exception, which may be caught
+            return self._found.kind.begin is not None
+        return before is not None and _says_less(whole, before)
 
     def _quiet(self, now: float) -> Iterator[Stamped]:
         """Gives a step that waits, if nothing has come for a while."""
@@ -332,6 +340,9 @@ class _Growing:
                 for row in self._rows.rows(iter(texts), Left()):
                     yield from ((whole, False) for whole in self._lines.hear(row))
         yield from ((whole, True) for whole in self._lines.waiting())
+        end = self._rows.end()
+        if end is not None:
+            yield self._lines.end(end), True
 
     def _texts(self, file: RegularFile) -> Iterator[list[bytes]]:
         """Yields the lines that have an end, by the block; one that is longer than a block is none."""

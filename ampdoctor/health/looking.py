@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -94,6 +96,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         )
     findings, undone = reader.findings()
     findings += tuple(_of_the_end(reader.condenser, thresholds))
+    findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)
     return Looked(
         runs=runs,
         findings=findings,
@@ -220,6 +223,15 @@ def _of_the_end(condenser: Condenser, thresholds: Thresholds) -> Iterator[Findin
     for optimizer, entries in condenser.last_entries():
         for finding in at_the_end(entries, thresholds):
             yield replace(finding, evidence={**finding.evidence, "optimizer": optimizer}) if optimizer else finding
+
+
+def _as_written(finding: Finding, zeros: AbstractSet[int]) -> Finding:
+    """A finding about a loss that is not finite says where the log has 0.0 for it, which is what the user sees."""
+    loss = finding.evidence.get("loss")
+    if finding.where.step not in zeros or not isinstance(loss, float) or math.isfinite(loss):
+        return finding
+    said = f"the loss of step {finding.where.step} was not finite (the Trainer writes 0.0)"
+    return replace(finding, message=f"{finding.message.removesuffix('.')}; {said}.")
 
 
 def _at(finding: Finding, step: int) -> Finding:

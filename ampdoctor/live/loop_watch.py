@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from time import monotonic  # a script may put another in its place
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampdoctor.live.harmless import harmless
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.loop.collectives import refused
@@ -92,6 +93,9 @@ class LoopListener(Protocol):
     def stepping_again(self, again: Again) -> None:
         """An optimizer is about to step on gradients that it has used, or its scaler has skipped that."""
 
+    def failed(self, error: Exception) -> None:
+        """The watch itself has failed: nothing more is told."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -136,6 +140,25 @@ class ScalerFacts:
         return None if self.scaled_by is None else self.scaled_by()
 
 
+class _Call:
+    """The loop's own call, which runs once: what fails beside it must not make it run again."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self._result: Any = None
+        self._made = self.raised = False
+
+    def __call__(self) -> Any:
+        if not self._made:
+            self._made = True
+            try:
+                self._result = self._run()
+            except BaseException:
+                self.raised = True
+                raise
+        return self._result
+
+
 class LoopWatch:
     """Watches the loops of this process for as long as `watching` lasts.
 
@@ -148,6 +171,7 @@ class LoopWatch:
     Attributes:
         recorder: Records the steps.
         scalers: What the loop has asked of its scalers.
+        broken: Whether the watch itself has failed.
     """
 
     def __init__(self, listener: LoopListener) -> None:
@@ -160,7 +184,7 @@ class LoopWatch:
         # by id: those that hold another optimizer and do not step it
         self._by_themselves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._telling = threading.RLock()  # the listener is told by one thread at a time
-        self._busy = False
+        self._busy = self.broken = False
         self._process = os.getpid()
 
     @contextmanager
@@ -233,6 +257,16 @@ class LoopWatch:
         """As in `ScalerListener`."""
         if self._is_not_ours():
             return run()
+        call = _Call(run)
+        try:
+            return self._heard(scaler, method, argument, call)
+        except Exception as error:
+            if call.raised:
+                raise
+            self.failed(error)
+            return call()
+
+    def _heard(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method in ("get_scale", "state_dict"):
             # which asks for the scale: a checkpoint is no arithmetic
             self.scalers.knows_scale |= method == "get_scale" and not self._here.saving
@@ -288,6 +322,7 @@ class LoopWatch:
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 
+    @harmless
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_not_ours():
             return None
@@ -318,6 +353,7 @@ class LoopWatch:
             {key: judged if value is closure else value for key, value in kwargs.items()},
         )
 
+    @harmless
     def _judge(self, optimizer: Any, scaler: Any, *, inside: int = 0) -> None:
         self.recorder.rest()
         with self._telling:
@@ -331,6 +367,7 @@ class LoopWatch:
             else:
                 self._listener.about_to_step(attempt, losses)
 
+    @harmless
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_not_ours():
             return
@@ -350,7 +387,7 @@ class LoopWatch:
         known = self._optimizers[id(attempt.optimizer)]
         first = known.attempts == 0
         known.attempts += 1
-        known.last = time.monotonic()
+        known.last = monotonic()
         known.scaled, known.held_back = attempt.scaler is not None, bool(skipped)
         self.recorder.used.used(attempt.optimizer)
         self._listener.attempted(attempt, skipped=skipped)
@@ -415,7 +452,7 @@ class LoopWatch:
             name=known.name,
             scaler=scaler,
             micro_steps=self.recorder.micro_steps(optimizer),
-            seconds=None if known.last is None else time.monotonic() - known.last,
+            seconds=None if known.last is None else monotonic() - known.last,
         )
         return attempt, self.recorder.losses(optimizer) if recorded else []
 
@@ -444,9 +481,15 @@ class LoopWatch:
                 return known
         return None
 
+    def failed(self, error: Exception) -> None:
+        """As in `MayFail`."""
+        self.broken = True
+        self._over()
+        self._listener.failed(error)
+
     def _is_not_ours(self) -> bool:
         """What runs is our own look, a forked child of the loop's, or on tensors without values."""
-        return self._busy or os.getpid() != self._process or under_fake_tensors()
+        return self.broken or self._busy or os.getpid() != self._process or under_fake_tensors()
 
 
 class _OfThread(threading.local):

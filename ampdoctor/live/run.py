@@ -92,6 +92,10 @@ class LiveRun:
         """As in `Watched`."""
         return clean_tensor_name(name, self.module_names)
 
+    def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing: what a loop keeps beside its models is not looked for."""
+        return iter(())
+
     def current_tensors(self) -> Iterator[tuple[str, Any]]:
         """Nothing: which batch a step has is seen when a model is called with it."""
         return iter(())

@@ -13,6 +13,7 @@
 | `overrides._push_mode`, `_pop_mode`, `_C._len_torch_function_stack`, `_get_function_stack_at` | 2.0 | as above |
 | `nn.modules.module._global_forward_hooks_with_kwargs` | 2.0 | nothing has to be forgotten there |
 | `_C._get_tracing_state` | 1.0 | what `torch.jit.trace` runs is taken for a step |
+| `jit._recursive.create_script_module` | 1.3 | `torch.jit.script` fails on a model that is watched |
 | `_GLOBAL_DEVICE_CONTEXT` | 2.3 | the fault of `get_default_device` in 2.8 and before; which mode stays outermost |
 | `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
 """
@@ -123,6 +124,32 @@ class _Replacement:
 
 _REPLACED: dict[tuple[int, str], list[_Replacement]] = {}
 """By `id` of the owner and name, the outermost last; the owner is held by the context that has replaced it."""
+
+
+@contextmanager
+def seen_scripting(seen: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Inside, `seen` is called in place of the compiling of a module by `torch.jit.script`.
+
+    Args:
+        seen: Called with the module and a function that compiles it; returns what that returned.
+    """
+    owner: Any = getattr(torch.jit, "_recursive", None)
+    compiles = getattr(owner, "create_script_module", None)
+    if compiles is None:
+        yield
+        return
+    over = False
+
+    def create_script_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if over:
+            return compiles(module, *args, **kwargs)
+        return seen(module, lambda: compiles(module, *args, **kwargs))
+
+    with replaced(owner, "create_script_module", create_script_module):
+        try:
+            yield
+        finally:
+            over = True
 
 
 @contextmanager

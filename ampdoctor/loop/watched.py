@@ -62,6 +62,10 @@ class Watched(Protocol):
         """The micro-batch's index inside an accumulated step."""
         ...
 
+    def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of the weights that the run's own code keeps beside the model: averages, teachers."""
+        ...
+
     def parameter_names(self) -> dict[int, str]:
         """Names by `id(parameter)`; "NAME.group0.param0" for one that only the optimizer NAME holds."""
         ...

@@ -14,8 +14,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ampdoctor.package import FOLDER
 
 
@@ -59,7 +57,7 @@ _TABLE = (
     ),
 )
 _LARGEST = {False: "65504, float16's largest number", True: "3.39e38, bfloat16's largest number"}
-_OURS, _TORCH = f"{FOLDER}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+_OURS, _TORCH = f"{FOLDER}{os.sep}", str(Path("site-packages", "torch")) + os.sep
 _LONGEST = 40
 """Maximum number of characters of a call's name; of a longer one, its last part."""
 
@@ -93,7 +91,7 @@ def _place(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OURS, _TORCH, "<"))
+        if not frame.filename.startswith((_OURS, "<")) and _TORCH not in frame.filename
     ]
     if not frames:
         return ""

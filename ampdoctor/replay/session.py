@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import StepOutcome
@@ -46,8 +47,6 @@ from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ampdoctor.loop.probe import Probe
     from ampdoctor.loop.recorded.leading import EarlierStep
     from ampdoctor.precision.masters import MasterWeights
@@ -216,6 +215,17 @@ class Session:
             if _is_state(tensor):
                 taken[name] += 1
                 yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
+
+    def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As in `Watched`: parameters, and tensors of the shape of one of the model's, or of all its weights in a line.
+
+        What else the run's code keeps are readings: a norm that is infinite where the scaler skips harms nothing.
+        """
+        shapes = {tensor.shape for _, tensor in tensors_of(self.model) if tensor.numel() > 1}
+        shapes.add(torch.Size((sum(parameter.numel() for parameter in self.model.parameters()),)))
+        for name, tensor in self.own_state():
+            if isinstance(tensor, nn.Parameter) or tensor.shape in shapes:
+                yield name, tensor
 
     def parameter_names(self) -> dict[int, str]:
         """As in `Watched`."""

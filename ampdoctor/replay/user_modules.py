@@ -331,10 +331,18 @@ def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             todo += ast.iter_child_nodes(node)
 
 
+def dotted_factory(target: str) -> str | None:
+    """Returns `train.py:make_run` for `train.make_run`, a function with a dot in place of its colon; else None."""
+    dotted, _, function = target.rpartition(".")
+    script = Path(f"{dotted.replace('.', '/')}.py")
+    return f"{script}:{function}" if dotted and script.is_file() and function in factories_in(script) else None
+
+
 def _candidates_of(target: str, file: Path | None) -> str:
     """Returns the factories of a file for a user who has named no function."""
     if file is None:
-        return ""
+        meant = dotted_factory(target)
+        return f"; did you mean {meant!r}, with a colon?" if meant else ""
     names = factories_in(file)
     return f"; {target} has {', '.join(names[:_SHOWN])}" if names else f"; {target} has no function that makes a run"
 

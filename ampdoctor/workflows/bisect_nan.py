@@ -403,13 +403,11 @@ class _Search:
             where = Where(step=0, phase="checkpoint", op="scaler_state")
             self.findings.append(self.judge.dead_scaler(self.start, where, self.judge.dead_scale()))
             return
-        moves = moved(self.session, self._at_start).trained.values()
-        missing = unexamined(self.session, self.outcomes, self._observed()) or never_updated(
-            self.outcomes, moves=not self._at_start.trained or any(bool(move.any()) for move in moves)
-        )
+        missing = unexamined(self.session, self.outcomes, self._observed())
         if missing is not None:
             self.errors.append(missing)
             return
+        moves = self._moves()
         resumed = self.replay.resumed
         self.judge.settle(self.outcomes, resumed.lost_scaler if resumed is not None else None)
         saved = resumed.file_scaler if resumed is not None and not resumed.scaler_continued else None
@@ -422,6 +420,8 @@ class _Search:
             self.findings += [] if ahead is None else [ahead]
         elif self._sick:
             self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
+        idle = None if self.findings or self.judge.findings else never_updated(self.outcomes, moves=moves)
+        self.errors += [] if idle is None else [idle]
         left_out = nothing_in_half(self.session, self.tightest, self._rewound(), self.replay.session)
         if left_out is not None:
             self.skipped.append(left_out)
@@ -455,6 +455,11 @@ class _Search:
         finding = stepped_again_finding(outcome.step, again.source, held_back=again.held_back, scaled=scaled)
         self.findings.append(finding)
         return scaled
+
+    def _moves(self) -> bool:
+        """Has a parameter that an optimizer holds moved since the start, or does no optimizer hold one?"""
+        moves = moved(self.session, self._at_start).trained.values()
+        return not self._at_start.trained or any(bool(move.any()) for move in moves)
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
         """Add the finding that torch's scaler refuses the order of the step's calls."""

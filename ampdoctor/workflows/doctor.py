@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 
@@ -32,10 +32,12 @@ from ampdoctor.live.blind_steps import (
     ways_out,
 )
 from ampdoctor.live.guard import Guard
+from ampdoctor.live.harmless import harmless
 from ampdoctor.live.intake.intake import Intake
 from ampdoctor.live.log.facts import hardware, models_of, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
+from ampdoctor.live.numbers.beside import Beside
 from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
@@ -59,7 +61,7 @@ from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
-from ampdoctor.workflows.last_update import LastUpdate, lost_weight
+from ampdoctor.workflows.last_update import LastUpdate, found_beside, lost_weight
 from ampdoctor.workflows.looking import (
     IN_PARTS,
     MOST_BACKOFFS,
@@ -69,6 +71,7 @@ from ampdoctor.workflows.looking import (
     device_of,
     finite_here,
     kept_bundle,
+    kept_of,
     look,
     not_looked_at,
     trained_on,
@@ -87,26 +90,6 @@ def standing() -> Doctor | None:
     return next((doctor for process, doctor in _standing if process == os.getpid()), None)
 
 
-P = ParamSpec("P")
-
-
-def _harmless(method: Callable[Concatenate[Doctor, P], None]) -> Callable[Concatenate[Doctor, P], None]:
-    """What fails inside is ours, and is said once; the training goes on unwatched."""
-
-    @functools.wraps(method)
-    def guarded(self: Doctor, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._failed:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-            self._failed = True
-            self._watch.recorder.fail(error)
-            self._say(f"the training is watched no more: {describe(error)}")
-
-    return guarded  # type: ignore[return-value]  # a method stays one
-
-
 class Doctor:
     """Stands by the loops of this process for as long as `attending` lasts.
 
@@ -119,6 +102,7 @@ class Doctor:
     Attributes:
         report: The diagnosis of the first sick step; None as long as none is.
         folder: Of the log and the bundles.
+        broken: Whether the watch itself has failed.
         speaks: Whether this process's diagnosis is for people: it is rank 0's, or that of a rank that is itself sick.
     """
 
@@ -152,6 +136,7 @@ class Doctor:
         self._intake = Intake(self._place.world)
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
+        self._beside = Beside(request.every)
         self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
         self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
@@ -159,7 +144,7 @@ class Doctor:
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
         self._late: LateNews | None = None  # what has to be said of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
-        self._failed = self._over = False
+        self.broken = self._over = False
         self._lost = 0  # readings
         self._described = False
         self._protocol = Protocol(self._watch)
@@ -217,7 +202,7 @@ class Doctor:
         self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
         self._intake.world_is(place.world)
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
-        if place.rank == 0:  # the others' numbers are the same, or parts of these
+        if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
             if self._log.failed is None:  # said already; there is nothing to judge
                 self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
@@ -232,7 +217,8 @@ class Doctor:
         self._take_place()
         self._ended_by(error)
         self._look_at_the_weights()
-        if not self._failed:
+        self._look_beside(at_the_end=True)
+        if not self.broken:
             self._tell_what_ended()
         if self._lost:
             self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
@@ -243,12 +229,12 @@ class Doctor:
 
     # -- what the loop does ------------------------------------------------------------------------------------------
 
-    @_harmless
+    @harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """As in `LoopListener`."""
         self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
 
-    @_harmless
+    @harmless
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
@@ -269,7 +255,7 @@ class Doctor:
             self._keep(attempt)
         self._attentive = max(self._attentive - 1, 0)
 
-    @_harmless
+    @harmless
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
@@ -281,7 +267,7 @@ class Doctor:
         if self.report is None and self._request.look != "off":
             self._fall_sick(attempt, SKIPPED, settles=True)
 
-    @_harmless
+    @harmless
     def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
         """As in `LoopListener`."""
         self._guard.release()
@@ -301,6 +287,7 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+        self._look_beside()
 
     def _count_lost(self, attempt: Attempt) -> None:
         lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
@@ -309,19 +296,25 @@ class Doctor:
             if lost == self._lost:
                 self._say(UNREAD.format(step=attempt.step))
 
-    @_harmless
+    @harmless
     def stepping_again(self, again: Again) -> None:
         """As in `LoopListener`."""
         source = as_source(again.line)
         finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
         self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
 
-    @_harmless
+    @harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
         """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
         finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
         # the error itself would keep the loop's frames alive
         self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
+
+    def failed(self, error: Exception) -> None:
+        """As in `LoopListener`."""
+        self.broken = True
+        self._watch.recorder.fail(error)
+        self._say(f"the training is watched no more: {describe(error)}")
 
     def _keep(self, attempt: Attempt) -> None:
         """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
@@ -373,7 +366,7 @@ class Doctor:
         if clip.max_norm is not None:
             self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
 
-    @_harmless
+    @harmless
     def entering(self, model: torch.nn.Module) -> None:
         """As in `CallListener`."""
         if self._numbers.looking:
@@ -383,7 +376,7 @@ class Doctor:
         """As in `CallListener`."""
         self._numbers.left()
 
-    @_harmless
+    @harmless
     def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
         """As in `CallListener`."""
         batch = self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
@@ -417,7 +410,7 @@ class Doctor:
                 return
         self._examine(program, what, name=attempt.name, settles=settles)
 
-    @_harmless
+    @harmless
     def _ended_by(self, error: BaseException | None) -> None:
         self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -432,7 +425,7 @@ class Doctor:
         if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
             self._is_misused(*refused[1:], key="refused")
 
-    @_harmless
+    @harmless
     def _look_at_the_weights(self) -> None:
         """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
         recorder = self._watch.recorder
@@ -443,10 +436,21 @@ class Doctor:
             parameters = dict(together(recorder.models.roots).named_parameters())
             finding = lost_weight(parameters, step)
         if finding is not None:
-            run = Run(step=step, kept=self._kept(None))
-            report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
-            report = self._explained(report, parameters)
-            self._diagnosed(report, "its weights are not finite", bundle=None, seconds=None)
+            self._found(finding, step, "its weights are not finite")
+
+    @harmless
+    def _look_beside(self, *, at_the_end: bool = False) -> None:
+        """Look at what the loop keeps beside its models: an average, a teacher, a copy that a validation casts."""
+        if self.report is None and self._request.look != "off":
+            found = found_beside(self._beside, self._watch, max(self._lines.turn - 1, 0), at_the_end=at_the_end)
+            if found is not None:
+                self._found(*found, "what it keeps beside the model is not finite")
+
+    def _found(self, finding: Finding, step: int, what: str) -> None:
+        run = Run(step=step, kept=self._kept(None))
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        parameters = dict(together(self._watch.recorder.models.roots).named_parameters())
+        self._diagnosed(self._explained(report, parameters), what, bundle=None, seconds=None)
 
     def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
@@ -625,15 +629,7 @@ class Doctor:
         return {"step": step} if whose is None else {"step": step, "optimizer": whose}
 
     def _kept(self, bundle: Written | None) -> Kept:
-        health = Path(self._request.named or self._request.health)
-        kept = Kept(health=str(health))
-        if bundle is not None and bundle.replays:
-            kept["bundle"] = str(health / bundle.folder.name)
-            if bundle.code is not None:
-                kept["model"] = bundle.code
-            if bundle.from_checkpoint:
-                kept["from_checkpoint"] = True
-        return kept
+        return kept_of(Path(self._request.named or self._request.health), bundle)
 
     # -- numbers that arrive after the update ------------------------------------------------------------------------
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.bad_state import state_finding
+from ampdoctor.diagnosis.replay.bad_state import seen_beside, state_finding
 from ampdoctor.evidence.where import Where
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
@@ -18,7 +18,8 @@ from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding, Report
     from ampdoctor.evidence.where import NonFinite
-    from ampdoctor.live.loop_watch import Attempt
+    from ampdoctor.live.loop_watch import Attempt, LoopWatch
+    from ampdoctor.live.numbers.beside import Beside, Lost
 
 _SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
 """Settings that a sentence names, of the optimizers that have them."""
@@ -119,6 +120,44 @@ def lost_weight(parameters: Mapping[str, torch.Tensor], step: int) -> Finding | 
         )
         return replace(state_finding("param", where, stats), message=message, cause=None)
     return None
+
+
+def lost_beside(lost: Lost, models: Iterable[torch.nn.Module]) -> Finding:
+    """Returns the finding for what a loop keeps beside its models and was finite before.
+
+    Args:
+        lost: It.
+        models: The loop's.
+    """
+    own = [(name, p) for model in models for name, p in (*model.named_parameters(), *model.named_buffers())]
+    twin = next((pair for pair in own if _same(lost, *pair)), None)
+    with unseen(), torch.no_grad():
+        amax = None if twin is None or is_nonfinite(twin[1]) else stats_of(twin[1]).amax
+        stats = stats_of(lost.tensor)
+    return seen_beside(
+        lost.name, stats, lost.since, lost.step, None if twin is None or amax is None else (twin[0], amax)
+    )
+
+
+def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: bool) -> tuple[Finding, int] | None:
+    """Look at what a loop keeps beside its models, where it is time; returns what is not finite any more.
+
+    Args:
+        beside: Knows what was finite.
+        watch: The loop's.
+        step: The step that was made last.
+        at_the_end: The training has ended: what is on its way is waited for.
+    """
+    models = [root for _, root in watch.recorder.models.roots]
+    if not at_the_end and beside.wants(step):
+        with watch.looking_away():
+            beside.look(step, models)
+    lost = beside.finish(step) if at_the_end else beside.arrived()
+    return None if lost is None else (lost_beside(lost, models), lost.step)
+
+
+def _same(lost: Lost, name: str, tensor: torch.Tensor) -> bool:
+    return tensor.shape == lost.tensor.shape and f".{lost.name}".endswith(f".{name}")
 
 
 def _reasons(parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:

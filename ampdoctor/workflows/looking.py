@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from time import monotonic  # a script may put another in its place
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
+from ampdoctor.evidence.report.target import Kept
 from ampdoctor.loop.collectives import are_several
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
@@ -26,6 +27,7 @@ from ampdoctor.workflows.opening.request import Policy, ReplayRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.loop.recorded.program import Program
@@ -102,7 +104,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     Returns:
         What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
     """
-    began, failed, unsaid = time.monotonic(), None, tuple[str, ...]()
+    began, failed, unsaid = monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
         unseen = Report(command="run", target={}, verdict="inconclusive", skipped=tuple(_not_replayed(program, ())))
         return Look(report=unseen, failed=True)
@@ -119,7 +121,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
                 finally:
                     session.close()
             if backoffs is not None:
-                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=time.monotonic() - began)
+                return Look(report=None, backoffs=backoffs, elsewhere=backoffs == 0, seconds=monotonic() - began)
             report = bisect_nan(replace(request, factory=_once(program)))
     except Exception as error:  # noqa: BLE001 - there may be no room here for a second run
         said = str(error) if isinstance(error, AmpdoctorError) else describe(error)
@@ -132,7 +134,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     left_out = (*_not_replayed(program, uncovered, unsaid), *report.skipped)
     findings = tuple(_unproved(finding, uncovered) for finding in report.findings) if uncovered else report.findings
     report = replace(report, command="run", findings=findings, skipped=left_out)
-    seconds = time.monotonic() - began
+    seconds = monotonic() - began
     return Look(report=report, uncovered=uncovered, failed=failed is not None, elsewhere=elsewhere, seconds=seconds)
 
 
@@ -172,6 +174,23 @@ def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[s
     for sentence in () if parts is not None else written.left_out:
         say(f"the bundle of step {program.step}: {sentence}")
     return written
+
+
+def kept_of(health: Path, bundle: Written | None) -> Kept:
+    """What is kept of a sick step.
+
+    Args:
+        health: The folder of the run's log, as the user knows it.
+        bundle: The step's bundle, if one was written.
+    """
+    kept = Kept(health=str(health))
+    if bundle is not None and bundle.replays:
+        kept["bundle"] = str(health / bundle.folder.name)
+        if bundle.code is not None:
+            kept["model"] = bundle.code
+        if bundle.from_checkpoint:
+            kept["from_checkpoint"] = True
+    return kept
 
 
 @contextmanager

@@ -79,6 +79,7 @@ def test_the_zero_that_the_trainer_writes_for_a_nan(tmp_path):
     assert report.findings[0].evidence["first"] == "forward"
     (said,) = [part.reason for part in report.skipped if "not finite" in part.what]
     assert "the Trainer writes 0.0" in said
+    assert "the loss of step 54 was not finite (the Trainer writes 0.0)" in report.findings[0].message
     (curve,) = [one for one in report.health.runs[0].curves if one.name == "loss"]
     assert sum(curve.nonfinite) == 47
     healthy = [{"step": step, "loss": 0.0 if step > 60 else 1.0, "grad_norm": 1.0 - step / 99} for step in range(99)]
@@ -88,7 +89,11 @@ def test_the_zero_that_the_trainer_writes_for_a_nan(tmp_path):
 def test_a_scale_that_has_fallen_to_its_floor():
     report = health([PUBLIC / "deepspeed_dies_at_floor" / "run.log"])
     assert ("AMP723", "error", 151) in grave(report)
-    assert report.verdict == "sick"
+    floor = next(one for one in report.findings if one.severity == "error")
+    assert floor.message.endswith("gradients overflow even at this scale; the run has ended there.")
+    assert floor.evidence["ended"].startswith("Exception: Current loss scale already at minimum")
+    (run,) = report.health.runs
+    assert (report.verdict, run.ending, run.exit_code) == ("sick", "ended", 1)
     assert "bisect-nan" in next_step(report).line
     assert checks(report)["loss scale"] == "found"
 
@@ -141,3 +146,17 @@ def test_norms_and_losses_in_different_rows_do_not_crash_a_scan(tmp_path):
     torch.save({"weight": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin")
     assert ("AMP702", "note") in [(one.code, one.severity) for one in scan(tmp_path).findings]
     assert ("AMP702", "note") in [(one.code, one.severity) for one in health([tmp_path]).findings]
+
+
+def test_a_norm_that_grows_once_there_is_a_usual(tmp_path):
+    """The loss falls for 120 steps and then climbs back for 80: what is usual, a median of 128, follows both."""
+    rows = run_of(200)
+    for row in rows:
+        row["grad_norm"] = 1.1 * 1.08 ** max(0, row["step"] - 110)
+    learns = health([table(tmp_path / "learns.csv", rows)])
+    assert grave(learns) == []  # a norm that grows while the loss falls
+    for row in rows[120:]:
+        row["loss"] += 0.15 * (row["step"] - 120)
+    report = health([table(tmp_path / "climbs.csv", rows)])
+    assert ("AMP741", "warning") in [(code, severity) for code, severity, _ in grave(report)]
+    assert checks(report)["gradient norm"] == "found"

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -472,3 +475,22 @@ def test_of_an_optimizer_that_calls_its_closure_itself_the_last_backward_is_run_
     assert "calls the loop's closure itself" in watching.report.skipped[0].reason
     replayed = bisect_nan(ReplayRequest(factory=str(tmp_path / f"bundle-{step}"), device="cpu", compare_steps=0))
     assert [one.message for one in replayed.findings] == [finding.message]
+
+
+def test_clocks_that_the_script_puts_in_place_of_python_s_harm_no_watch(tmp_path, monkeypatch):
+    """Tests freeze time, and a mock returns a mock."""
+    told = []
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    with watching.attending():
+        for name in ("time", "time_ns", "monotonic", "perf_counter"):
+            monkeypatch.setattr(time, name, lambda: "noon")
+        for _ in range(3):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        watching.ended(None)
+    monkeypatch.undo()
+    assert told == []
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert (kinds.count("step"), kinds[-1]) == (3, "end")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -97,3 +98,66 @@ def test_optimizers_of_models_that_follow_each_other_count_each_for_itself():
         yield from [torch.optim.SGD(model[1].parameters(), lr=0.1)] * 2
 
     assert stepped(optimizers) == [(name, step) for name in ("optimizer", "optimizer2") for step in range(2)]
+
+
+def in_a_loop(watch, *, scaler=None):
+    """Two steps; returns the weight and how often the optimizer has stepped."""
+    torch.manual_seed(0)
+    model, steps = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    with watch.watching():
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    return model.weight.tolist(), len(steps)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("part", ["_innermost", "_attempt_of", "_steps_again", "_ended"])
+def test_a_watch_that_fails_raises_nothing_into_the_loop(part, scaled, monkeypatch):
+    """It says so once, and each of the loop's own calls is made once."""
+
+    class Silent(Looks):
+        def about_to_step(self, attempt, losses):
+            pass
+
+        held_back = about_to_step
+
+        def failed(self, error):
+            self.told.append(str(error))
+
+    def fails(*_args, **_kwargs):
+        raise TypeError("ours")
+
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0) if scaled else None
+
+    expected = in_a_loop(Silent().watch, scaler=scaler())
+    listener = Silent()
+    monkeypatch.setattr(listener.watch, part, fails)
+    assert in_a_loop(listener.watch, scaler=scaler()) == expected
+    assert expected[1] == 2
+    assert listener.told.count("ours") == 1
+
+
+def test_what_the_loop_itself_raises_in_a_scaler_s_call_stays_its_own():
+    """The call is not made again, as it would be after a failure of ours."""
+    listener = Looks()
+    calls = []
+
+    def run():
+        calls.append(1)
+        raise ValueError("the loop's")
+
+    scaler = torch.amp.GradScaler("cpu")
+    with listener.watch.watching(), pytest.raises(ValueError, match="the loop's"):
+        listener.watch.scaler_called(scaler, "update", None, run)
+    assert calls == [1]

@@ -106,6 +106,8 @@ def test_missing_and_positional_arguments_are_named():
     [
         ("train.py", r"names no function: write .*; train.py has make_run$"),
         ("train", "names no function"),
+        ("train.make_run", r"names no function: write .*; did you mean 'train.py:make_run', with a colon\?$"),
+        ("train.other", r"names no function: write .*'$"),
         ("train:", "names no function"),
         (":make_run", "names no module"),
         ("", "names no module"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import MOMENTUM_STEPS, loss_fell
-from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, scale_text
+from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, scale_text, without_a_scale
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
 from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -150,7 +150,7 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry, re
         flush = f"gradients up to {bound:.2g} become zero in fp16{_beside(typical)}{tail}"
         if scale < 1 and flushing:
             words = f"the loss scale has collapsed to {scale_text(scale)}, where {flush}"
-            return _Why(words, "scaler_collapse", fresh_scaler(), evidence)
+            return _Why(words, "scaler_collapse", without_a_scale(), evidence)
         if flushing and typical is not None:
             words = f"at the loss scale {scale_text(scale)} {flush}"
             return _Why(words, "grad_underflow", _larger(typical), evidence)

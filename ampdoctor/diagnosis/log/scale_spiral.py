@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scale_history import History, interval_of, scale_history
-from ampdoctor.diagnosis.scaler.scaler_finding import fresh_scaler, scale_text
+from ampdoctor.diagnosis.scaler.scaler_finding import scale_text, without_a_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
@@ -122,7 +122,7 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
         op="scaler_state",
         global_step=began,
         cause="scaler_collapse" if low < 1 else None,
-        prescription=fresh_scaler() if low < 1 else None,
+        prescription=without_a_scale() if low < 1 else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a number was in a run's first steps: what it is held against before its usual is known."""
+"""What a number was in a run's first steps: what it is held against until its usual can be relied on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from ampdoctor.diagnosis.over_time.course import LENGTH, RECENT, median
+from ampdoctor.diagnosis.over_time.course import RECENT, median
 
 FIRST = 8
 """Values whose median is the first level."""
+WITHIN = 400
+"""Values that are held against it: so many of healthy trainings were measured for AMP741. What is usual, a median of
+128, follows a climb that lasts as long."""
 _LIKE = 2.0
 """Largest of them over the smallest one, from which they have no level: a loss that begins near zero, as a policy's."""
 
 
 @dataclass(slots=True)
 class Beginning:
-    """The first values of a number, and its last ones, for as long as what is usual of it is not known.
+    """The first values of a number, and its last ones, for its first `WITHIN` values.
 
     Attributes:
         count: Values so far.
@@ -30,7 +33,7 @@ class Beginning:
 
     def add(self, value: float) -> None:
         """A finite value more."""
-        if self.count >= LENGTH:
+        if self.count >= WITHIN:
             return
         self.count += 1
         self._last.append(value)
@@ -48,6 +51,6 @@ class Beginning:
         Args:
             steps: How many of the last, at most `RECENT`.
         """
-        if math.isnan(self.first) or self.count < FIRST + steps or self.count >= LENGTH:
+        if math.isnan(self.first) or self.count < FIRST + steps or self.count >= WITHIN:
             return 0.0
         return median(sorted(list(self._last)[-steps:])) / self.first

@@ -17,7 +17,7 @@ def no_valid_scale(
     Args:
         fits: The largest scale without an expected overflow, below 1.
         bound_by: The tensor that forbids more.
-        stuck: The replay with the run's own scaling takes no step at its end.
+        stuck: With the run's own scaling no step is taken at the end, or none was until the scale was below 1.
         step: The step that shows it.
         prescription: The change.
     """

@@ -33,7 +33,7 @@ FORWARD_OVERFLOW = register(
 INVALID_OP = register(
     "AMP202",
     "invalid-op",
-    "An op makes NaN of finite inputs: its operand is outside its domain, or its kernel is defective",
+    "An op makes NaN of finite inputs: its operand or its kernel is wrong",
     worst="error",
     commands=REPLAYED,
 )

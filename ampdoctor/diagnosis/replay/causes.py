@@ -252,9 +252,10 @@ def derivative_beyond(birth: Birth) -> bool:
 def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     """Only gradients are harmed, and each birth is a backward value beyond its format.
 
-    A gradient penalty runs a backward inside its loss, which then overflows with it.
+    A gradient penalty runs a backward inside its loss, which then overflows with it; what the run's code copies of
+    its gradients does as well.
     """
-    if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
+    if any(not sink.startswith(("grad:", "beside:")) and sink != "loss" for sink in sightings.sinks):
         return False
     return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
 

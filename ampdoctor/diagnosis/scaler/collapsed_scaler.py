@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
-from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, living, scale_text, scaler_finding
+from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, living, scale_text, scaler_finding, without_a_scale
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
@@ -82,7 +82,7 @@ def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float) -> Iter
         message,
         evidence,
         cause="scaler_collapse",
-        prescription=fresh_scaler(),
+        prescription=without_a_scale(),
     )
 
 

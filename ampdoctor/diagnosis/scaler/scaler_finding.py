@@ -76,6 +76,19 @@ def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored
     return Prescription(kind="scaler", value=dict(FRESH_SCALER), status="not_run", reason=NOT_REPLAYED, detail=detail)
 
 
+def without_a_scale() -> Prescription:
+    """The change where a scale has fallen below 1: what overflows at a scale of 1 does so under a fresh one as well."""
+    alone = "If you must stay in fp16: a fresh scaler, once what overflows at a scale of 1 is mended."
+    return Prescription(
+        kind="dtype",
+        value="bfloat16",
+        status="not_run",
+        reason=NOT_REPLAYED,
+        detail="train in bf16, without a GradScaler",
+        alternatives=(fresh_scaler(alone),),
+    )
+
+
 def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
     """A scaler's state as JSON values."""
     return {

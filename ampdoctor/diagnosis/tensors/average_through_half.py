@@ -24,7 +24,7 @@ RULE = register(
     "average-through-half",
     "An averaged copy was cast to fp16 and is infinite",
     worst="error",
-    commands=SCANNED,
+    commands=(*SCANNED, "bisect-nan", "run"),
 )
 
 

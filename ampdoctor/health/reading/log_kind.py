@@ -13,7 +13,7 @@ from ampdoctor.checkpoints.formats.log_files import Left, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.evidence.run_log.lines import RunLine, Stamped
+from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamped
 from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.rows import Row, lines_of
 
@@ -112,6 +112,9 @@ class LineRows(Protocol):
     def rest(self, noticed: Noticed) -> Iterator[Row]:
         """Yields what waits for a line that has not come, and says what was noticed."""
 
+    def end(self) -> EndLine | None:
+        """Returns how the run has ended, by the lines so far; None where they do not say."""
+
 
 Begin: TypeAlias = Callable[[RegularFile], LineRows]
 Read: TypeAlias = Callable[[Path, Sequence[str], Noticed], Iterator[Stamped]]
@@ -182,7 +185,7 @@ def reading(begin: Begin, matters: Callable[[bytes], bool] = lambda _: True) -> 
         with RegularFile(folder / name, name) as file:
             made = begin(file)
             rows = chain(made.rows(lines_in(file, left=left), left), _rest(made, noticed))
-            yield from lines_of(rows, run_of(folder, name), noticed.order)
+            yield from lines_of(rows, run_of(folder, name), noticed.order, ended=made.end)
         if not matters(left.unfinished):
             left.unfinished = b""
 

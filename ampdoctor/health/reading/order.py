@@ -25,11 +25,13 @@ class Order:
         rows: Rows, without those that only add to a step.
         repeated: Those of them that say what the row before them has said.
         undone: Those that say something else than what counts of their step, or stand from where a row fell back.
+        zeros: Steps whose loss stands as 0.0 in the log, and is read as NaN.
     """
 
     rows: int = 0
     repeated: int = 0
     undone: int = 0
+    zeros: set[int] = field(default_factory=set)
     _standing: array[int] = field(default_factory=lambda: array("q"))
     _stretch: int = 0
     _begun_again: int = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from ampdoctor.checkpoints.formats.log_files import step_of
 from ampdoctor.evidence.run_log.lines import EndLine, Line, RunLine, Stamp, Stamped, StepLine
@@ -61,7 +61,9 @@ def milliseconds(seconds: object) -> int:
     return int(seconds * 1000)
 
 
-def lines_of(rows: Iterable[Row], run: RunLine, order: Order, *, ended: bool = False) -> Iterator[Stamped]:
+def lines_of(
+    rows: Iterable[Row], run: RunLine, order: Order, *, ended: Callable[[], EndLine | None] = lambda: None
+) -> Iterator[Stamped]:
     """Yields the lines of a run; rows of one step become one step, and a number that is no step's makes no line.
 
     Where the step falls back, and the row is no late one that only adds to its step, the run was started again from an
@@ -71,15 +73,16 @@ def lines_of(rows: Iterable[Row], run: RunLine, order: Order, *, ended: bool = F
         rows: In the order in which they were logged.
         run: What is known of the run.
         order: Told in which order they come.
-        ended: Whether the log says that the run has ended in order.
+        ended: Asked behind the last row for what the log says of the run's end; None where it does not.
     """
     made = RunLines(run, order)
     yield made.header()
     for row in rows:
         yield from made.hear(row)
     yield from made.rest()
-    if ended:
-        yield made.end()
+    end = ended()
+    if end is not None:
+        yield made.end(end)
 
 
 class RunLines:
@@ -99,9 +102,9 @@ class RunLines:
         """Returns the first line."""
         return self._stamped(self._run, 0, 0)
 
-    def end(self) -> Stamped:
-        """Returns the last line, of a run that has ended in order."""
-        return self._stamped(EndLine(steps=self._steps), self._last, self._attempt)
+    def end(self, end: EndLine) -> Stamped:
+        """Returns the last line, with the count of the steps."""
+        return self._stamped(replace(end, steps=self._steps), self._last, self._attempt)
 
     def hear(self, row: Row) -> Iterator[Stamped]:
         """Takes a row, and yields the lines of the steps to which nothing can be added any more."""
@@ -144,6 +147,8 @@ class RunLines:
             line = _step(row)
             if line is not None:
                 self._steps += 1
+                if _hides_a_nan(row.values):
+                    self._order.zeros.add(row.step)
                 self._last = row.time_ms
                 yield self._stamped(line, row.time_ms, self._attempt)
 
@@ -185,9 +190,12 @@ def _step(row: Row) -> StepLine | None:
 
 def _loss(values: Mapping[str, float]) -> float | None:
     """Returns the loss; NaN for a 0.0 beside a norm that is not finite: the Trainer and its trackers write it so."""
-    loss, norm = values.get("loss"), values.get("gradient_norm", values.get("grad_norm"))
-    hidden = loss == 0 and norm is not None and not math.isfinite(norm)
-    return math.nan if hidden else loss
+    return math.nan if _hides_a_nan(values) else values.get("loss")
+
+
+def _hides_a_nan(values: Mapping[str, float]) -> bool:
+    norm = values.get("gradient_norm", values.get("grad_norm"))
+    return values.get("loss") == 0 and norm is not None and not math.isfinite(norm)
 
 
 def _count(value: float | None) -> int | None:

@@ -21,6 +21,7 @@ from ampdoctor.checkpoints.formats.log_files import (
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.run_log.lines import EndLine
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, kind_of_one_file, reading
 from ampdoctor.health.reading.rows import Row, SkipCount
@@ -100,6 +101,10 @@ class TableRows:
             step = self._step(values, fields)
             if step is not None:
                 yield Row(step, self._skips.of_a_step({name: one for name, one in fields.items() if name != "step"}))
+
+    def end(self) -> EndLine | None:
+        """As in `LineRows`: a table does not say."""
+        return None
 
     def rest(self, noticed: Noticed) -> Iterator[Row]:
         """As in `LineRows`."""

@@ -10,7 +10,7 @@ from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, known_field
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.lines import RunLine, Stamped
+from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, lines_of, row_of
 
@@ -60,7 +60,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     if any("loss" in row.values for row in rows):
         noticed.skipped.append(Skipped(what=f"{name}: losses that are not finite", reason=_HIDES))
     ended = any(_SUMMARY in values for values in known)
-    yield from lines_of(rows, RunLine(name=folder.name), noticed.order, ended=ended)
+    yield from lines_of(rows, RunLine(name=folder.name), noticed.order, ended=lambda: EndLine() if ended else None)
 
 
 TRANSFORMERS = LogKind(format="transformers", claims=_claims, read=_read)

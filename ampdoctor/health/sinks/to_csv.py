@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +23,7 @@ class CsvFiles:
     """Appends to the files of a folder; each begins with the names of its columns.
 
     Raises:
-        OutputError: One of them is there and begins with others.
+        OutputError: One of them is there and begins with others, or is a link.
     """
 
     def __init__(self, folder: str, _facts: RunFacts) -> None:
@@ -64,7 +65,10 @@ class CsvFiles:
 
     def _begin(self, path: Path, columns: list[str]) -> csv.DictWriter[str]:
         header = ",".join(columns)
-        file = path.open("a+", newline="", encoding="utf-8", errors="replace")
+        if path.is_symlink():  # a configuration file that was found writes into its own folder alone
+            self.close()
+            raise OutputError(f"{path} is a link, and is not followed: name the folder that it leads to")
+        file = open(path, "a+", newline="", encoding="utf-8", errors="replace", opener=_no_link)  # noqa: SIM115
         self._files.append(file)
         file.seek(0)
         first = file.readline(len(header) + 2).rstrip("\r\n")
@@ -75,6 +79,10 @@ class CsvFiles:
         if not first:
             writer.writeheader()
         return writer
+
+
+def _no_link(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _text(value: float) -> str:

@@ -60,7 +60,9 @@ class OpenMetricsFile(_Exposed):
         """As in `Sink`."""
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         try:
-            beside.write_text(self.text(openmetrics=self._path.suffix != ".prom"), encoding="utf-8")
+            beside.unlink(missing_ok=True)  # of a process that had this number, or a link that somebody has put there
+            with beside.open("x", encoding="utf-8") as file:  # "x" follows no link
+                file.write(self.text(openmetrics=self._path.suffix != ".prom"))
             beside.replace(self._path)
         finally:
             with suppress(OSError):

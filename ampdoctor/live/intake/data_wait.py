@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter  # a script may put another in its place
 from typing import Any
 
 from ampdoctor.loop.torch_internals import replaced
@@ -39,11 +39,11 @@ class DataWait:
         def drawn(iterator: Any) -> Any:
             if here.inside or not listens:  # a dataset that draws from a loader of its own: that is in the time already
                 return original(iterator)
-            here.inside, began = True, time.perf_counter()
+            here.inside, began = True, perf_counter()
             try:
                 return original(iterator)
             finally:
-                here.seconds += time.perf_counter() - began
+                here.seconds += perf_counter() - began
                 here.batches += 1
                 here.inside = False
 

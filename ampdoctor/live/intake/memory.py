@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+from time import monotonic  # a script may put another in its place
 
 import torch
 
@@ -41,7 +41,7 @@ class MemoryReadings:
         first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
         if first is None or first.device.type != "cuda":
             return _NONE
-        now = time.monotonic()
+        now = monotonic()
         if now - self._last < _PAUSE_S:
             return _NONE
         self._last = now

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import monotonic  # a script may put another in its place
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.run_log.details import DetailLine
@@ -79,7 +79,7 @@ class Listening(Thread):
                 self._names = oldest if isinstance(oldest.line, RunLine) else self._names
         waiting.append((next(self._count), whole))
         since = self._busy_since
-        if since is not None and time.monotonic() - since > self._limits.hung_seconds:
+        if since is not None and monotonic() - since > self._limits.hung_seconds:
             self.give_up(f"it has not come back for {self._limits.hung_seconds:g} s")
 
     def run(self) -> None:
@@ -117,8 +117,8 @@ class Listening(Thread):
         """Waits until all is heard that was handed on; False if that took too long."""
         reply: SimpleQueue[bool] = SimpleQueue()
         self._calls.put(reply)
-        deadline = time.monotonic() + timeout
-        while self._is_elsewhere() and (left := deadline - time.monotonic()) > 0:
+        deadline = monotonic() + timeout
+        while self._is_elsewhere() and (left := deadline - monotonic()) > 0:
             with suppress(Empty):
                 return reply.get(timeout=min(left, NAP_S))
         return False
@@ -131,12 +131,12 @@ class Listening(Thread):
         """Waits for its end, until then at most.
 
         Args:
-            deadline: Of `time.monotonic()`.
+            deadline: Of `monotonic()`.
             seconds: How long that is, for the sentence.
         """
         if not self._is_elsewhere():
             return
-        self.join(max(deadline - time.monotonic(), 0.0))
+        self.join(max(deadline - monotonic(), 0.0))
         if self.is_alive():
             self.give_up(f"it has not finished within {seconds:g} s")
 
@@ -159,7 +159,7 @@ class Listening(Thread):
         return min(heads, key=lambda head: head[0])[1].popleft()[1] if heads else None
 
     def _timed(self, work: Callable[[], None]) -> None:
-        self._busy_since = time.monotonic()
+        self._busy_since = monotonic()
         try:
             work()
         finally:

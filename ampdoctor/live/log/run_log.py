@@ -6,11 +6,11 @@ import atexit
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from time import monotonic, time_ns  # a script may put another in its place
 from typing import Any
 
 from ampdoctor.evidence.run_log.files import log_name
@@ -96,6 +96,11 @@ class RunLog:
     def path(self) -> Path:
         """The file that grows."""
         return self.folder / log_name(self._tray.origin.rank)
+
+    @property
+    def closed(self) -> bool:
+        """No line is taken any more."""
+        return self._closed
 
     @property
     def failed(self) -> str | None:
@@ -196,8 +201,8 @@ class RunLog:
             return self._is_whole()
         reply: SimpleQueue[bool] = SimpleQueue()
         self._writer.calls.put(reply)
-        deadline = time.monotonic() + timeout
-        while self._writer.is_alive() and (left := deadline - time.monotonic()) > 0:
+        deadline = monotonic() + timeout
+        while self._writer.is_alive() and (left := deadline - monotonic()) > 0:
             try:
                 return reply.get(timeout=min(left, 0.05))
             except Empty:
@@ -216,10 +221,10 @@ class RunLog:
         if here and self._held:
             self._start()
         ours = here and not self._closed
-        deadline = time.monotonic() + self._limits.farewell_seconds
+        deadline = monotonic() + self._limits.farewell_seconds
         for one in self._answering if ours else ():
             self.flush(timeout)
-            one.heard(deadline - time.monotonic())
+            one.heard(deadline - monotonic())
         self._end(timeout)
         if ours:
             self._let_go(deadline)
@@ -246,7 +251,7 @@ class RunLog:
         writer = self._writer
         if writer.failed is not None or self._closed or os.getpid() != self._process:
             return
-        self._tray.put(Handed(self._tray.origin, time.time_ns(), what))
+        self._tray.put(Handed(self._tray.origin, time_ns(), what))
         if writer.hangs:
             writer.give_up("its disk hangs")
 

@@ -62,7 +62,9 @@ def replace_whole(path: Path, data: bytes) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_bytes(data)
+        beside.unlink(missing_ok=True)  # of a process that had this number, or a link that somebody has put there
+        with beside.open("xb") as file:  # "x" follows no link
+            file.write(data)
         beside.replace(path)
     finally:
         with suppress(OSError):

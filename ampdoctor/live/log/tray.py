@@ -6,11 +6,11 @@ writer does, also in a signal's handler. A deque's ends are safe from both sides
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
+from time import time_ns  # a script may put another in its place
 from typing import Any, TypeAlias
 
 from ampdoctor.evidence.run_log.details import DetailLine
@@ -83,7 +83,7 @@ class Tray:
 
     def now(self, line: Line) -> Stamped:
         """Returns the line as one that is handed over now."""
-        return Handed(self.origin, time.time_ns(), line).stamped(line)
+        return Handed(self.origin, time_ns(), line).stamped(line)
 
     def become(self, *, run_id: str, rank: int, world_size: int) -> None:
         """What waits, and all that follows, is of this run and of this rank; nobody may be taking anything up yet."""

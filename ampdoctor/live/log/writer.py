@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import monotonic  # a script may put another in its place
 from typing import Any
 
 from ampdoctor.evidence.codec import to_plain
@@ -57,7 +57,7 @@ class Writer(Thread):
         self._header: RunLine | None = None
         self._facts: Mapping[str, Any] = tray.facts
         self._lost = LostLine()
-        self._told_lost = time.monotonic()
+        self._told_lost = monotonic()
         self._busy_since: float | None = None
         self._suspected: float | None = None
 
@@ -94,7 +94,7 @@ class Writer(Thread):
     @property
     def hangs(self) -> bool:
         """The sink does not come back, and was seen so before: a process that slept is no sink that hangs."""
-        since, now = self._busy_since, time.monotonic()
+        since, now = self._busy_since, monotonic()
         if since is None or now - since < self._limits.hung_seconds:
             return False
         if self._suspected is None or self._suspected < since:
@@ -139,7 +139,7 @@ class Writer(Thread):
             self._write_now(segments, replace(header, segment=segments.number))
 
     def _write(self, segments: Segments, whole: Stamped, text: str) -> None:
-        self._busy_since = time.monotonic()  # as below, in less time: this is done for each line
+        self._busy_since = monotonic()  # as below, in less time: this is done for each line
         try:
             segments.write(text.encode("ascii"))
         finally:
@@ -153,8 +153,8 @@ class Writer(Thread):
 
     def _tell_lost(self, segments: Segments, *, now: bool) -> None:
         lost = replace(self._tray.lost, thinned=segments.thinned)
-        if lost != self._lost and (now or time.monotonic() - self._told_lost > LOST_EVERY_S):
-            self._lost, self._told_lost = lost, time.monotonic()
+        if lost != self._lost and (now or monotonic() - self._told_lost > LOST_EVERY_S):
+            self._lost, self._told_lost = lost, monotonic()
             self._write_now(segments, lost)
 
     def _describe(self, segments: Segments) -> None:
@@ -172,7 +172,7 @@ class Writer(Thread):
 
     @contextmanager
     def _at_the_sink(self) -> Iterator[None]:
-        self._busy_since = time.monotonic()
+        self._busy_since = monotonic()
         try:
             yield
         finally:

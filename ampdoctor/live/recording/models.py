@@ -66,7 +66,8 @@ class OutermostModels:
         quiet = warnings.filters[0]
         self.search()
         try:
-            yield
+            with self._hooks.left_out_of_scripts():
+                yield
         finally:
             self.settle()
             with suppress(ValueError):  # the loop has set filters of its own

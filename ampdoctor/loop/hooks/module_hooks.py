@@ -1,12 +1,16 @@
-"""What copies and pickles of a model are without: the hooks that a watch has put on it."""
+"""What copies, pickles and scripts of a model are without: the hooks that a watch has put on it."""
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from ampdoctor.loop.torch_internals import seen_scripting
 
 _HOOKS = (
     "_forward_hooks",
@@ -30,6 +34,7 @@ class UncopiedHooks:
         self._handles: list[Any] = []
         self._keys: set[int] = set()
         self._entries: dict[type, tuple[Any, Any]] = {}
+        _LIVING.add(self)
 
     def add(self, module: nn.Module, *handles: Any) -> None:
         """These are the handles of forward hooks that were put on a module."""
@@ -64,18 +69,42 @@ class UncopiedHooks:
                 return made
             state = made[2]
             if isinstance(state, tuple) and len(state) == 2:  # of a class with slots
-                return *made[:2], (self._without_hooks(state[0]), state[1]), *made[3:]
-            return *made[:2], self._without_hooks(state), *made[3:]
+                return *made[:2], (_without_hooks(state[0], self._keys), state[1]), *made[3:]
+            return *made[:2], _without_hooks(state, self._keys), *made[3:]
 
         return reduced
 
-    def _without_hooks(self, state: Any) -> Any:
-        """A module's state, changed only where it has our hooks: their dicts are copies without them."""
-        if not isinstance(state, dict):
-            return state
-        others = {}
-        for name in _HOOKS:
-            hooks = state.get(name)
-            if isinstance(hooks, dict) and not self._keys.isdisjoint(hooks):
-                others[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._keys)
-        return {**state, **others} if others else state
+    @staticmethod
+    @contextmanager
+    def left_out_of_scripts() -> Iterator[None]:
+        """Inside, `torch.jit.script` compiles a module without the hooks that are here: it cannot compile them."""
+
+        def scripted(module: Any, run: Callable[[], Any]) -> Any:
+            keys = set[int]().union(*(one._keys for one in list(_LIVING)))  # noqa: SLF001 - of this class
+            parts = list(nn.Module.modules(module)) if isinstance(module, nn.Module) else []
+            before = [(vars(part), {name: vars(part)[name] for name in _HOOKS if name in vars(part)}) for part in parts]
+            try:
+                for held, _ in before:
+                    held.update(_without_hooks(held, keys))
+                return run()
+            finally:
+                for held, hooks in before:
+                    held.update(hooks)
+
+        with seen_scripting(scripted):
+            yield
+
+
+_LIVING: weakref.WeakSet[UncopiedHooks] = weakref.WeakSet()
+
+
+def _without_hooks(state: Any, keys: set[int]) -> Any:
+    """A module's state, changed only where it has hooks of these numbers: their dicts are copies without them."""
+    if not isinstance(state, dict):
+        return state
+    others = {}
+    for name in _HOOKS:
+        hooks = state.get(name)
+        if isinstance(hooks, dict) and not keys.isdisjoint(hooks):
+            others[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in keys)
+    return {**state, **others} if others else state

@@ -91,6 +91,7 @@ class NonFiniteProbe:
         self._run = run
         self._names = run.parameter_names()
         self._before = self._nonfinite_state()
+        self._beside = FiniteBeside(run)
         trained = trained_parameters(run)
         with ExitStack() as stack:
             stack.callback(self._unhook_leaves)
@@ -107,10 +108,14 @@ class NonFiniteProbe:
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Forget the last step."""
+        """Forget the last step, and see what is finite beside the model."""
+        self._forget()
+        self._beside = FiniteBeside(self._run)
+        return nullcontext()
+
+    def _forget(self) -> None:
         self._labels.clear()
         self._flags.clear()
-        return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:
         """Check loss and state, then read all flags at once."""
@@ -125,13 +130,13 @@ class NonFiniteProbe:
         )
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
+        self._check_each((("beside", name), tensor) for name, tensor in self._beside.now())
         self._unhook_leaves()
         tightest = Tightest(step)
         self.sightings = self._read(tightest, raised=isinstance(loss, UserCodeError))
         fired = any(not sink.startswith("buffer:") for sink in self.sightings.sinks)
         self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
-        self._labels.clear()
-        self._flags.clear()
+        self._forget()
 
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
         tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
@@ -139,14 +144,14 @@ class NonFiniteProbe:
         values = _to_host(self._flags)
         pairs = zip(self._labels, values[::2], values[1::2], strict=True)
         found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
-        self.during(-1)
+        self._forget()
         return frozenset(label for label in found if not holds_nan(tensors[label]))
 
     def _is_made_as_mask(self, buffer: str) -> bool:
         """A mask that the step has made and keeps, as a causal one is at the first call: -inf, and 0 beside it."""
         for kind, name, tensor in state_tensors(self._run):
             if (kind, name) == ("buffer", buffer):
-                return is_mask(tensor) and not bool((tensor.detach().nan_to_num(neginf=0.0) != 0).any())
+                return is_made_mask(tensor)
         return False
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
@@ -193,6 +198,7 @@ class NonFiniteProbe:
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[Observation] = []
+        harmed: set[str] = set()
         dtypes = (flag.dtype for flag in self._flags[::2])
         for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
             value = _worst(low, high)
@@ -202,6 +208,8 @@ class NonFiniteProbe:
             if math.isfinite(value) or (kind, name) in self._before:
                 continue
             if kind == "buffer" and self._is_made_as_mask(name):
+                continue
+            if kind == "beside" and name not in (harmed := harmed or {name for name, _ in self._beside.harmed()}):
                 continue
             if kind == "output":
                 outputs[name] = None
@@ -287,6 +295,44 @@ def is_mask(tensor: torch.Tensor) -> bool:
     """It holds -inf, and besides that only finite values: so a user writes a mask, and no training step its state."""
     nans, pos_infs, neg_infs = nonfinite_counts(tensor)
     return neg_infs > 0 and not nans and not pos_infs
+
+
+def is_made_mask(tensor: torch.Tensor) -> bool:
+    """It holds -inf and besides that only zeros."""
+    return is_mask(tensor) and not bool((tensor.detach().nan_to_num(neginf=0.0) != 0).any())
+
+
+class FiniteBeside:
+    """What the run's own code keeps beside the model and was finite when this was made, as it is now.
+
+    A tensor is known again by itself, or by its name where an average is made anew in each step. What was not finite
+    before (`best = inf`, memory that nothing has written to yet), and what the step itself makes, is nothing that the
+    step has harmed; nor is a mask.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Watched) -> None:
+        self._run = run
+        kept = [(name, tensor) for name, tensor in run.beside() if is_watched(tensor)]
+        flags = list(chain.from_iterable(extremes_of_each(tensor for _, tensor in kept)))
+        values = _to_host(flags)
+        worst = map(_worst, values[::2], values[1::2])
+        self._known = [named for named, value in zip(kept, worst, strict=True) if math.isfinite(value)]
+
+    def now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor)."""
+        names, tensors = {name for name, _ in self._known}, {id(tensor) for _, tensor in self._known}
+        for name, tensor in self._run.beside() if self._known else ():
+            if id(tensor) in tensors or name in names:
+                yield name, tensor
+
+    def harmed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) for what is not finite any more."""
+        for name, tensor in self.now():
+            if is_watched(tensor) and not bool(torch.isfinite(tensor.detach()).all()) and not is_made_mask(tensor):
+                yield name, tensor
 
 
 def _worst(low: float, high: float) -> float:

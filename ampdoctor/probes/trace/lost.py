@@ -97,14 +97,24 @@ def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) ->
     if not zero:
         # of values that round to 1 the one farthest from it says most
         return Maker("rounded_to_one", ran.site, result.dtype, share, float(values.min()))
-    numbers = [abs(number) for number, rounded in lost_numbers(ran.call, result.dtype) if not rounded]
+    numbers = [abs(number) for number, rounded in lost_numbers(ran.call, result.dtype, ran.kernel) if not rounded]
     epsilon = any(bool((values == number).any()) for number in numbers)
     return Maker("flushed_epsilon" if epsilon else "flushed", ran.site, result.dtype, share, float(values.max()))
 
 
-def lost_numbers(call: Split, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    """Numbers among an op's arguments that the format rounds to 0, 1 or -1, each with what it becomes."""
-    for item in (*call.args, *call.kwargs.values()):
+LITERALS = {"binary_cross_entropy_backward": (1e-12,)}
+"""Numbers that kernels of torch have in their code: `EPSILON` of aten/src/ATen/native/Loss.cpp and cuda/Loss.cu."""
+
+
+def lost_numbers(call: Split, dtype: torch.dtype, kernel: str) -> Iterator[tuple[float, float]]:
+    """Numbers that the format rounds to 0, 1 or -1, each with what it becomes.
+
+    Args:
+        call: The op's arguments.
+        dtype: The format.
+        kernel: The op's name, by which numbers in its own code are known.
+    """
+    for item in (*call.args, *call.kwargs.values(), LITERALS.get(kernel, ())):
         for value in item if isinstance(item, list | tuple) else (item,):
             number = float(value.detach()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             if isinstance(number, float) and math.isfinite(number) and number:

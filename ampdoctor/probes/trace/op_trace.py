@@ -20,7 +20,13 @@ from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.of_runs.trace import Birth, Flush, Operand, Origin, Recomputation, TensorStats, Trace, Way
 from ampdoctor.loop.raised import is_out_of_memory
 from ampdoctor.loop.torch_internals import no_modes
-from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
+from ampdoctor.probes.cheap.nonfinite import (
+    FiniteBeside,
+    holds_nan,
+    outside_gradients,
+    state_tensors,
+    trained_parameters,
+)
 from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
 from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, SUMS, UNINITIALISED, kernel_name
@@ -120,6 +126,7 @@ class OpTraceProbe(TorchDispatchMode):
         brought = self._belongings.nonfinite
         self._before = {id(t) for t in brought if not holds_nan(t)}
         self._unread = {id(t) for t in brought}
+        self._beside = FiniteBeside(self._run)
 
     def finish(self, step: int, loss: Any) -> None:
         """Gather what was harmed, and by which births."""
@@ -154,6 +161,8 @@ class OpTraceProbe(TorchDispatchMode):
         for name, gradient in outside_gradients(self._run):
             if is_nonfinite(gradient):
                 self._harm(f"grad:{name}", gradient)
+        for name, tensor in self._beside.harmed():
+            self._harm(f"beside:{name}", tensor)
         return harmed
 
     def _gathered(self) -> Trace:

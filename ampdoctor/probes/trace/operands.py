@@ -22,7 +22,7 @@ from ampdoctor.probes.ops.naming import PICKS, SUMS
 from ampdoctor.probes.ops.recompute import NO_RESULT, doubled, widely
 from ampdoctor.probes.ops.source import as_source
 from ampdoctor.probes.ops.tensors import tensors_in
-from ampdoctor.probes.trace.lost import Maker, lost_numbers
+from ampdoctor.probes.trace.lost import LITERALS, Maker, lost_numbers
 from ampdoctor.probes.trace.provenance import Provenance, is_plain
 
 INSIDE = 0.5
@@ -109,10 +109,13 @@ def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
 
 
 def lost_inside(ran: Ran) -> Operand | None:
-    """A constant among the op's own arguments that its format rounds to zero or to one, and without which it fails."""
+    """A constant of the op's own that its format rounds to zero or to one, and without which it fails.
+
+    One among its arguments is tried with a number that the format can hold; one in its kernel's code cannot be.
+    """
     for dtype in dict.fromkeys(result.dtype for result in ran.results):
-        for number, rounded in lost_numbers(ran.call, dtype):
-            if not _heals(ran, number, dtype):
+        for number, rounded in lost_numbers(ran.call, dtype, ran.kernel):
+            if number not in LITERALS.get(ran.kernel, ()) and not _heals(ran, number, dtype):
                 continue
             made_by = "rounded_to_one" if rounded else "flushed_epsilon"
             own = Maker(made_by, ran.site, dtype, fraction=1.0, amax=abs(number))

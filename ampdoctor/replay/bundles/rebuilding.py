@@ -99,7 +99,7 @@ class Rebuilding:
             )
         if kind == "lightning":
             cls, hparams = self._class(said, said), self._entry(said, "hparams", dict)
-            return _checked(cls(**{key: self._value(one, depth) for key, one in hparams.items()}), self._name)
+            return self._constructed(cls, [], {key: self._value(one, depth) for key, one in hparams.items()})
         if isinstance(named, type) and issubclass(named, nn.Module):
             return _checked(named(), self._name)
         raise FactoryError(f"{self._name} holds no code: {self._to_type(said)}")
@@ -125,10 +125,8 @@ class Rebuilding:
         cls = self._class(made, said)
         args = [self._value(one, depth) for one in self._entry(made, "args", list)]
         kwargs = {str(key): self._value(one, depth) for key, one in self._entry(made, "kwargs", dict).items()}
-        library = cls.__module__.partition(".")[0] in ("torch", "transformers")
         try:
-            with self._of_library(cls.__qualname__) if library else nullcontext():
-                return _checked(cls(*args, **kwargs), self._name)
+            return self._constructed(cls, args, kwargs)
         except NameError as error:
             if self._code is None or not self._code.trimmed:
                 raise
@@ -137,6 +135,12 @@ class Rebuilding:
                 f"bundle does not hold: add a function that returns the model to that file, and name it: --model "
                 f"FILE:make_model"
             ) from None
+
+    def _constructed(self, cls: type[nn.Module], args: list[Any], kwargs: Mapping[str, Any]) -> nn.Module:
+        """A model by its constructor, which is the user's own code, or a library's that the manifest has chosen."""
+        library = cls.__module__.partition(".")[0] in ("torch", "transformers")
+        with self._of_library(cls.__qualname__) if library else nullcontext():
+            return _checked(cls(*args, **kwargs), self._name)
 
     def _entry(self, said: Mapping[str, Any], key: str, kind: type[T]) -> T:
         """What stands under a key: nobody else's code is called before it has been looked at."""
@@ -261,7 +265,9 @@ class Rebuilding:
         if giver is None:
             raise ReplayError(f"{self._name}: this {module} has no {function}, which has made its model's forward")
         arguments = self._entry(said, "arguments", dict)
-        giver(model, **{str(key): read(one, self.find) for key, one in arguments.items()})
+        given = {str(key): read(one, self.find) for key, one in arguments.items()}
+        with self._of_library(f"the forward {said['name']}"):
+            giver(model, **given)
         return model
 
     def _of_peft(self, said: Mapping[str, Any], depth: int) -> nn.Module:

@@ -148,6 +148,8 @@ def _named_tensors(place: Any) -> Iterator[tuple[str, torch.Tensor]]:
         elif is_a(value, torch.nn.Module):
             yield from ((f"{key}.{name}", tensor) for name, tensor in value.named_parameters())
             yield from ((f"{key}.{name}", tensor) for name, tensor in value.named_buffers())
+        elif is_a(value, (list, tuple)) and len(value) <= LONGEST:
+            yield from ((f"{key}[{at}]", item) for at, item in enumerate(value) if is_a(item, torch.Tensor))
         elif is_a(value, dict):
             yield from ((f"{key}.{name}", item) for name, item in dict.items(value) if is_a(item, torch.Tensor))
 

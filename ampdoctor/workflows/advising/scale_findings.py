@@ -101,6 +101,8 @@ def judge(
             settled=settled,
             findings=[incurable.finding],
         )
+    if advice.choice.exponent < 0:  # whatever a scale below 1 would save, it is no cure
+        judgement = replace(judgement, change=False, no_scale=True)
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
         findings.append(forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
@@ -170,7 +172,7 @@ def _of_the_scale(
             no_valid_scale(
                 advice.recommended.scale,
                 bound_by=advice.choice.bound_by,
-                stuck=stuck,
+                stuck=stuck or _came_below_one(advice, now),
                 step=_last_bad(now),
                 prescription=trial.bf16(),
             )
@@ -184,6 +186,12 @@ def _of_the_scale(
         return []
     underflow = underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds)
     return [] if underflow is None else [underflow]
+
+
+def _came_below_one(advice: Advice, now: Observed | None) -> bool:
+    """Has the run's scaler, and nobody's hand, taken the scale below 1: steps were lost at each scale above?"""
+    scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
+    return scale < 1.0 and advice.current.growth_interval > 0
 
 
 def _last_bad(now: Observed | None) -> int | None:
@@ -246,7 +254,9 @@ class _Trial:
 
     def bf16(self) -> Prescription:
         """bf16, with the scale below 1 as the alternative."""
-        return replace(self.in_bf16(), alternatives=(self._scaler_alone(),))
+        scaled = self._scaler_alone()
+        scaled = replace(scaled, detail=f"if you must stay in fp16: {scaled.detail}")
+        return replace(self.in_bf16(), alternatives=(scaled,))
 
     def forward(self) -> Prescription:
         """fp32 for the modules whose activations overflow; then also for those close to it; then bf16 for all."""

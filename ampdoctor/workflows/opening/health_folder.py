@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import time
@@ -50,7 +49,11 @@ def give_back(folder: str) -> None:
 def _is_spawned() -> bool:
     """Whether this is one of the processes of `torch.multiprocessing.spawn`, which has joined the others by now."""
     place = grouped()
-    return place is not None and place.world > 1 and multiprocessing.parent_process() is not None
+    if place is None or place.world == 1:
+        return False
+    import multiprocessing  # here: `--help` needs none of it
+
+    return multiprocessing.parent_process() is not None
 
 
 def _made(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints import load_state
-from ampdoctor.errors import ReplayError
+from ampdoctor.errors import FactoryError, ReplayError
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.loop.raised import is_out_of_memory
@@ -39,6 +39,7 @@ from ampdoctor.replay.frameworks.lightning.devices import one_device
 from ampdoctor.replay.guarding.changes import CHANGES, changes_note, told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.scripts.script import Script
 from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState
@@ -98,12 +99,14 @@ class OpenReplay:
         """Returns a fresh run from the factory, with the checkpoint loaded.
 
         Raises:
-            FactoryError: The factory does not make a usable run.
+            FactoryError: The factory does not make a usable run, or a script trains on another device.
             CheckpointError: The checkpoint cannot be read or does not fit.
         """
         request = self.request
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
+        if isinstance(self.factory, Script) and self.device.type == "cuda":
+            _require_on_gpu(self.factory.name, run)
         session = Session(
             run, device=self.device, precision=request.precision, user_code=self._user_code, spill=self._spill_folder()
         )
@@ -282,6 +285,17 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             raise out_of_memory("the replay", error) from None
         if casts is not None:
             notes.extend(casts.notes)
+
+
+def _require_on_gpu(name: str, run: TrainingRun) -> None:
+    """A script puts its model and batches where it wants them, and no replay moves them.
+
+    Raises:
+        FactoryError: It trains on the CPU.
+    """
+    parameters = list(run.model.parameters())
+    if parameters and not any(parameter.is_cuda for parameter in parameters):
+        raise FactoryError(f"{name} trains on the CPU, and --device auto takes this machine's GPU: give --device cpu")
 
 
 def _usual_policy(request: ReplayRequest) -> Policy:

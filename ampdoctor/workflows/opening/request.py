@@ -39,17 +39,21 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 def is_profile(target: str) -> bool:
     """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
 
-    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest. The log
-    of a run stands for the profile that its details come to.
+    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest, nor a
+    function with a dot in place of its colon. The log of a run stands for the profile that its details come to.
     """
     path = Path(target)
     if path.name == "manifest.json":
         return False
     if path.is_dir():
         return is_run_log(target)
-    return is_run_log(target) or (
-        path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
-    )
+    if is_run_log(target) or path.suffix == ".py" or path.is_file():
+        return path.suffix != ".py"
+    if ":" in target or not path.suffix:
+        return False
+    from ampdoctor.replay.user_modules import dotted_factory  # here: it brings torch, and few targets come this far
+
+    return dotted_factory(target) is None
 
 
 def is_run_log(target: str) -> bool:

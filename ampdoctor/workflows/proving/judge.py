@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES, diverging_finding
+from ampdoctor.diagnosis.replay.bad_state import beside_finding, harms_beside_alone
 from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     Cause,
@@ -200,6 +201,9 @@ class Judge:
                 by = frozenset(event.optimizer for event in outcome.updates_skipped)
                 self._unsettled = _Skip(main.where.step or 0, snapshot, main, by)
             return False
+        if harms_beside_alone(main):
+            self._add(beside_finding(main), main)
+            return True
         if scale_kills(main, outcome.scale_before):
             own = main.where.phase == "scaler"
             phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"

@@ -52,7 +52,7 @@ def watch(monkeypatch):
         if one.fails == "before":
             raise RuntimeError("no hooks")
         one.open += 1
-        yield (made := SimpleNamespace(report=None, has_begun=True, ended=lambda error: None))
+        yield (made := SimpleNamespace(report=None, has_begun=True, doctor=None, ended=lambda error: None))
         one.open -= 1
         made.report = one.found
         if one.fails == "after":

@@ -88,8 +88,8 @@ VANISHED = replaced(run(2000, 20), range(1000, 2001), norm=0.0, loss=lambda e: 0
 @pytest.mark.parametrize(
     ("changes", "cause", "kind", "words"),
     [
-        ({"scale": 2.0**-20}, "scaler_collapse", "scaler", "collapsed to 2^-20"),
-        ({"scale": 2.0**-30}, "scaler_collapse", "scaler", "gradients up to 32 become zero"),
+        ({"scale": 2.0**-20}, "scaler_collapse", "dtype", "collapsed to 2^-20"),
+        ({"scale": 2.0**-30}, "scaler_collapse", "dtype", "gradients up to 32 become zero"),
         ({"dtype": "float16"}, None, None, "leaves no trace"),
         ({"scale": 1024.0}, None, None, "does not explain it"),
         ({"scale": 2.0**-3}, None, None, "does not explain it"),  # gradients of 1e-3, and 2.4e-7 flushes

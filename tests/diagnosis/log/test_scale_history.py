@@ -107,9 +107,9 @@ def test_no_equilibrium_is_stated_that_is_not_known():
     assert "AMP707" in [code for code, _ in found(log, scale=8.0)]
 
 
-def test_a_collapse_in_the_log_prescribes_a_fresh_scaler():
+def test_a_collapse_in_the_log_prescribes_bf16():
     (finding,) = [f for f in diagnosed(scaled(history(3, 2, 1, 0, -1, hold=300))) if f.code == "AMP706"]
-    assert (finding.cause, finding.prescription.kind) == ("scaler_collapse", "scaler")
+    assert (finding.cause, finding.prescription.kind) == ("scaler_collapse", "dtype")
 
 
 def test_the_skip_rate_is_held_against_the_equilibrium():

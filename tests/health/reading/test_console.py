@@ -212,6 +212,38 @@ def test_a_log_of_overflows_alone_that_falls_to_the_floor(tmp_path):
     ]
 
 
+def dictionaries(first, last):
+    return "".join(f"{ {'loss': loss(at), 'grad_norm': 1.5, 'epoch': at / 100} }\n" for at in range(first, last + 1))
+
+
+def test_overflows_behind_the_last_counted_row_are_steps_to_the_floor_and_no_healthy_run(tmp_path):
+    falls = "".join(overflow(2 * at, 2 ** (6 - at), max(2 ** (5 - at), 1)) for at in range(7))
+    end = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+    end += "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.\n"
+    (tmp_path / "job.out").write_text(dictionaries(1, 40) + falls + end)
+    lines, noticed, _ = read(tmp_path)
+    assert [(one.step, one.skipped, one.loss_scale) for one in lines[40:]] == [
+        (41 + at, True, 2.0 ** (6 - at)) for at in range(7)
+    ]
+    assert [one.what for one in noticed.skipped] == ["the numbers of the steps"]
+    report = health([tmp_path])
+    assert (report.verdict, [one.code for one in report.findings if one.severity == "error"]) == ("sick", ["AMP723"])
+
+
+def test_overflows_far_apart_behind_the_last_counted_row_are_not_in_a_row(tmp_path):
+    apart = "".join(overflow(at, 2**14 // scale, 2**13 // scale) for at, scale in ((0, 1), (2, 2), (900, 4), (1800, 8)))
+    (tmp_path / "job.out").write_text(dictionaries(1, 40) + apart)
+    assert [one.skipped for one in read(tmp_path)[0][40:]] == [True, True, False, True, False, True]
+    assert health([tmp_path]).verdict != "sick"
+
+
+def test_overflows_between_counted_rows_are_of_no_known_step(tmp_path):
+    (tmp_path / "job.out").write_text(dictionaries(1, 20) + overflow(0, 2**14, 2**13) + dictionaries(21, 40))
+    lines, noticed, _ = read(tmp_path)
+    assert [one.step for one in lines] == list(range(1, 41))
+    assert [one.what for one in noticed.skipped] == ["the numbers of the steps", "an overflow"]
+
+
 def test_text_that_is_no_log_is_not_taken_for_one(tmp_path):
     texts = (
         "At step 500 we saw the loss jump: loss 3.4.\nAt step 900, the loss was 2.1 again.\n",

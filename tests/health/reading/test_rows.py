@@ -64,4 +64,4 @@ def test_a_time_that_is_none_is_not_known(seconds, expected):
 
 
 def test_the_end_is_said_where_the_log_says_it():
-    assert isinstance(read((1, {"loss": 1.0}), ended=True)[-1].line, EndLine)
+    assert isinstance(read((1, {"loss": 1.0}), ended=EndLine)[-1].line, EndLine)

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -418,6 +419,20 @@ def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
     export(a_run(), [export_of("openmetrics=link.prom")])
     assert (tmp_path / "link.prom").is_symlink()
     assert "ampdoctor_loss" in (tmp_path / "file.prom").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "link"), [("csv=out", "out/alerts.csv"), ("openmetrics=out/run.om", f"out/.run.om.{os.getpid()}.tmp")]
+)
+def test_a_link_that_lay_in_the_folder_leads_nothing_out_of_it(text, link, tmp_path):
+    """A repository comes with a configuration that exports into its own folder, and with the links there."""
+    (tmp_path / "out").mkdir()
+    precious = tmp_path / "precious"
+    precious.write_text("")
+    (tmp_path / link).symlink_to(precious)
+    with suppress(OutputError):
+        export(a_run(), [export_of(text)])
+    assert precious.read_text() == ""
 
 
 def test_no_library_is_imported_before_it_is_needed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 
@@ -273,3 +274,15 @@ def test_facts_that_are_no_json_are_counted(start, tmp_path):
     log.describe(model=object())
     assert log.close()
     assert lines(tmp_path, LostLine) == [LostLine(unmade=1)]
+
+
+def test_a_link_that_lay_in_the_folder_leads_no_facts_out_of_it(start, tmp_path):
+    """A repository comes with a folder for the log, and with links of every process's number in it."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    log = start()
+    (tmp_path / f".run.json.{os.getpid()}.tmp").symlink_to(precious)
+    log.describe(seed=7)
+    log.close()
+    assert precious.read_text() == "mine"
+    assert json.loads((tmp_path / "run.json").read_text())["seed"] == 7

@@ -43,6 +43,7 @@ def loop(kept, *, fails):
         scaler.update()
     model(batch)
     if fails:
+        model(batch).pow(2).mean().backward()
         with pytest.raises(TypeError):
             optimizer.step("no closure")
         with pytest.raises(RuntimeError):

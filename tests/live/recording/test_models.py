@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ampdoctor.live.recording.models import OutermostModels
+from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
 
 
 class Heard:
@@ -191,3 +192,40 @@ def test_a_wrapped_model_with_a_decorated_forward_is_one_call():
     with OutermostModels(heard).watching():
         torchs(model)(torch.zeros(1, 2))
     assert heard.calls == [("DistributedDataParallel", True)]
+
+
+def ones(_module, _args, output):
+    return output
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 2))])
+def test_a_watched_model_is_compiled_by_torch_jit_as_it_is_bare(compiled):
+    """A script that trains exports its model at the end."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    models = OutermostModels(Heard())
+    with models.watching():
+        model(torch.ones(1, 2))
+        inner = UncopiedHooks()
+        inner.add(model[0], model[0].register_forward_hook(ones))
+        hooks = [list(part._forward_hooks.values()) for part in model.modules()]
+        exported = compiled(model)
+        assert [list(part._forward_hooks.values()) for part in model.modules()] == hooks
+        assert sum(map(len, hooks)) == 2
+        inner.remove()
+    assert torch.equal(exported(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_hooks_of_the_user_s_own_are_scripted_under_watch():
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(doubled)
+    models = OutermostModels(Heard())
+    with models.watching():
+        model(torch.ones(1, 2))
+        exported = torch.jit.script(model)
+    assert torch.equal(exported(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+def doubled(self, input: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's names
+    return output * 2

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.replay.bundles.classes import finding, inert_fields, lora_fields
+from ampdoctor.replay.bundles.describing import HEADS
 from ampdoctor.replay.bundles.rebuilding import Rebuilding
 from ampdoctor.replay.guarding.network import network_closed
 
@@ -232,6 +234,33 @@ def test_what_a_library_fetches_by_itself_is_refused(monkeypatch):
     monkeypatch.setattr(transformers.Wav2Vec2ForCTC, "load_adapter", fetching)
     with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
         Rebuilding("b", None, lambda _said: None).model(SAID["an argument of a constructor"])
+
+
+@pytest.mark.parametrize("kind", ["made", "lightning"])
+def test_by_whichever_kind_a_librarys_class_is_named_its_constructor_fetches_nothing(kind, monkeypatch):
+    def fetching(_self, asked):
+        socket.getaddrinfo(asked, 443)
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "__init__", fetching)
+    named = {"class": "transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel"}
+    arguments = {"asked": "huggingface.co"}
+    said = {
+        "made": {"kind": "made", "made": {**named, "args": [], "kwargs": arguments}},
+        "lightning": {"kind": "lightning", **named, "hparams": arguments},
+    }
+    with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
+        Rebuilding("b", None, lambda _said: None).model(said[kind])
+
+
+def test_a_function_that_gives_a_model_another_forward_fetches_nothing(monkeypatch):
+    def giver(_model, asked):
+        socket.getaddrinfo(asked, 443)
+
+    monkeypatch.setitem(sys.modules, "a_library", types.SimpleNamespace(__version__="1", give=giver))
+    monkeypatch.setitem(HEADS, "its head", ("a_library", "give"))
+    said = {**SAID["the library's own key"], "head": {"name": "its head", "arguments": {"asked": "huggingface.co"}}}
+    with pytest.raises(ReplayError, match=r"asks for the network \(huggingface\.co\), and nothing is fetched"):
+        Rebuilding("b", None, lambda _said: None).model(said)
 
 
 @pytest.mark.parametrize(

@@ -560,3 +560,11 @@ def test_a_file_of_a_package_is_told_how_it_is_named(write):
     with pytest.raises(UserCodeError) as raised:
         steps_of("pkg/train.py")
     assert "as in `package.train`" in raised.value.explained
+
+
+def test_a_script_that_trains_on_the_cpu_is_not_moved_to_a_gpu(write):
+    write(LOOP)
+    with open_replay(ReplayRequest(factory="train.py")) as replay:
+        replay.device = torch.device("cuda")  # as `--device auto` chooses on a machine that has one
+        with pytest.raises(FactoryError, match=r"train\.py trains on the CPU, .* give --device cpu"):
+            replay.session()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.cli.main import main
 from ampdoctor.cli.options.options import is_profile
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
@@ -103,6 +104,22 @@ def test_a_folder_with_another_log_is_none(tmp_path):
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}))
     with pytest.raises(UsageError, match="holds no log of a run"):
         ranges_of_log(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", "log.jsonl"])
+def test_a_plan_takes_a_log_as_profile_and_recommend_do(folder, capsys, name):
+    job = ["plan", "--global-batch", "64", "--gpus", "8", "--to-gpus", "2", "--max-micro-batch", "8", "--isolated"]
+    assert main([*job, "--format", "json", "--profile", str(folder / name)]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["flushed"]["scale"] == SCALE
+
+
+def test_a_function_with_a_dot_is_no_profile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    for file in (tmp_path / "train.py", tmp_path / "pkg" / "train.py"):
+        file.write_text("def make_run():\n    return None\n")
+    named = {name: is_profile(name) for name in ("train.make_run", "pkg.train.make_run", "train.safetensors", "a.b")}
+    assert named == {"train.make_run": False, "pkg.train.make_run": False, "train.safetensors": True, "a.b": True}
 
 
 def test_only_a_folder_with_a_log_stands_for_a_profile(folder, tmp_path):

@@ -17,13 +17,14 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.printed.line import Printed, printed
+from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows
 from ampdoctor.health.reading.rows import Row
 
-OVERFLOW = re.compile(
-    rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
-    rb"(?: reducing to ([0-9.e+]+))?"
+_REDUCED = re.compile(
+    rb"radient overflow(?: detected, ignoring gradient, setting loss scale to: |\.\s+Skipping step, loss scaler \d+ "
+    rb"reducing loss scale to )([0-9.e+-]+)"
 )
-"""What DeepSpeed prints of a step that it skips; it prints none of the others."""
+"""What fairseq and Apex print of a step that they skip, with the loss scale behind it. fairseq does not count it."""
 MOST_TRIED = 2000
 """Lines with numbers by which the beginning of a file is judged."""
 _MAIN = ("loss", "grad_norm")
@@ -164,6 +165,8 @@ class ConsoleRows:
     _at: int = field(init=False)
     _overflowed: int = -1
     _scale: float | None = None
+    _uncounted: list[float] = field(default_factory=list)
+    _behind: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
@@ -179,17 +182,32 @@ class ConsoleRows:
         drawn, self._drawn = self._drawn, None
         if drawn is not None:
             yield from self._rows([(drawn, drawn.step)])
+        if self._uncounted and not self._by_epochs:  # nothing follows that they could be confounded with
+            scales = [2 * self._uncounted[0], *self._uncounted]
+            for at, scale in enumerate(scales[:-1], self._at + 1):
+                yield Row(at, {"loss_scale": scale, "skipped": 1.0})
+        else:
+            self.unplaced += len(self._uncounted)
+        self._uncounted = []
+        yield from self._last_overflows()
         if self.layout.counted:
             noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
         if self.unplaced:
             what = "an overflow" if self.unplaced == 1 else f"{self.unplaced:,} overflows"
-            noticed.skipped.append(Skipped(what=what, reason="DeepSpeed does not print which steps it has skipped"))
+            noticed.skipped.append(
+                Skipped(what=what, reason="what is printed of a skipped step does not say which it was")
+            )
 
     def _hear(self, line: bytes) -> Iterator[Row]:
         overflow = OVERFLOW.search(line)
         if overflow is not None:
             yield from self._hear(line[: overflow.start()])  # a bar, which nothing ends
-            yield from self._overflow(overflow)
+            yield from self._overflow(overflow, line)
+            return
+        reduced = _REDUCED.search(line)
+        if reduced is not None:
+            scale = as_number(reduced[1].decode())
+            self._uncounted += [] if scale is None else [scale]
             return
         one = printed(line)
         if one is None:
@@ -226,7 +244,11 @@ class ConsoleRows:
                 values.setdefault("scale", self._scale)
                 if step != self._overflowed and not self._by_epochs:
                     values["skipped"] = 0.0
+            if self.layout.place == "num_updates":  # fairseq's, of updates that were made: it counts no others
+                values.setdefault("skipped", 0.0)
             self._at = step
+            self.unplaced += len(self._uncounted) + len(self._behind)
+            self._uncounted, self._behind = [], []
             yield Row(step, values)
 
     @property
@@ -245,12 +267,21 @@ class ConsoleRows:
         epoch = self._epoch if one.epoch is None else one.epoch
         return self._epochs.step(epoch, place or 0, one.of)
 
-    def _overflow(self, found: re.Match[bytes]) -> Iterator[Row]:
+    def _overflow(self, found: re.Match[bytes], line: bytes) -> Iterator[Row]:
         attempted, self._scale = (as_number((found[at] or found[1]).decode()) for at in (1, 2))
         if self._by_epochs:  # which of a row's many steps it was is not known
-            self.unplaced += 1
+            self._behind.append(line)
             return
         self._at += 1
         self._overflowed = self._at
         if attempted is not None:
             yield Row(self._at, {"loss_scale": attempted, "skipped": 1.0})
+
+    def _last_overflows(self) -> Iterator[Row]:
+        """The overflows behind the last row: no row stands for their steps, so that they may be counted on from it."""
+        behind, self._behind = self._behind, []
+        if not self.layout.counted:
+            self.unplaced += len(behind)
+            return
+        for row in OverflowRows().rows(iter(behind), Left()):
+            yield Row(self._at + row.step, row.values)

@@ -10,9 +10,10 @@ from ampdoctor.checkpoints.formats.log_files import Left, as_number
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.health.reading.log_kind import Noticed, Place, kind_of_one_file
-from ampdoctor.health.reading.printed.console import OVERFLOW, ConsoleRows, Layout, layout_of
+from ampdoctor.health.reading.printed.console import ConsoleRows, Layout, layout_of
+from ampdoctor.health.reading.printed.ending import PrintedRows
 from ampdoctor.health.reading.printed.line import printed
-from ampdoctor.health.reading.printed.overflows import OverflowRows
+from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows
 from ampdoctor.health.reading.rows import Row
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
@@ -196,21 +197,24 @@ def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
     return logs_of
 
 
-def _console(file: RegularFile) -> ConsoleRows:
+def _console(file: RegularFile) -> PrintedRows:
     text, _ = _text(file)
     layout = None if text is None else text.layout
     if layout is None:
         raise CheckpointError(f"{file.name} no longer has a line with a step and a loss.")
-    return ConsoleRows(layout)
+    return PrintedRows(ConsoleRows(layout))
 
 
-def _deepspeed(file: RegularFile) -> _DeepSpeedRows | OverflowRows:
+def _deepspeed(file: RegularFile) -> PrintedRows:
     text, _ = _text(file)
-    return OverflowRows() if text is not None and not text.steps_of_deepspeed else _DeepSpeedRows()
+    return PrintedRows(OverflowRows() if text is not None and not text.steps_of_deepspeed else _DeepSpeedRows())
 
 
 MEGATRON = kind_of_one_file(
-    "megatron", _logs_of("megatron"), lambda _: _MegatronRows(), lambda line: _ITERATION.search(line) is not None
+    "megatron",
+    _logs_of("megatron"),
+    lambda _: PrintedRows(_MegatronRows()),
+    lambda line: _ITERATION.search(line) is not None,
 )
 CONSOLE = kind_of_one_file("console", _logs_of("console"), _console, lambda line: printed(line) is not None)
 DEEPSPEED = kind_of_one_file("deepspeed", _logs_of("deepspeed"), _deepspeed, _is_overflow_or_step)

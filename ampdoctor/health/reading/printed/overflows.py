@@ -9,9 +9,13 @@ from datetime import datetime
 from ampdoctor.checkpoints.formats.log_files import Left, as_number
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import Noticed
-from ampdoctor.health.reading.printed.console import OVERFLOW
 from ampdoctor.health.reading.rows import Row
 
+OVERFLOW = re.compile(
+    rb"(?:OVERFLOW! Rank 0|\[Rank 0\] Overflow detected\.) Skipping step\. Attempted loss scale: ([0-9.e+]+),"
+    rb"(?: reducing to ([0-9.e+]+))?"
+)
+"""What DeepSpeed prints of a step that it skips; it prints none of the others."""
 _TIME = re.compile(rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3})")
 _LONGER = 1.5
 """Times the shortest time between two overflows, beyond which other steps were taken in between."""
