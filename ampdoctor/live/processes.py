@@ -15,12 +15,17 @@ from typing import Any
 _NUMBER = re.compile("[0-9]{1,9}")
 """Of a process; `int` itself refuses thousands of digits with an error of its own."""
 _LAUNCHERS = (
-    ("torchrun", "RANK", ("WORLD_SIZE",)),
-    ("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-    ("mpirun", "PMI_RANK", ("PMI_SIZE",)),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""What starts the processes of a job, and the variables in which each finds its number and theirs."""
+"""What starts the processes of a job, and the variables in which each finds its number and how many they are.
+
+In this order, as each of them starts its processes by way of those after it: mpirun one daemon a node by srun.
+Of Slurm the size of a step, which srun alone sets: a batch script is one process, and has `SLURM_PROCID` 0 and the
+`SLURM_NTASKS` of its allocation.
+"""
 _JOBS = (
     ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
     ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -48,8 +53,8 @@ class Place:
 def launched(environment: Mapping[str, str] | None = None) -> Place:
     """Returns what torchrun, Slurm or Open MPI has put into the environment; rank 0 of 1 where none of them has."""
     known = os.environ if environment is None else environment
-    for launcher, number, sizes in _LAUNCHERS:
-        rank, size = known.get(number, ""), next((known[name] for name in sizes if known.get(name)), "")
+    for launcher, number, several in _LAUNCHERS:
+        rank, size = known.get(number, ""), known.get(several, "")
         if _NUMBER.fullmatch(rank) and _NUMBER.fullmatch(size) and int(rank) < int(size):
             return Place(rank=int(rank), world=int(size), launcher=launcher)
     return Place()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +22,14 @@ _NAMESPACES = frozenset(
 """Of the ops that communicate: each way that torch has ends in one of them, the reducer's of DDP in C++ as well."""
 _LOCAL = ("wait_tensor", "wrap_tensor")
 """In the names of those that only wait for, or mark, what was started before."""
+_PAST_DISPATCH = (
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "gather", "scatter", "alltoall", "alltoall_base"),
+    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "shrink"),
+)
+"""Methods of torch's `Backend` in C++: who takes it out of its group (`group._get_backend(device)`) calls no op."""
 _NEW_GROUP = "_new_group_with_tag"
-"""Of `torch.distributed.distributed_c10d`, since 2.0; without it a step that makes a group is not held back."""
+"""Of `torch.distributed.distributed_c10d`, since 2.0: waits for the others at the store, and is no op."""
 
 
 def are_joined() -> bool:
@@ -49,7 +55,7 @@ def refused() -> Iterator[None]:
     if not are_joined():
         yield
         return
-    with _Refusing(), _without_new_groups():
+    with _Refusing(), _without_what_is_no_op():
         yield
 
 
@@ -71,26 +77,35 @@ class _Refusing(TorchDispatchMode):
 
 
 @contextmanager
-def _without_new_groups() -> Iterator[None]:
-    """Inside, no group is made on this thread: that waits for the others at the store, and is no op."""
+def _without_what_is_no_op() -> Iterator[None]:
+    """Inside, this thread starts no collective past the dispatcher, as far as this torch has the ways for it."""
+    from torch._C import _distributed_c10d as in_c
     from torch.distributed import distributed_c10d
 
-    made, here = getattr(distributed_c10d, _NEW_GROUP, None), threading.get_ident()
-    if made is None:
+    ways: list[tuple[Any, str]] = [(in_c.Backend, name) for name in _PAST_DISPATCH]
+    ways += [(in_c.ProcessGroup, "_start_coalescing"), (distributed_c10d, _NEW_GROUP)]
+    with ExitStack() as stack:
+        for owner, name in ways:
+            if name in vars(owner):
+                stack.enter_context(_refusing(owner, name))
         yield
-        return
+
+
+@contextmanager
+def _refusing(owner: Any, name: str) -> Iterator[None]:
+    made, here = getattr(owner, name), threading.get_ident()
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == here:
-            raise CollectiveError(_sentence("new_group"))
+            raise CollectiveError(_sentence(name.lstrip("_")))
         return made(*args, **kwargs)
 
-    setattr(distributed_c10d, _NEW_GROUP, refusing)
+    setattr(owner, name, refusing)
     try:
         yield
     finally:
-        if getattr(distributed_c10d, _NEW_GROUP) is refusing:
-            setattr(distributed_c10d, _NEW_GROUP, made)
+        if getattr(owner, name) is refusing:
+            setattr(owner, name, made)
 
 
 def _sentence(what: str) -> str:

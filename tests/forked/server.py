@@ -26,10 +26,12 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = str(Path(__file__).parents[2])
-READ_ONCE = re.compile("(?!PYTHONPATH$|TORCHINDUCTOR_)(PYTHON|TORCH|OMP_|MKL_|CUDA_VISIBLE|LD_|LANG|LC_)")
+SET_BY_OTHERS = "PYTHONPATH$|TORCHINDUCTOR_|TORCHELASTIC_|TORCH_NCCL_"
+READ_ONCE = re.compile(f"(?!{SET_BY_OTHERS})(PYTHON|TORCH|OMP_|MKL_|CUDA_VISIBLE|LD_|LANG|LC_)")
 """Variables that Python or a library reads when it starts: a client whose own differ from the server's gets no fork.
 
-Not those that libraries set in whoever imports them (torch's compiler, scikit-learn): tests before it may have done so.
+Not those that libraries set in whoever imports them (torch's compiler, scikit-learn): tests before it may have done so;
+nor those that torchrun gives to each of a job's processes, which are read when the process group is made.
 """
 NOT_LOADED = ("__main__", "pytest_plugin", "pytest_guard", "integrations.hf_trainer", "integrations.lightning")
 MOST_FILES = 253  # that Linux lets one message carry

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
+from ampdoctor.loop.names import wrapped_as
 from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
 
@@ -53,6 +55,7 @@ class OutermostModels:
         self._hooks = UncopiedHooks()
         self._global: list[Any] = []
         self._inside = _Inside()
+        self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # that a wrapper has called so once
         self.unseen: list[str] = []
         self.searching = False
 
@@ -137,7 +140,7 @@ class OutermostModels:
         if not torch.is_grad_enabled() or in_backward() or under_fake_tensors() or transforms():
             return
         try:
-            if not _has_parameters(module):
+            if not _has_parameters(module) or self._is_redirected(module):
                 return
             if id(module) not in self._known:
                 self._meet(module)
@@ -157,6 +160,19 @@ class OutermostModels:
         """Where the module has raised, torch leaves out a global hook's keywords: the module's own hook tells of it."""
         if not torch.compiler.is_compiling() and (kwargs is not None or id(module) not in self._known):
             self._leave(module, args, kwargs, output)
+
+    def _is_redirected(self, module: nn.Module) -> bool:
+        """Whether a wrapper is called, or calls what it wraps, to run a part of the loop in place of the forward.
+
+        Lightning has DDP call its module's `training_step` so: what that calls is recorded, as it is without DDP.
+        """
+        wrapped = _wrapped_in(module)
+        if wrapped is None or not _has_another_forward(wrapped):
+            return False
+        key = id(wrapped)
+        if wrapped is not module:
+            self._redirected[key] = weakref.ref(wrapped, lambda _: self._redirected.pop(key, None))
+        return key in self._redirected
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         modules = self._inside.modules
@@ -231,6 +247,21 @@ class _Inside(threading.local):
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _wrapped_in(module: nn.Module) -> nn.Module | None:
+    """Returns the module in all wrappers, itself where none is; None where a wrapper puts parameters in place."""
+    while (held := wrapped_as(module)) is not None:
+        if held == "_fsdp_wrapped_module" or getattr(module, "mixed_precision", None) is not None:
+            return None
+        module = getattr(module, held)
+    return module
+
+
+def _has_another_forward(module: nn.Module) -> bool:
+    """Whether a function stands in place of the forward, and not around it (`torch.autocast(...)(model.forward)`)."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
 
 
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:

@@ -61,7 +61,7 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
         if hooked:
             said.append(
                 f"gradient hooks of the loop's own were not run, as they may communicate: on {hooked[0]}"
-                + (f" and {len(hooked) - 1} more parameters" if len(hooked) > 1 else "")
+                + (f" and {len(hooked) - 1} more" if len(hooked) > 1 else "")
             )
         stack.enter_context(refused())
         yield tuple(said)

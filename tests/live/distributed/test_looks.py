@@ -1,70 +1,37 @@
 """A look at one rank's step runs no collective: the job is the bare job, bit for bit, whoever goes bad."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.live.distributed.jobs import assert_same, both, logged, looks
 
 SCRIPT = Path(__file__).with_name("training.py")
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def torchrun(world, *command, folder):
-    """Return the process that torchrun was, with its stderr."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", str(free_port())]
-    return subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def both(kind, folder, world=2, *options):
-    """Run the training bare and watched; return both ends, and the looks of each rank."""
-    (folder / "bare").mkdir()
-    (folder / "run").mkdir()
-    bare = torchrun(world, str(SCRIPT), kind, str(folder / "bare"), folder=folder)
-    watched = ["-m", "ampdoctor", "run", "--health", "health", *options, str(SCRIPT), kind, str(folder / "run")]
-    run = torchrun(world, *watched, folder=folder)
-    return bare, run
-
-
-def looks(folder, rank):
-    name = "log.jsonl" if rank == 0 else f"log.rank{rank}.jsonl"
-    lines = [json.loads(line) for line in (folder / "health" / name).read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "look"]
-
-
-def assert_same(folder, world=2):
-    """The weights are bit for bit those of the bare job, and as many collectives were run."""
-    for rank in range(world):
-        bare, run = (torch.load(folder / name / f"{rank}.pt") for name in ("bare", "run"))
-        assert bare["collectives"] == run["collectives"] > 0
-        for mine, other in zip(bare["weights"], run["weights"], strict=True):
-            assert torch.equal(mine.view(torch.int32), other.view(torch.int32))
+def said(process):
+    """What a job prints, without its numbers: two processes print in any order, and torchrun prints times."""
+    lines = (process.stdout + process.stderr).splitlines()
+    return sorted(re.sub("[0-9]+", "#", line) for line in lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "kind", ["scaler+bad7", "bad7", "scaler+bad0", "static+scaler+bad0", "gated+scaler+bad6", "view+scaler+bad1"]
+    ("kind", "world"),
+    [
+        ("scaler+bad7", 2),
+        ("scaler+bad7", 4),
+        ("bad7", 2),
+        ("bad7", 4),
+        ("scaler+bad0", 2),
+        ("static+scaler+bad0", 2),
+        ("gated+scaler+bad6", 4),
+        ("view+scaler+bad1", 2),
+    ],
 )
-def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(tmp_path, kind, world):
-    bare, run = both(kind, tmp_path, world)
+def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(python, tmp_path, kind, world):
+    bare, run = both(python, SCRIPT, kind, tmp_path, world)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path, world)
     guilty = looks(tmp_path, world - 1)
@@ -77,30 +44,75 @@ def test_a_nan_in_one_ranks_batch_is_found_there_and_the_job_goes_on(tmp_path, k
 @pytest.mark.parametrize(
     "kind", ["nosync", "compiled", "checkpoint", "powersgd", "gan", "tokens", "byhand", "hooked", "reduced"]
 )
-def test_other_ways_to_train_in_several_processes_are_not_harmed_either(tmp_path, kind):
-    bare, run = both(f"{kind}+scaler+bad7", tmp_path)
+def test_other_ways_to_train_in_several_processes_are_not_harmed_either(python, tmp_path, kind):
+    bare, run = both(python, SCRIPT, f"{kind}+scaler+bad7", tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
     assert len(looks(tmp_path, 1)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2+bad7", "fsdp2+edit+bad7", "tp+bad7"])
-def test_a_model_that_lies_in_parts_is_not_run_in_place(tmp_path, kind):
-    bare, run = both(kind, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("fsdp2+bad7", 2),
+        ("fsdp2+bad7", 4),
+        ("fsdp2+edit+bad7", 2),
+        ("fsdp1+bad7", 2),
+        ("fsdp1+flat+bad7", 2),
+        ("tp+bad7", 2),
+    ],
+)
+def test_a_model_that_lies_in_parts_is_not_run_in_place(python, tmp_path, kind, world):
+    bare, run = both(python, SCRIPT, kind, tmp_path, world)
+    assert (bare.returncode, run.returncode) == (0, 0), run.stderr
+    assert_same(tmp_path, world)
+    assert "lie in parts" in run.stderr
+    assert not any(look.get("findings") for rank in range(world) for look in looks(tmp_path, rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "world"), [("scaler+edit+bad7", 2), ("edit+bad7", 2), ("edit+bad7", 4)])
+def test_what_a_rank_adds_to_its_gradients_is_blamed_on_nobody_else(python, tmp_path, kind, world):
+    bare, run = both(python, SCRIPT, kind, tmp_path, world)
+    assert (bare.returncode, run.returncode) == (0, 0), run.stderr
+    assert_same(tmp_path, world)
+    assert not any(look.get("findings") for rank in range(world - 1) for look in looks(tmp_path, rank))
+
+
+@pytest.mark.slow
+def test_a_job_that_was_sick_has_ended_and_is_not_started_anew(python, tmp_path):
+    bare, run = both(python, SCRIPT, "scaler+bad7", tmp_path, launched=["--max-restarts", "1"])
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
-    assert "lie in parts" in run.stderr
+    for rank in (0, 1):
+        assert [line["step"] for line in logged(tmp_path, rank, "step")] == list(range(11))
+        assert [line["exit_code"] for line in logged(tmp_path, rank, "end")] == [0]
+    assert "health health --fail-on error" in run.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_job_as_without_a_watch(python, tmp_path):
+    bare, run = both(python, SCRIPT, "scaler+raises+bad7", tmp_path)
+    assert bare.returncode == run.returncode == 1
+    assert "RuntimeError: no more of this" in run.stderr
+    (end,) = logged(tmp_path, 1, "end")
+    assert (end["exit_code"], end["reason"]) == (1, "RuntimeError")
+    assert [one["code"] for look in looks(tmp_path, 1) for one in look["findings"]] == ["AMP204"]
+    assert len(logged(tmp_path, 0, "step")) >= 7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["ddp", "nosync", "static", "compiled", "gated", "fsdp2", "tp", "powersgd+scaler", "gan", "reduced", "byhand"],
+    [
+        *("ddp", "nosync", "static", "compiled", "gated", "fsdp2", "fsdp1", "tp", "powersgd+scaler"),
+        *("gan", "byhand", "checkpoint", "tokens"),
+    ],
 )
-def test_a_healthy_job_is_the_bare_job_and_nothing_is_said(tmp_path, kind):
-    bare, run = both(kind, tmp_path)
+def test_a_healthy_job_is_the_bare_job_and_nothing_is_said(python, tmp_path, kind):
+    bare, run = both(python, SCRIPT, kind, tmp_path)
     assert (bare.returncode, run.returncode) == (0, 0), run.stderr
     assert_same(tmp_path)
     assert looks(tmp_path, 0) == looks(tmp_path, 1) == []
-    assert "ampdoctor" not in run.stderr
+    assert said(bare) == said(run)

@@ -3,6 +3,7 @@
 Its weights, and the number of collectives that its process group has run, go to `OUT/RANK.pt`.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def made():
     torch.manual_seed(0)
     middle = Gated() if "gated" in kind else nn.ReLU()
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), middle, nn.Dropout(0.1), nn.Linear(16, 4))
+    if "syncbn" in kind:  # which refuses inputs on a CPU
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if "checkpoint" in kind:
         model = Checkpointed(*model)
     if "fsdp2" in kind:
@@ -46,6 +49,10 @@ def made():
         for layer in (model[0], model[4]):
             fully_shard(layer)
         return fully_shard(model)
+    if "fsdp1" in kind:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params="flat" not in kind)
     if "tp" in kind:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -116,11 +123,13 @@ for step in range(STEPS):
             dist.all_reduce(p.grad)
             p.grad /= world
     if step == bad and rank == world - 1 and "edit" in kind:
-        next(model.parameters()).grad[0, 0] = float("inf")
-    if "raises" in kind and step == bad and rank == world - 1:
+        held = next(model.parameters()).grad
+        (held.to_local() if hasattr(held, "to_local") else held)[0, 0] = float("inf")  # of a DTensor's, no collective
+    if "raises" in kind and step == bad and rank == world - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("no more of this")
     scaler.step(optimizer)
     scaler.update()
+    sys.stdout.write(f"rank {rank}, step {step}\n")  # at once: two processes write to one terminal
 local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
 count = dist.group.WORLD._get_sequence_number_for_group()
 torch.save({"weights": [p.detach().clone() for p in local], "collectives": count}, out / f"{rank}.pt")

@@ -139,6 +139,61 @@ def test_no_class_is_registered_after_a_watch():
     assert copyreg.dispatch_table == before
 
 
+class Lends(nn.Module):
+    """Has its wrapper call a part of the loop, as Lightning does; `given` calls the module itself, or parts of it."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        object.__setattr__(self, "wrapper", wrap(self))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def step(self, given, x):
+        own = self.forward
+
+        def redirected(x):
+            self.forward = own
+            return given(x)
+
+        self.forward = redirected
+        return self.wrapper(x)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+torchs = type("DistributedDataParallel", (Wrapper,), {"__module__": "torch.nn.parallel.distributed"})
+"""As torch's wrapper is known: by its name; a real one needs a process group."""
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_what_a_wrapper_calls_in_place_of_a_forward_is_a_part_of_the_loop(settled):
+    heard, model = Heard(), Lends(torchs)
+    models = OutermostModels(heard)
+    with models.watching():
+        model.step(model, torch.zeros(1, 2))
+        if settled:
+            models.settle()  # the wrapper is not known
+        model.step(lambda x: model(x).sum(), torch.zeros(1, 2))
+    assert heard.calls == [("Lends", True), ("Lends", True)]
+
+
+def test_a_wrapped_model_with_a_decorated_forward_is_one_call():
+    heard, model = Heard(), nn.Sequential(nn.Linear(2, 2))
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    with OutermostModels(heard).watching():
+        torchs(model)(torch.zeros(1, 2))
+    assert heard.calls == [("DistributedDataParallel", True)]
+
+
 def ones(_module, _args, output):
     return output
 
