@@ -75,6 +75,10 @@ SCRIPTS = {
 }
 
 
+# torch gives it once a process, for whichever of these operators comes first
+pytestmark = pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")
+
+
 def report_of(script: Path):
     return bisect_nan(ReplayRequest(factory=str(script), steps=2))
 
@@ -82,6 +86,7 @@ def report_of(script: Path):
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path):
     start = multiprocessing.context._default_context._actual_context
+    multiprocessing.context._default_context._actual_context = None  # another test may have chosen one
     yield
     registrations_of(str(tmp_path / "train.py")).undo()
     multiprocessing.context._default_context._actual_context = start
