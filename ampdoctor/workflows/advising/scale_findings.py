@@ -191,7 +191,7 @@ def _of_the_scale(
 def _came_below_one(advice: Advice, now: Observed | None) -> bool:
     """Has the run's scaler, and nobody's hand, taken the scale below 1: steps were lost at each scale above?"""
     scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
-    return scale < 1.0 and advice.current.growth_interval > 0
+    return 0.0 < scale < 1.0 and advice.current.growth_interval > 0
 
 
 def _last_bad(now: Observed | None) -> int | None:
