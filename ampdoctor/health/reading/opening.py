@@ -153,18 +153,14 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
     if place.named:
         why = f"{Path(path).name} is no log that is read here: {hint or _READ}."
         raise CheckpointError(next(iter(refused.values()), why))
-    seen = set()
-    for runs in _runs_below(Path(path)):
-        for folder in runs:
-            if folder in seen:
-                continue
-            seen.add(folder)
-            place = _place(folder, budget)
-            found = _in(typed, place)
-            if found is not None:
-                others = [one for one in runs if one is not folder and _has_log(one, budget)]
-                return _beside(found, folder, others, Path(path), refused)
-            refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in place.refused.items()}
+    folders = list(dict.fromkeys(folder for runs in _runs_below(Path(path)) for folder in runs))
+    for folder in folders:
+        place = _place(folder, budget)
+        found = _in(typed, place)
+        if found is not None:
+            others = [one for one in folders if one != folder and _has_log(one, budget)]
+            return _beside(found, folder, others, Path(path), refused)
+        refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in place.refused.items()}
     name = Path(path).name or typed
     if refused:
         raise CheckpointError(f"{name} holds no log that can be read: {next(iter(refused.values()))}")
@@ -252,8 +248,14 @@ def _last_written(folder: Path) -> tuple[int, str]:
 
 
 def _beside(found: FoundLog, folder: Path, others: Sequence[Path], root: Path, refused: Mapping[str, str]) -> FoundLog:
+    own = folder.relative_to(root)
     skipped = tuple(
-        Skipped(what=str(other.relative_to(root)), reason=f"a log that was written before {folder.relative_to(root)}'s")
+        Skipped(
+            what=str(other.relative_to(root)),
+            reason=f"a log that was written before {own}'s"
+            if _last_written(other) < _last_written(folder)
+            else f"another log than {own}'s",
+        )
         for other in others
     )
     return replace(found, skipped=(*found.skipped, *skipped, *_not_read(refused)))
