@@ -45,9 +45,6 @@ def read_profile(path: str) -> RangeProfile:
     Raises:
         UsageError: The file does not exist, is not a regular file or not a profile, is cut short, or was changed.
     """
-    module, _, function = path.rpartition(".")
-    if function.isidentifier() and all(map(str.isidentifier, module.split("."))) and not Path(path).exists():
-        raise UsageError(f"there is no file {path}; a factory has a colon before its function: {module}:{function}")
     try:
         with RegularFile(Path(path), path) as file:
             if file.size > MAX_BYTES:

@@ -85,11 +85,16 @@ def test_plan_takes_it(folder, name, run_cli, check_report):
     assert check_report(done.stdout)["plan"]["flushed"]["scale"] == SCALE
 
 
-def test_a_factory_with_a_dot_for_its_colon_is_told_so(run_cli, tmp_path, monkeypatch):
+def test_a_factory_with_a_dot_is_told_so_and_a_profile_that_is_missing_is_not(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def make_run(): ...\n", encoding="utf-8")
     done = run_cli("recommend", "train.make_run")
     assert done.returncode == 2
-    assert "a factory has a colon before its function: train:make_run" in done.stderr
+    assert "did you mean 'train.py:make_run', with a colon?" in done.stderr
+    done = run_cli("recommend", "gpt.safetensors")
+    assert done.returncode == 2
+    assert "gpt.safetensors does not exist" in done.stderr
+    assert "colon" not in done.stderr
 
 
 def test_a_log_without_details_says_so(tmp_path):
