@@ -1,4 +1,4 @@
-"""What the end of a log says that stands beside no checkpoint: for `health` the same as for `scan`."""
+"""Judges the end of a log without a checkpoint; `health` and `scan` share it."""
 
 from __future__ import annotations
 

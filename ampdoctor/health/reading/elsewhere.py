@@ -32,7 +32,7 @@ _LOGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
         ),
     }
 )
-"""By what a framework prints when it begins; the first that is there is told."""
+"""Lines that frameworks print at their start; the first match names the framework."""
 
 
 def log_elsewhere(place: Place) -> str | None:

@@ -107,7 +107,7 @@ class Printed:
         rank: The process that has printed it, where that is said.
         is_bar: Whether the fraction is that of a bar.
         is_dictionary: Whether the numbers stand in braces.
-        evaluates: Whether a loss of an evaluation stands beside the training's.
+        evaluates: The line has an evaluation loss beside the training loss.
     """
 
     numbers: dict[str, Number] = field(default_factory=dict)
