@@ -256,6 +256,7 @@ CASES = {
         1e-6,
         scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),)),
     ),
+    "AMP402.falls": (9, scanned(tensor(), scalers=(ScalerState(scale=2.0**-8),))),
     "AMP403.intervals": (10, logged(FROZEN)),
     "AMP407.ratio": (
         200.0,

@@ -10,7 +10,9 @@ a folder that holds a series of its own makes it several runs, which are named a
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Literal
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.layouts.folder import Below, open_folder, parts_in, says_checkpoint, search_below
 from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors
-from ampdoctor.checkpoints.layouts.step_names import Moment, alias_of, moment_of
+from ampdoctor.checkpoints.layouts.step_names import Moment, alias_of, moment_of, names_run, run_of, without_alias
 from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.checkpoints.storage.files import identity_of
 from ampdoctor.checkpoints.storage.listing import Listing, list_folder
@@ -153,11 +155,16 @@ def contents_of(root: Listing) -> Contents:
     members = () if groups is None else _ordered(root, groups)
     parts = parts_in(root)
     itself = bool(parts) or any(map(says_checkpoint, root.files))
-    below = search_below(root, {*parts, *(Path(member.inside).parts[0] for member in members if member.inside)})
+    known = {*parts, *(Path(member.inside).parts[0] for member in members if member.inside)}
+    below = search_below(root, known, _is_run)
     counted = [(name, listing, _groups(listing, sure=True)) for name, listing in below.folders]
     runs = [(name, inner, found) for name, inner, found in counted if found is not None and found.count > 1]
     single = [(name, listing) for name, listing, found in counted if found is None or found.count < 2]
     rest = replace(below, folders=())
+    apart = _apart(root, groups)
+    if apart:
+        inside = _several(root, (), runs, single) if below.folders else ()
+        return Contents(several=(*apart, *(one for one in inside if one.name)), below=rest)
     if runs and (members or itself or len(below.folders) > 1):
         return Contents(several=tuple(_several(root, members, runs, single)), below=rest)
     if members:
@@ -167,6 +174,9 @@ def contents_of(root: Listing) -> Contents:
         return Contents()  # opening it reads what lies below
     if runs:
         ((name, inner, found),) = runs
+        apart = _apart(inner, found, name)
+        if apart:
+            return Contents(several=apart, below=rest)
         named = (
             replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
             for m in _ordered(inner, found)
@@ -175,6 +185,56 @@ def contents_of(root: Listing) -> Contents:
     if len(single) == 1:
         return Contents(_only(*single[0]), below=rest)
     return Contents(several=tuple(Series(name=n, names=(n,), paths=(n,)) for n, _ in single), below=rest)
+
+
+def _is_run(listing: Listing) -> bool:
+    """Whether a folder's names alone say that a series of checkpoints lies in it."""
+    found = _groups(listing, sure=True)
+    return found is not None and found.count > 1
+
+
+def _apart(root: Listing, groups: _Groups | None, inside: str = "") -> tuple[Series, ...]:
+    """The trainings whose checkpoints lie side by side in a folder, where there is more than one.
+
+    Names tell them apart (`exp1_step100.pt`, `exp2_step100.pt`), or else what is in the files: two lines of saves, or
+    two files of one step, with the same model and as much beside it are of two trainings, not two parts of one.
+    """
+    entries = [entry for group in groups.series for entry in group] if groups is not None else []
+    entries = [entry for entry in entries if entry.alias is None]
+    saves: dict[tuple[str, object], set[str]] = {}
+    for entry in entries:
+        saves.setdefault((_run_of(entry), entry.key), set()).add(_run_of(entry, settings=True))
+    settings = any(len(said) > 1 for said in saves.values())  # `lr0.1_step100.pt` beside `lr0.01_step100.pt`
+    lines: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        lines.setdefault(_run_of(entry, settings=settings), []).append(entry)
+    if len(lines) < 2 or not any(_of_two_runs(one, other) for one, other in itertools.combinations(lines.values(), 2)):
+        return ()
+    told: list[Series] = []
+    for line in lines.values():
+        names = tuple(entry.name for entry in sorted(line, key=lambda e: (e.key, e.name)))
+        at = [os.path.join(inside, path) for path in _pattern(names, root.names)]  # noqa: PTH118 - a pattern
+        told.append(Series(name="", names=tuple(os.path.join(inside, n) for n in names), paths=tuple(at)))  # noqa: PTH118
+    return tuple(told)
+
+
+def _run_of(entry: _Entry, *, settings: bool = False) -> str:
+    return run_of(entry.moment.stem, settings=settings) if entry.moment is not None else ""
+
+
+def _of_two_runs(one: Sequence[_Entry], other: Sequence[_Entry]) -> bool:
+    pairs = [(a, b) for a in one for b in other if a.key == b.key and a.folder == b.folder]
+    a, b = pairs[0] if pairs else (one[0], other[0])
+    if a.moment is None or b.moment is None or a.moment.unit != b.moment.unit:
+        return False
+    said, by = names_run(a.moment.stem), names_run(b.moment.stem)
+    if said is not None and by is not None:
+        return said != by
+    if not pairs and (len(one) < 2 or len(other) < 2):
+        return False
+    looks = [_look(Member(name=entry.name, path=entry.path)) for entry in (a, b)]
+    first, second = looks
+    return first is not None and second is not None and bool(first[1]) and first[1:] == second[1:]
 
 
 def _only(name: str, listing: Listing) -> Family:
@@ -258,13 +318,19 @@ def _groups(root: Listing, *, sure: bool = False) -> _Groups | None:
     named |= {e.name for e in aliases}
     rest = [e for e in candidates if not e.folder and e.name not in named]
     groups = _together(series)
-    if not groups:
+    if not groups and (rest or not _stand_for_a_series(aliases)):
         return None
     final = _final(root, rest, groups)
     found = _Groups(groups, _unique(aliases, series), final, rest if final is None else [])
     if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, root.names):
         return None
     return found
+
+
+def _stand_for_a_series(aliases: Sequence[_Entry]) -> bool:
+    """Whether words alone name checkpoints of one training: `best.pt` and `last.pt`, which differ in them alone."""
+    said = {without_alias(entry.name) for entry in aliases}
+    return len(aliases) > 1 and len(said) == 1 and any(entry.alias == "last" for entry in aliases)
 
 
 def _entry(root: Listing, name: str) -> _Entry:
@@ -326,11 +392,12 @@ def _is_series(group: Sequence[_Entry]) -> bool:
     return len(numbers) > 2 and step >= _EVENLY and max(numbers) // step <= 2 * len(numbers)
 
 
-def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]]] | None:
-    """Returns the stored step and the outline of a member's weights; None if it cannot be read."""
+def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]], bool] | None:
+    """Returns the stored step, the outline of the weights, and if optimizers are there; None if it is unreadable."""
     try:
         with member.open() as checkpoint:
-            return checkpoint.global_step, frozenset((r.name, r.shape) for r in checkpoint if r.role == "weight")
+            outline = frozenset((r.name, r.shape) for r in checkpoint if r.role == "weight")
+            return checkpoint.global_step, outline, bool(checkpoint.optimizers())
     except CheckpointError:
         return None
 
@@ -354,7 +421,12 @@ def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
         kinds.setdefault((any(e.folder for e in group), moments), []).append(group)
     out: list[list[_Entry]] = []
     for (folders, moments), alike in kinds.items():
-        if folders or len(moments) < 2 or len(alike) == 1:
+        if len(moments) == 1 and not folders:  # the model and the optimizer of the only step so far
+            lines: dict[tuple[str, bool], list[_Entry]] = {}
+            for entry in (e for group in alike for e in group):
+                lines.setdefault((_run_of(entry, settings=True), entry.alias is None), []).append(entry)
+            out += list(lines.values())
+        elif folders or len(alike) == 1:
             out += [[entry] for group in alike for entry in group]
         else:
             out += [[e for group in alike for e in group if e.key == moment] for moment in sorted(moments)]
@@ -422,9 +494,9 @@ def _ordered(root: Listing, found: _Groups) -> tuple[Member, ...]:
 
 def _unit(groups: Sequence[Sequence[_Entry]]) -> Literal["step", "epoch", "number"]:
     units = [group[0].moment.unit for group in groups if group[0].moment is not None]
-    if all(unit == "epoch" for unit in units):
+    if units and all(unit == "epoch" for unit in units):
         return "epoch"
-    return "step" if "step" in units else "number"
+    return "step" if "step" in units or not units else "number"
 
 
 def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:

@@ -168,7 +168,6 @@ def test_numbers_without_a_word_are_steps_where_they_are_evenly_far_apart(tmp_pa
         ["consolidated.00.pth", "consolidated.01.pth"],
         ["fold_10.pt", "fold_20.pt", "fold_30.pt"],
         ["model.pt", "optimizer.pt", "scaler.pt"],
-        ["best.pt", "last.pt"],
         ["step_100.pt"],
     ],
 )

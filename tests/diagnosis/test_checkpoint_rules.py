@@ -102,6 +102,11 @@ def test_healthy_tensors_are_left_alone(healthy):
         ("AMP401", "error", scaler(math.inf)),
         ("AMP401", "error", scaler(math.nan)),
         ("AMP402", "warning", scaler(0.5)),
+        ("AMP402", "warning", scaler(2.0**-3)),
+        ("AMP402", "error", scaler(2.0**-4)),
+        ("AMP402", "error", scaler(2.0**-9, growth_tracker=10)),
+        ("AMP402", "warning", scaler(2.0**-9, growth_tracker=11)),
+        ("AMP402", "warning", scaler(2.0**-9, growth_tracker=6, growth_interval=100)),
         ("AMP402", "error", scaler(2.0**-127)),
         ("AMP403", "warning", scaler(growth_tracker=2000)),
         ("AMP404", "warning", scaler(backoff_factor=0.0)),
@@ -139,10 +144,39 @@ def test_healthy_scalers_are_left_alone(healthy):
 def test_a_small_scale_is_harmful_only_for_small_gradients():
     """2^-8 with a norm of 1 over 1024 weights is fine, over 1e9 it is not, and a logged norm of 1e6 saves it."""
     large = tensor(examined=10**9)
-    assert found(tensor(), scalers=[scaler(2.0**-8)]) == [("AMP402", "warning")]
-    assert found(large, scalers=[scaler(2.0**-8)]) == [("AMP402", "error")]
+    resting = scaler(2.0**-8, growth_tracker=500)
+    assert found(tensor(), scalers=[resting]) == [("AMP402", "warning")]
+    assert found(large, scalers=[resting]) == [("AMP402", "error")]
     logged = [LogEntry(step=s, loss=1.0 + s, grad_norm=1e6) for s in range(20)]
-    assert found(large, scalers=[scaler(2.0**-8)], log=logged) == [("AMP402", "warning")]
+    assert found(large, scalers=[resting], log=logged) == [("AMP402", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("step", "tracker", "severity"),
+    [
+        (0, 0, "warning"),  # saved before the first step
+        (7, 7, "warning"),  # no step of the run has overflowed
+        (4000, 0, "warning"),  # nor here: it has just grown
+        (4003, 3, "warning"),
+        (4003, 0, "error"),
+        (None, 0, "error"),
+    ],
+)
+def test_a_low_scale_that_was_chosen_is_not_falling(step, tracker, severity):
+    summary = CheckpointSummary(
+        format="torch-zip",
+        tensors=(tensor(),),
+        scalers=(scaler(2.0**-8, growth_tracker=tracker),),
+        global_step=step,
+    )
+    assert [(f.code, f.severity) for f in judge(summary)] == [("AMP402", severity)]
+
+
+@pytest.mark.parametrize("scale", [1e-8, 2.0**-20, 2.0**-10])
+def test_a_scale_that_falls_is_sick_whatever_the_gradients(scale):
+    """Norms of 1e6, as a loss that explodes logs them: the scale is still falling, and cures nothing."""
+    logged = [LogEntry(step=s, loss=1.0 + s % 3, grad_norm=1e6 + s) for s in range(20)]
+    assert ("AMP402", "error") in found(tensor(), scalers=[scaler(scale)], log=logged)
 
 
 def test_a_skipped_steps_infinite_norm_in_the_log_does_not_count():

@@ -96,6 +96,8 @@ class Checkpoint:
         global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
         log: Training log beside the weights, or the run's; without one, the loss that was saved with the weights.
         scalers: Loss scalers found.
+        lost: Numbers outside of its tensors and scalers that are not finite.
+        unread: Its tensors and files of weights whose values are not read, and may be anything.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Checkpoint:
         self._parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
+        self.lost = tuple(dataclasses.replace(one, file=part.name) for part in parts for one in part.sections.lost)
+        self.unread = tuple(one for one in self.skipped if one.kind == "unread")
         self.skipped = tuple(_folded(self.skipped))
         found = global_step if global_step is not None else self._find_step()
         self.global_step = found if found is not None else spare_step
@@ -253,7 +257,8 @@ class Checkpoint:
         """Returns a tensor outside every state dict; if there is no state dict at all, it counts as a weight."""
         if is_master(path) and stored.shape:
             return self._ref(path, "weight", MASTER_GROUP, stored)
-        return self._ref(path, role_of(path) if weightless and stored.shape else "other", "", stored)
+        whole = path == "tensor"  # a file that is one number
+        return self._ref(path, role_of(path) if weightless and (stored.shape or whole) else "other", "", stored)
 
     def _moments(self, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str) -> Iterator[TensorRef]:
         for pid, state in optimizer["state"].items():

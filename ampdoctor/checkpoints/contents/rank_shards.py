@@ -13,8 +13,7 @@ from typing import Any, TypeGuard
 
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.objects import fields_of
-from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
-from ampdoctor.evidence.report import Skipped
+from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor, unread
 
 _DTENSOR = "torch.distributed.tensor."
 _OLD_DTENSOR = "torch.distributed._tensor."
@@ -107,7 +106,7 @@ def _piece_of(node: Inert) -> Any:
         found = _of_sharded(node)
     else:
         return node
-    return Skipped(what="", reason="a distributed tensor of a form that is not read") if found is False else found
+    return unread("a distributed tensor of a form that is not read") if found is False else found
 
 
 def _of_sharded(node: Inert) -> LocalShard | bool | None:

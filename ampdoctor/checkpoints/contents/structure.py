@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ampdoctor.checkpoints.contents.below import Below, entries_of, is_optimizer, join, leaves
+from ampdoctor.checkpoints.contents.lost_numbers import lost_numbers
 from ampdoctor.checkpoints.contents.rank_shards import with_local_shards
 from ampdoctor.checkpoints.contents.scalers import MEGATRON_DEFAULTS, is_own_field, number, scaler_fields
 from ampdoctor.checkpoints.pickles.inert import Inert
@@ -24,8 +25,8 @@ from ampdoctor.checkpoints.pickles.objects import (
     tensors_inside,
 )
 from ampdoctor.checkpoints.pickles.tree import Saved
-from ampdoctor.checkpoints.storage.stored import StoredTensor
-from ampdoctor.evidence.of_checkpoints.checkpoint import TensorRole
+from ampdoctor.checkpoints.storage.stored import SparseTensor, StoredTensor
+from ampdoctor.evidence.of_checkpoints.checkpoint import LostNumbers, TensorRole
 from ampdoctor.evidence.report import Skipped
 
 MAIN_KEYS = (
@@ -90,6 +91,7 @@ class Sections:
         search: Counts the work of searching its objects.
         places: Paths in use, each with the number of entries that print like it.
         tree: The saved object as a whole; None where the file holds tensors alone.
+        lost: Its numbers outside of all these that are not finite.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class Sections:
     search: Search = field(default_factory=Search, repr=False)
     places: dict[str, int] = field(default_factory=dict, repr=False)
     tree: Any = field(default=None, repr=False)
+    lost: tuple[LostNumbers, ...] = ()
 
     def place(self, path: str, key: object) -> str:
         """Returns the path of an entry; keys that print alike (1 and "1", two objects) still get two paths."""
@@ -122,12 +125,23 @@ def sort_out(saved: Saved) -> Sections:
     tree = _without_nests(with_local_shards(saved.tree))
     sections = Sections(foreign=saved.foreign, tree=tree)
     _visit(tree, "", sections, Below())
+    losses: dict[str, float] = {}
     if isinstance(tree, Mapping):
         sections.global_step = _step_of(tree)
-        sections.loss = next((loss for k in _LOSS_KEYS if (loss := number(tree.get(k))) is not None), None)
+        losses = {key: loss for key in _LOSS_KEYS if (loss := number(tree.get(key))) is not None}
+        sections.loss = next(iter(losses.values()), None)
         settings = {key: value for key, value in fields_of(tree.get("args")).items() if key in MEGATRON_DEFAULTS}
         sections.scalers = {path: {**settings, **saved} for path, saved in sections.scalers.items()}
+    sections.lost = tuple(lost_numbers(tree, dict.fromkeys(list(losses)[:1]), _examined(sections)))
     return sections
+
+
+def _examined(sections: Sections) -> set[int]:
+    """Returns the addresses of the tensors that belong to a part."""
+    masters = (tensor for groups in sections.masters.values() for group in groups for tensor in group)
+    models = (tensor for model in sections.models.values() for tensor in model.values())
+    states = (tensor for node in sections.optimizers.values() for _, tensor in tensors_in(node["state"]))
+    return {id(tensor) for some in (models, sections.others.values(), masters, states) for tensor in some}
 
 
 def main_model(paths: Sequence[str]) -> str | None:
@@ -183,8 +197,11 @@ def _visit(node: Any, path: str, into: Sections, below: Below) -> None:
             into.others[path or "tensor"] = node
     elif isinstance(node, Inert):
         _visit_object(node, path, into)
+    elif isinstance(node, SparseTensor):
+        into.others[into.place(path or "tensor", "values")] = node.values
+        into.skipped.append(Skipped(what=path or "tensor", reason="a sparse tensor, of which the values are examined"))
     elif isinstance(node, Skipped):
-        into.skipped.append(Skipped(what=path or "tensor", reason=node.reason))
+        into.skipped.append(replace(node, what=path or "tensor"))
     elif isinstance(node, list | tuple):
         _visit_sequence(node, path, into, below)
     elif isinstance(node, Mapping):
@@ -260,7 +277,7 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         content = read_module(node, into.search)
         into.models[path] = content.tensors
         into.buffers[path] = content.buffers
-        into.skipped.extend(Skipped(what=join(path, s.what), reason=s.reason) for s in content.skipped)
+        into.skipped.extend(replace(s, what=join(path, s.what)) for s in content.skipped)
         return
     optimizer = optimizer_fields(node, into.search)
     if optimizer is not None:
@@ -271,7 +288,7 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         into.scalers[path] = scaler
     for at, tensor in tensors_inside(node, into.search):
         if isinstance(tensor, Skipped):
-            into.skipped.append(Skipped(what=join(path, at) if at else path or "tensor", reason=tensor.reason))
+            into.skipped.append(replace(tensor, what=join(path, at) if at else path or "tensor"))
         elif scaler is None or not is_own_field(at, tensor):
             into.others[into.place(path, at or "tensor")] = tensor
 
@@ -284,7 +301,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, below: B
         elif key != "state":  # saved into the same dict: a model, fp32 copies
             _visit_entry(key, value, path, into, below)
     unread = [(at, t) for at, t in tensors_in(node["state"], join(path, "state")) if isinstance(t, Skipped)]
-    into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
+    into.skipped.extend(replace(t, what=at) for at, t in unread)
     for at, moment in _objects_in(node["state"], join(path, "state")):  # tensor subclasses of 8-bit optimizers
         _visit_object(moment, at, into)
     if number(node.get("loss_scale")) is not None:  # fairseq's half-precision optimizer, which is its own scaler

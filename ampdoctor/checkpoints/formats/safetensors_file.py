@@ -16,7 +16,13 @@ import torch
 from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.pickles.tree import MAX_PATH
 from ampdoctor.checkpoints.storage.files import ByteSource, shown
-from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, StoredTensor, StridedTensor, contiguous_stride
+from ampdoctor.checkpoints.storage.stored import (
+    MAX_DIMENSIONS,
+    StoredTensor,
+    StridedTensor,
+    contiguous_stride,
+    unread_dtype,
+)
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.evidence.unique_keys import DuplicateKeyError
@@ -106,9 +112,7 @@ def read_safetensors(file: ByteSource) -> SafetensorsContent:
     for entry in entries:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
-            skipped.append(
-                Skipped(what=entry.name, reason=f"dtype {entry.dtype[:40]!r} in {file.name} is not one that is read")
-            )
+            skipped.append(unread_dtype(entry.dtype, entry.name, f" in {file.name}"))
             continue
         if 0 in entry.shape and math.prod(size or 1 for size in entry.shape) >= 2**63:  # its strides would overflow
             raise CheckpointError(f"{file.name}: the sizes of tensor {shown(entry.name)} overflow; refused.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,7 +163,7 @@ class Below:
     unlisted: tuple[tuple[str, CheckpointError], ...] = ()
 
 
-def search_below(root: Listing, apart: Collection[str]) -> Below:
+def search_below(root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False) -> Below:
     """Look through the folders below one for files of checkpoints. A folder to which two ways lead is listed once.
 
     Hidden folders are another tool's and are not looked through, nor are those of a folder with very many; a step that
@@ -172,6 +172,7 @@ def search_below(root: Listing, apart: Collection[str]) -> Below:
     Args:
         root: The folder.
         apart: Names of folders in it that are known.
+        is_run: Whether a folder is that of a run, whose checkpoints lie in folders: it is named as one.
     """
     folders: list[tuple[str, Listing]] = []
     skipped: list[Skipped] = []
@@ -197,7 +198,7 @@ def search_below(root: Listing, apart: Collection[str]) -> Below:
                 continue
             if set(inner.files) >= _BUNDLE:
                 skipped.append(Skipped(what=prefix + name, reason="a recorded step, which bisect-nan replays"))
-            elif any(map(says_checkpoint, inner.names)):
+            elif any(map(says_checkpoint, inner.names)) or is_run(inner):
                 folders.append((prefix + name, inner))
             elif levels > 1:
                 walk(inner, f"{prefix}{name}/", _searched(inner, ()), levels - 1)

@@ -26,6 +26,7 @@ def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
     for part, content in zip(parts, saved, strict=True):
         told = sort_out(content)
+        part.sections.lost = told.lost
         for path, tensor in _tensors(told):
             if tensor.shape and tensor.numel and not used.issuperset(_places(tensor)):
                 part.sections.others[path] = tensor

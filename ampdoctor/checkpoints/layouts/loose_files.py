@@ -17,6 +17,7 @@ from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import Skipped
 
+_OTHER = "not the name of a format that is read"
 TRAINER_STATE = "trainer_state.json"
 RANDOM_STATES = "random_states_*.pkl"
 
@@ -69,7 +70,9 @@ def _add_file(into: Gathering, level: Level, name: str) -> bool:
     path, shown = level.path / name, level.prefix + name
     reason = _left_alone(name, indexed=level.indexed)
     if reason is not None:
-        into.skipped.append(Skipped(what=shown, reason=reason))
+        into.skipped.append(
+            Skipped(what=shown, reason=reason, kind="other_weights" if reason == _OTHER else "left_out")
+        )
         if fnmatch.fnmatchcase(name, RANDOM_STATES):
             _take_step(into, path, shown)
         return False
@@ -92,7 +95,7 @@ def _add_file(into: Gathering, level: Level, name: str) -> bool:
 def _left_alone(name: str, *, indexed: bool) -> str | None:
     """Returns why a file is not opened; None if it is."""
     if name != TRAINER_STATE and not name.lower().endswith(_TENSOR_SUFFIXES):
-        return "not the name of a format that is read"
+        return _OTHER
     if indexed and is_numbered(name):
         return "a shard that no index names"
     return neighbour(name)

@@ -28,6 +28,24 @@ _NO_TIME = frozenset(
 )  # fmt: skip
 """A number next to one of these words, or beside one, counts pieces of one checkpoint."""
 
+_PIECES = frozenset({"rank", "ranks", "shard", "part", "worker", "node", "gpu", "mp", "tp", "pp", "dp", "fsdp", "zero"})
+"""A number behind one of these words counts pieces of one checkpoint, also where the name tells its step."""
+_COMPONENTS = frozenset(
+    {
+        "model", "net", "network", "module", "weights", "params", "state", "optimizer", "optim", "opt", "optimizers",
+        "scheduler", "sched", "scaler", "ema", "swa", "avg", "average", "averaged", "shadow", "raw", "g", "d", "dur",
+        "netg", "netd", "gen", "generator", "disc", "discriminator", "critic", "actor", "policy", "value", "target",
+        "online", "teacher", "student", "encoder", "decoder", "vae", "unet", "prior", "lora", "adapter", "head",
+        "backbone", "embedding", "embeddings",
+    }
+)  # fmt: skip
+"""Words for what of a training a file holds: files that differ in them alone are of one training."""
+_RUN = re.compile(
+    r"(?<![A-Za-z])(exp|experiment|run|trial|seed|fold|job)[-_=]?([A-Z]|\d+)(?![A-Za-z\d])", re.IGNORECASE | re.ASCII
+)
+"""What tells one training from another in a name: `exp1`, `seed=2`, `runB`."""
+_TOKEN = re.compile(r"\d+\.\d+|[A-Za-z]+|\d+|#")
+
 _SUFFIX = re.compile(r"(\.pth\.tar|\.[a-z]+)$")
 _VERSION = re.compile(r"-v(\d+)$")
 _NUMBERED = re.compile(r"([A-Za-z]*)([-_=. ]*)(?<!\d)(?<!\d\.)(\d+)((?:[-_]\d+)?)(?![\dA-Za-z]|\.\d)")
@@ -98,6 +116,33 @@ def step_in(path: Path) -> int | None:
     return moment.number if moment is not None and moment.unit == "step" else None
 
 
+def run_of(stem: str, *, settings: bool = False) -> str:
+    """Returns what a stem says beside the step: equal for the files of one training, as far as names tell.
+
+    What a file holds (`model`, `optimizer`, `ema_0.999`), which piece it is (`rank0`) and which checkpoint is the best
+    are left out.
+
+    Args:
+        stem: As in `Moment`.
+        settings: Numbers with a decimal point are settings (`lr0.1`), and not metrics, which each save has its own of.
+    """
+    told: list[str] = []
+    before = ""
+    for token in _TOKEN.findall(stem):
+        word = token.lower()
+        part = before in _PIECES if word.isdigit() else "." in word and (before in _COMPONENTS or not settings)
+        if not part and word not in _COMPONENTS | _CHOSEN_WORDS | _LAST_WORDS | _PIECES:
+            told.append(word)
+        before = word
+    return " ".join(told)
+
+
+def names_run(stem: str) -> str | None:
+    """Returns the part of a stem that names one of several trainings (`exp1`); None where there is none."""
+    match = _RUN.search(stem)
+    return match.group(0).lower() if match is not None else None
+
+
 def alias_of(name: str, *, folder: bool) -> Literal["last", "chosen"] | None:
     """Returns "last" or "chosen" for a name with a word instead of a number: `last.ckpt`, `model_best.pth`."""
     base = _VERSION.sub("", name if folder else _SUFFIX.sub("", name))
@@ -105,6 +150,11 @@ def alias_of(name: str, *, folder: bool) -> Literal["last", "chosen"] | None:
     if words & _LAST_WORDS:
         return "last"
     return "chosen" if words & _CHOSEN_WORDS else None
+
+
+def without_alias(name: str) -> str:
+    """Returns a name without the words that `alias_of` understands."""
+    return _WORD.sub(lambda word: "" if word.group(0) in _LAST_WORDS | _CHOSEN_WORDS else word.group(0), name.lower())
 
 
 def _unit(match: re.Match[str], base: str, *, folder: bool) -> Unit | None:

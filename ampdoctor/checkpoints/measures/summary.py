@@ -85,7 +85,8 @@ def summarize(
         finish(index)
     optimizers, indices = optimizer_facts(checkpoint, tensors), index_facts(checkpoint)
     checkpoint.require_unchanged()
-    examined = any(tensor.examined for tensor in tensors) or checkpoint.scalers
+    lost = checkpoint.lost or any(e.loss is not None and not math.isfinite(e.loss) for e in checkpoint.log)
+    examined = any(tensor.examined for tensor in tensors) or checkpoint.scalers or lost
     if not examined and not (checkpoint.format == RUN_LOG and checkpoint.log):
         raise CheckpointError(
             f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."
@@ -100,6 +101,7 @@ def summarize(
         optimizers=optimizers,
         indices=indices,
         foreign=checkpoint.foreign,
+        lost=checkpoint.lost,
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ampdoctor.checkpoints.pickles.inert import Global, Inert, OpaqueKey
 from ampdoctor.checkpoints.pickles.tree import MAX_DEPTH, MAX_PATHS, MAX_TENSORS
@@ -16,14 +20,10 @@ MAX_SEARCHED = 1_000_000
 """Maximum number of values inside a file's objects: a module of 20,000 submodules has about 600,000."""
 _TOO_DEEP = "an object nested more deeply than a checkpoint's is not searched"
 
-_NUMPY_ARRAYS = frozenset(
-    {
-        "numpy.core.multiarray._reconstruct",
-        "numpy._core.multiarray._reconstruct",
-        "numpy.core.numeric._frombuffer",
-        "numpy._core.numeric._frombuffer",
-    }
-)
+_NUMPY_RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
+_NUMPY_FROM_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
+_NUMPY_DTYPE = re.compile(r"[fciub]\d{1,2}")
+"""Of numbers; arrays of objects, texts and records are not built."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
         if id(module) in seen or not is_module(module):
             continue
         if depth > MAX_DEPTH:
-            content.skipped.append(Skipped(what=prefix.rstrip("."), reason=_TOO_DEEP))
+            content.skipped.append(Skipped(what=prefix.rstrip("."), reason=_TOO_DEEP, kind="unread"))
             continue
         seen.add(id(module))
         for kind in ("_parameters", "_buffers"):
@@ -108,7 +108,7 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
                     if kind == "_buffers":
                         buffers.add(name)
                 elif isinstance(tensor, Skipped):
-                    content.skipped.append(Skipped(what=name, reason=tensor.reason))
+                    content.skipped.append(replace(tensor, what=name))
         search.look(len(module.state["_modules"]), prefix)
         children = [
             (m, f"{prefix}{_word(key)}.", depth + 1)
@@ -123,7 +123,7 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
 def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTensor | Skipped]]:
     """Yields every tensor in an object, with a dotted path; a shared tensor comes once.
 
-    NumPy arrays come as `Skipped`.
+    NumPy arrays come as `Skipped`: `numpy_array` has their numbers.
 
     Raises:
         LimitExceededError: The search takes more than a checkpoint needs.
@@ -139,14 +139,36 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
         if not isinstance(node, dict | list | tuple | Inert) or id(node) in seen:
             continue
         if depth > MAX_DEPTH:
-            yield path, Skipped(what="", reason=_TOO_DEEP)
+            yield path, Skipped(what="", reason=_TOO_DEEP, kind="unread")
             continue
         seen.add(id(node))
-        if isinstance(node, Inert) and node.name in _NUMPY_ARRAYS:
-            yield path, Skipped(what="", reason="a NumPy array is not read")
+        if isinstance(node, Inert) and node.name in _NUMPY_RECONSTRUCT | _NUMPY_FROM_BUFFER:
+            if numpy_array(node) is not None:
+                yield path, Skipped(what="", reason="a NumPy array, of which only NaN and Inf are looked for")
+            else:
+                yield path, Skipped(what="", reason="a NumPy array of another kind than numbers is not read")
             continue
         parts = [(part, f"{path}.{key}" if path else key, depth + 1) for key, part in _searched(node, path, search)]
         pending.extend(reversed(parts))
+
+
+def numpy_array(node: Inert) -> NDArray[Any] | None:
+    """Returns a pickled NumPy array of numbers, flat, in the order of its bytes; None for any other record."""
+    raw: Any = None
+    dtype: Any = None
+    if node.name in _NUMPY_RECONSTRUCT and isinstance(node.state, tuple) and len(node.state) == 5:
+        dtype, raw = node.state[2], node.state[4]
+    elif node.name in _NUMPY_FROM_BUFFER and len(node.args) > 1:
+        raw, dtype = node.args[:2]
+    if not isinstance(raw, bytes) or not isinstance(dtype, Inert) or dtype.name != "numpy.dtype" or not dtype.args:
+        return None
+    big = isinstance(dtype.state, tuple) and len(dtype.state) > 1 and dtype.state[1] == ">"
+    if not isinstance(dtype.args[0], str) or _NUMPY_DTYPE.fullmatch(dtype.args[0]) is None:
+        return None
+    try:
+        return np.frombuffer(raw, dtype=f"{'>' if big else '<'}{dtype.args[0]}")
+    except (TypeError, ValueError):  # no such width, or bytes that are no whole number of elements
+        return None
 
 
 def optimizer_fields(node: Inert, search: Search) -> dict[str, Any] | None:
@@ -205,7 +227,7 @@ def fields_of(node: Any) -> dict[Any, Any]:
 
 def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]:
     """Yields the parts that may hold a tensor; all parts count."""
-    for key, part in _parts(node):
+    for key, part in parts_of(node):
         search.look(1, "")
         if isinstance(part, StoredTensor | Skipped | dict | list | tuple | Inert):
             search.look(1, path)
@@ -213,11 +235,12 @@ def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]
             yield key, part
 
 
-def _parts(node: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a record or a container, with a word for each."""
     if isinstance(node, Inert):
-        yield from _parts(fields_of(node) or [node.state])
-        yield from _parts(node.args)
-        yield from _parts(node.items)
+        yield from parts_of(fields_of(node) or [node.state])
+        yield from parts_of(node.args)
+        yield from parts_of(node.items)
         for key, value in node.pairs:
             yield _word(key), value
     elif isinstance(node, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,15 @@ import torch
 
 from ampdoctor.checkpoints.pickles.inert import Entries, Global, Inert
 from ampdoctor.checkpoints.storage.files import ByteSource, shown
-from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, READ_DTYPES, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.storage.stored import (
+    MAX_DIMENSIONS,
+    READ_DTYPES,
+    SparseTensor,
+    StoredTensor,
+    StridedTensor,
+    unread,
+    unread_dtype,
+)
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
@@ -64,6 +73,7 @@ _PLAIN = frozenset(
 )  # fmt: skip
 """What `torch.load(weights_only=True)` allows in 2.13, except dtypes and storages; a test holds it to torch's list."""
 
+_INTEGERS = Skipped(what="", reason="a quantised tensor, which holds integers")
 _NUMPY_SCALARS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "u8": "<Q", "u4": "<I", "b1": "<?"}
 
 
@@ -111,6 +121,9 @@ class TensorBuilder:
             "torch._utils._rebuild_parameter_with_state": _first,
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
             **dict.fromkeys(_FROM_TYPE, self._from_type),
+            "torch._utils._rebuild_qtensor": _quantised,
+            "torch._utils._rebuild_sparse_tensor": _sparse,
+            "torch._utils._rebuild_sparse_csr_tensor": _sparse,
             "torch._utils._rebuild_meta_tensor_no_storage": _skip("a tensor on the meta device has no data"),
             **{f"torch._utils.{name}": _skip(why) for name, why in _NOT_READ.items()},
             **_VALUES,
@@ -162,19 +175,19 @@ class TensorBuilder:
 
     def _tensor_v2(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor | Skipped:
         if len(rest) > 2 and rest[2]:
-            return Skipped(what="", reason="a tensor that is conjugated or negated on reading is not read")
+            return unread("a tensor that is conjugated or negated on reading is not read")
         return self._tensor(storage, offset, size, stride)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *rest: Any
     ) -> StoredTensor | Skipped:
         if rest and rest[0]:
-            return Skipped(what="", reason="a tensor that is conjugated or negated on reading is not read")
+            return unread("a tensor that is conjugated or negated on reading is not read")
         if not isinstance(storage, StorageRef) or not isinstance(dtype, Global):
             raise TypeError(dtype)
         element = _DTYPES.get(dtype.name)
         if element is None:
-            return _unread(dtype.name)
+            return unread_dtype(dtype.name)
         return self._stored(storage, element, offset, size, stride)
 
     def _stored(
@@ -185,9 +198,9 @@ class TensorBuilder:
         if len(shape) > MAX_DIMENSIONS:
             raise LimitExceededError(f"{self._file.name}: dimensions of a tensor", MAX_DIMENSIONS, len(shape))
         if dtype in _QUANTISED:
-            return Skipped(what="", reason="a quantised tensor is not read")
+            return _INTEGERS
         if dtype not in READ_DTYPES:
-            return _unread(str(dtype))
+            return unread_dtype(str(dtype))
         if self._places is None:
             offset, length = 0, storage.nbytes
         else:
@@ -222,18 +235,26 @@ _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 """A tensor subclass whose data are in its state: DTensor, ShardedTensor."""
 
 _NOT_READ = {
-    "_rebuild_sparse_tensor": "a sparse tensor is not read",
-    "_rebuild_sparse_csr_tensor": "a sparse tensor is not read",
     "_rebuild_nested_tensor": "a nested tensor is not read",
-    "_rebuild_qtensor": "a quantised tensor is not read",
     "_rebuild_wrapper_subclass": "a tensor subclass without data of its own is not read",
     "_rebuild_device_tensor_from_numpy": "a tensor that a device's plug-in saved as a NumPy array is not read",
     "_rebuild_xla_tensor": "a tensor that a device's plug-in saved as a NumPy array is not read",
 }
 
 
-def _unread(dtype: str) -> Skipped:
-    return Skipped(what="", reason=f"dtype {dtype.removeprefix('torch.')[:40]!r} is not one that is read")
+def _sparse(_layout: Any, data: Any) -> Skipped:
+    """Stands for a sparse tensor; data are its indices, one or two tensors of them, its values, and its size."""
+    values = [part for part in data if isinstance(part, StoredTensor)][-1:]
+    if not values:
+        return unread("a sparse tensor without values of a form that is read")
+    return SparseTensor(what="", reason="a sparse tensor is not read", kind="unread", values=values[0])
+
+
+def _quantised(_storage: Any, _offset: Any, _size: Any, _stride: Any, quantiser: Any, *_rest: Any) -> Skipped:
+    """Stands for integers with one scale, or with one for each channel, which is a tensor and not read."""
+    scale = quantiser[1]
+    known = isinstance(scale, float) and math.isfinite(scale)
+    return _INTEGERS if known else unread("a quantised tensor is not read")
 
 
 def _first(value: Any, *_rest: Any) -> Any:
@@ -241,7 +262,7 @@ def _first(value: Any, *_rest: Any) -> Any:
 
 
 def _skip(reason: str) -> Callable[..., Skipped]:
-    return lambda *_args: Skipped(what="", reason=reason)
+    return lambda *_args: unread(reason)
 
 
 def _mapping(*args: Any) -> Entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.report import Skipped
 from ampdoctor.numerics.elements import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
@@ -29,6 +31,9 @@ READ_DTYPES = frozenset(
     }
 )  # fmt: skip
 """Element types whose values can be examined; torch only moves the bytes of the others (`float4_e2m1fn_x2`)."""
+
+_FINITE_DTYPE = re.compile(r"q?u?int\d|bits\d|[IU]\d|bool|float4_|F4|F6_", re.ASCII | re.IGNORECASE)
+"""How dtypes without NaN and Inf are named, by torch and by safetensors: integers, E2M1, E2M3, E3M2."""
 
 MAX_DIMENSIONS = 64
 """Maximum for a tensor: as many as most of torch's own operations take."""
@@ -383,3 +388,37 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTensor(Skipped):
+    """A sparse tensor: it is not built, and its stored values are a tensor of their own.
+
+    Attributes:
+        values: They.
+    """
+
+    values: StoredTensor
+
+
+def unread(reason: str, what: str = "") -> Skipped:
+    """Stands for a tensor whose values are not read: they may be anything, so that its file may be sick.
+
+    Args:
+        reason: Why, a clause.
+        what: Its name, where that is known.
+    """
+    return Skipped(what=what, reason=reason, kind="unread")
+
+
+def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
+    """Stands for a tensor of a dtype that is not read, which may still be known to be finite.
+
+    Args:
+        dtype: Its name, as the file has it.
+        what: The tensor's name, where that is known.
+        where: Words for where it lies.
+    """
+    name = dtype.removeprefix("torch.")[:40]
+    reason = f"dtype {name!r}{where} is not one that is read"
+    return Skipped(what=what, reason=reason, kind="left_out" if _FINITE_DTYPE.match(name) else "unread")

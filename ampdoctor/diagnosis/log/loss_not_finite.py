@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import series, trailing_entries
+from ampdoctor.diagnosis.tensors.lost_numbers import is_training_loss
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
@@ -28,6 +29,25 @@ def _is_lost(entry: LogEntry) -> bool:
         return False
     hidden = entry.loss == 0 and entry.grad_norm is not None and not math.isfinite(entry.grad_norm)
     return hidden or not math.isfinite(entry.loss)
+
+
+@RULE.judges(CheckpointSummary)
+def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    """A training loss that was saved under another name than that of a log's."""
+    for lost in filter(is_training_loss, summary.lost):
+        value, many = f"{lost.last:g}", f"the last of {lost.count} losses in " if lost.count > 1 else "the loss "
+        yield checkpoint_finding(
+            summary,
+            RULE,
+            "error",
+            f"{many[0].upper()}{many[1:]}{lost.name} is {value}.",
+            evidence={"entries": lost.count, "lost": lost.nans + lost.infs},
+            phase="loss",
+            op="number",
+            born="inf" if math.isinf(lost.last) else "nan",
+            tensor=lost.name,
+            file=lost.file,
+        )
 
 
 @RULE.judges(CheckpointSummary)
@@ -55,7 +75,7 @@ def loss_not_finite(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findi
     if not trailing:
         ahead = next(entry.step for entry in entries if entry.step > lost[-1].step)
         message = f"The loss was {said} at step {first.step} and is finite again from step {ahead} on."
-        severity = "note"
+        severity: Severity = "note"
     elif len(trailing) == 1 and fine and alive:
         message = f"The loss is {said} at the log's last step, {first.step}; the scaler skips such a step."
         severity = "warning"
@@ -65,7 +85,7 @@ def loss_not_finite(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findi
     yield checkpoint_finding(
         summary,
         RULE,
-        "error" if severity == "error" else "warning" if severity == "warning" else "note",
+        severity,
         message,
         evidence=evidence,
         phase="loss",

@@ -22,16 +22,31 @@ COLLAPSED_ERROR = Threshold(
     why="Rounding error of a typical gradient from which a scale below 1 is an error: from there on training was "
     "measurably worse (as AMP301.error_warning).",
 )
+FALLING = Threshold(
+    code="AMP402",
+    name="falls",
+    default=4,
+    unit="back-offs",
+    lowest=1,
+    highest=1000,
+    why="Back-offs below 1 from which a scale that is falling still is an error: at 1 nothing is scaled, and gradients "
+    "that overflow at a sixteenth of themselves exceed a million (as AMP723.in_a_row).",
+)
 RULE = register(
     "AMP402",
     "collapsed-scaler",
     "The loss scale has fallen below 1",
     worst="error",
     commands=SCANNED,
-    thresholds=(COLLAPSED_ERROR,),
+    thresholds=(COLLAPSED_ERROR, FALLING),
     ruins_checkpoint=True,
 )
 
+JUST_FALLEN = 10
+"""Clean steps since the last change up to which a scale is falling: where nearly every step overflows, there are fewer
+between two back-offs; a scale at rest has gone any number of steps up to the growth interval, and so seldom as few."""
+_SELDOM = 20
+"""Of a growth interval those steps are at most one in so many."""
 FP16_SPACING = 2.0**-24
 """Distance between neighbours in fp16's subnormal zone; its rounding error has a standard deviation of this over
 sqrt(12)."""
@@ -55,18 +70,20 @@ def typical_gradient(summary: CheckpointSummary, scaler: ScalerState) -> tuple[f
 @RULE.judges(CheckpointSummary)
 def _collapsed_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     for scaler in living(summary):
-        yield from _of(summary, scaler, thresholds[COLLAPSED_ERROR])
+        yield from _of(summary, scaler, thresholds[COLLAPSED_ERROR], thresholds[FALLING])
 
 
-def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float) -> Iterator[Finding]:
+def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float, falls: float) -> Iterator[Finding]:
     if not 0 < scaler.scale < 1:
         return
     element, weights = typical_gradient(summary, scaler)
     error = min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
     flushed_below = FP16_FLUSH_AT / scaler.scale
+    falling = _falls_below_one(scaler) >= falls and _is_falling(summary, scaler)
     message = (
         f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
-        f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}."
+        f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
+        f"{f', and the last overflow is {_ago(scaler)}' if falling else ''}."
     )
     evidence = {
         "flushed_below": flushed_below,
@@ -78,12 +95,32 @@ def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float) -> Iter
         summary,
         scaler,
         RULE,
-        "error" if error >= harmful else "warning",
+        "error" if error >= harmful or falling else "warning",
         message,
         evidence,
         cause="scaler_collapse",
         prescription=without_a_scale(),
     )
+
+
+def _falls_below_one(scaler: ScalerState) -> float:
+    """How many back-offs have brought a scale from 1 to where it is."""
+    if not 0 < scaler.backoff_factor < 1:
+        return 0.0
+    return math.log(scaler.scale) / math.log(scaler.backoff_factor)
+
+
+def _is_falling(summary: CheckpointSummary, scaler: ScalerState) -> bool:
+    """Whether the scale has just fallen, and not been given its value by the user, nor grown with the last step."""
+    step, interval = summary.global_step, scaler.growth_interval
+    if step == 0 or (step is not None and interval > 0 and scaler.growth_tracker == step % interval):
+        return False
+    return scaler.growth_tracker <= (min(JUST_FALLEN, interval // _SELDOM) if interval > 0 else JUST_FALLEN)
+
+
+def _ago(scaler: ScalerState) -> str:
+    count = max(scaler.growth_tracker, 0)
+    return "one step ago" if count == 1 else f"{count} steps ago" if count else "that of the last step"
 
 
 def _growth(scaler: ScalerState) -> str:

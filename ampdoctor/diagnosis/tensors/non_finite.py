@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED
+from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
 from ampdoctor.diagnosis.tensors.average_through_half import cast_averages
+from ampdoctor.diagnosis.tensors.lost_numbers import is_training_loss
 from ampdoctor.diagnosis.tensors.tensor_finding import (
     MAX_FINDINGS,
+    MAX_LISTED,
     address,
     is_mask,
     label,
@@ -16,9 +20,10 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     rest_finding,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorRole, TensorSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LostNumbers, TensorRole, TensorSummary
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.where import Where
 
 NON_FINITE_WEIGHT = register(
     "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
@@ -37,7 +42,7 @@ NON_FINITE_OPTIMIZER_STATE = register(
 NON_FINITE_TENSOR = register(
     "AMP108",
     "non-finite-tensor",
-    "A tensor of unknown purpose is NaN or infinite",
+    "A tensor or a number of unknown purpose is NaN or infinite",
     worst="warning",
     commands=SCANNED,
     ruins_checkpoint=True,
@@ -69,9 +74,20 @@ def _others(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
     loose = [
         t
         for t in summary.tensors
-        if t.role == "other" and t.entry != "step" and t.examined > 1 and t.nonfinite and not is_mask(t)
+        if t.role == "other" and t.entry != "step" and (t.examined > 1 or t.nans) and t.nonfinite and not is_mask(t)
     ]
     yield from _each(summary, NON_FINITE_TENSOR, loose, severity="warning", cause=None)
+
+
+@NON_FINITE_TENSOR.judges(CheckpointSummary)
+def _numbers(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    told = [one for one in summary.lost if one.nans and not is_training_loss(one)]
+    standing = [one for one in told if math.isnan(one.last)]
+    passed = [one for one in told if not math.isnan(one.last)]
+    if standing:
+        yield _number_finding(summary, standing, "warning")
+    if passed:
+        yield _number_finding(summary, passed, "note")
 
 
 def _sick(summary: CheckpointSummary, role: TensorRole) -> list[TensorSummary]:
@@ -123,3 +139,33 @@ def _without(tensor: TensorSummary) -> Prescription:
 def _counts(tensor: TensorSummary) -> str:
     parts = ((tensor.nans, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
     return ", ".join(f"{count} {word}" for count, word in parts if count)
+
+
+def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], severity: Severity) -> Finding:
+    first = lost[0]
+    name = first.name or "the file"
+    which = f"{first.nans} of {first.count} numbers {'is' if first.nans == 1 else 'are'} NaN{_end(first)}"
+    what = f"{name} is NaN" if first.count == 1 else f"In {name}, {which}"
+    more = f", and so are numbers in {len(lost) - 1} more places" if len(lost) > 1 else ""
+    place = Where(phase="checkpoint", op="number", tensor=first.name or None, file=first.file or None)
+    return checkpoint_finding(
+        summary,
+        NON_FINITE_TENSOR,
+        severity,
+        f"{what}{more}.",
+        evidence={
+            "numbers": first.count,
+            "nans": first.nans,
+            "infs": first.infs,
+            "listed": [one.name for one in lost[:MAX_LISTED]],
+        },
+        op="number",
+        born="nan",
+        tensor=first.name or None,
+        file=first.file,
+        also=(replace(place, tensor=one.name or None, file=one.file or None) for one in lost[1:]),
+    )
+
+
+def _end(lost: LostNumbers) -> str:
+    return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"

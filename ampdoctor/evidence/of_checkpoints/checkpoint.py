@@ -221,6 +221,27 @@ class LogEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostNumbers:
+    """Numbers outside of weights and moments of which some are NaN or infinite: a loss, a metric, a list of losses.
+
+    Attributes:
+        name: Dotted path in the file.
+        count: How many numbers are there.
+        nans: How many are NaN.
+        infs: How many are infinite.
+        last: The last of them; the only one where there is one.
+        file: File, relative to what was opened.
+    """
+
+    name: str
+    count: int
+    nans: int
+    infs: int
+    last: float
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
     """A whole checkpoint in numbers.
 
@@ -235,6 +256,7 @@ class CheckpointSummary:
         optimizers: Optimizers found.
         indices: Counters and tables of positions among its buffers.
         foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses.
+        lost: Its other numbers that are not finite.
     """
 
     format: str
@@ -246,3 +268,4 @@ class CheckpointSummary:
     optimizers: tuple[OptimizerSummary, ...] = ()
     indices: tuple[IndexSummary, ...] = ()
     foreign: tuple[str, ...] = ()
+    lost: tuple[LostNumbers, ...] = ()

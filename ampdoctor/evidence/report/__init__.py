@@ -180,8 +180,9 @@ class Check:
     headroom: Mapping[str, Any] = field(default_factory=dict)
 
 
-SkippedKind = Literal["left_out", "lfs_pointer", "not_replayed", "not_in_half"]
-"""`lfs_pointer`: a pointer of Git LFS lies in a file's place; `not_replayed`: the steps behind a failure that was set
+SkippedKind = Literal["left_out", "unread", "other_weights", "lfs_pointer", "not_replayed", "not_in_half"]
+"""`unread`: a tensor whose values may be anything; `other_weights`: a file of weights in a format that is not read;
+`lfs_pointer`: a pointer of Git LFS lies in a file's place; `not_replayed`: the steps behind a failure that was set
 aside, at which a search ended; `not_in_half`: a run that says fp16 or bf16 has computed in another format."""
 STEPS_AFTER = "the steps after "
 """How the name of what was not replayed begins."""

@@ -12,14 +12,16 @@ from ampdoctor.evidence.where import Source, Where
 
 _IN_WORDS = re.compile(r"\bstep (\d+)\b")
 """How every sentence of ours names a step."""
+_RAISED = r"\b\w*(?:Error|Exception|Exit|Interrupt|Warning): [^;]*"
+"""An exception as sentences quote it, with its own text (`loop.raised.describe`), up to a semicolon."""
 
 
 def counted_from(report: Report, first: int) -> Report:
     """Returns the report of a replay whose step 0 is the training's `first`, told in the training's steps.
 
     A recorded step has one number, its own; "step 0" of its replay means nothing to whoever trains. What the user has
-    written stays as it is: names of modules, tensors and files, and any number beyond the steps that were replayed,
-    which is no replay's.
+    written stays as it is: names of modules, tensors and files, the text of an exception, and any number beyond the
+    steps that were replayed, which is no replay's.
     """
     if first == 0:
         return report
@@ -40,8 +42,8 @@ class _Counting:
 
     def __init__(self, first: int, steps: int, names: frozenset[str]) -> None:
         self._first, self._steps = first, steps
-        quoted = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-        self._words = re.compile(rf"(?:{quoted})|{_IN_WORDS.pattern}" if quoted else _IN_WORDS.pattern)
+        quoted = [re.escape(name) for name in sorted(names, key=len, reverse=True)]
+        self._words = re.compile("|".join([*quoted, _RAISED, _IN_WORDS.pattern]))
 
     def of(self, value: Any) -> Any:
         """The value with its steps counted so, and its sentences."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
+from ampdoctor.errors import ReplayError, UserCodeError
 from ampdoctor.evidence.of_runs.trace import Birth, Flush, Operand, Origin, Recomputation, TensorStats, Trace, Way
-from ampdoctor.loop.raised import is_out_of_memory
+from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import no_modes
 from ampdoctor.probes.cheap.nonfinite import (
     FiniteBeside,
@@ -38,7 +38,7 @@ from ampdoctor.probes.trace.dead import Dead
 from ampdoctor.probes.trace.operands import described, nonfinite_number, operand_of
 from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
-from ampdoctor.probes.trace.side_searches import SideSearches
+from ampdoctor.probes.trace.side_searches import SideSearches, own_work
 from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, covers_its_memory, storage_key, union
 from ampdoctor.probes.trace.ways import Ways
 
@@ -452,18 +452,15 @@ class OpTraceProbe(TorchDispatchMode):
 @contextmanager
 def _own_work(kernel: str) -> Iterator[None]:
     """What fails in here is a defect of ours: it must not pass for the user's code, which is on the stack as well."""
-    try:
-        yield
-    except AmpdoctorError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        said = str(error).strip().split("\n")[0]
+
+    def refuse(error: Exception) -> None:
         raise ReplayError(
-            f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {said}): this is a defect of "
-            "ampdoctor's, please report it"
+            f"ampdoctor failed to examine aten.{kernel} ({describe(error)}): this is a defect of ampdoctor's, please "
+            "report it"
         ) from error
+
+    with own_work(refuse):
+        yield
 
 
 def _named(where: Where, ran: Ran) -> Where:

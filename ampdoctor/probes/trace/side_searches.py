@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.trace import LeftOut
-from ampdoctor.loop.raised import is_out_of_memory
+from ampdoctor.loop.raised import describe, is_out_of_memory
 
 
 class SideSearches:
@@ -36,13 +36,25 @@ class SideSearches:
         Raises:
             Exception: The memory does not suffice; for that there is another way than a note.
         """
-        try:
+        with own_work(lambda error: self._keep(note, kernel, error)):
             yield
-        except AmpdoctorError:
+
+    def _keep(self, note: str, kernel: str, error: Exception) -> None:
+        self._failed.setdefault((note, kernel), LeftOut(what=note, op=f"aten.{kernel}", reason=describe(error)))
+
+
+@contextmanager
+def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
+    """What fails in here is ampdoctor's, and is given to `failed`; its own errors and missing memory go on.
+
+    Args:
+        failed: Takes what was raised, and may raise something itself.
+    """
+    try:
+        yield
+    except AmpdoctorError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
             raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            said = str(error).strip().split("\n")[0]
-            reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
-            self._failed.setdefault((note, kernel), LeftOut(what=note, op=f"aten.{kernel}", reason=reason))
+        failed(error)

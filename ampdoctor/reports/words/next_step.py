@@ -142,6 +142,8 @@ def _incomplete(report: Report) -> Step:
         return Step("look at what the loop does between its backward and its step, which no replay runs")
     if report.command != "scan" and any(error.kind == "empty" for error in report.errors):
         return Step("give the run what is named under 'not examined', then run the same command again")
+    if report.errors and all(error.kind == "unread" for error in report.errors):
+        return Step(f"save {report.errors[0].what} in a form that is read: dense tensors, by torch.save or safetensors")
     what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
     more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
     return Step(f"mend or fetch anew {what}{more}, then run the same command again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ampdoctor.checkpoints import Checkpoint
@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scal
 from ampdoctor.evidence.codec import from_plain
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
-from ampdoctor.evidence.report import Check, Finding, Report, verdict_of
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, verdict_of
 from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
@@ -54,6 +54,7 @@ def examine(
 ) -> Examined:
     """Examine one open checkpoint; arguments and errors are those of `scan`."""
     summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)
+    errors = (*checkpoint.errors, *_unread(checkpoint, summary))
     report = Report(
         command="scan",
         target={
@@ -65,14 +66,30 @@ def examine(
             "global_step": summary.global_step,
         },
         verdict="healthy",
-        complete=not checkpoint.errors,
+        complete=not errors,
         skipped=checkpoint.skipped,
-        errors=checkpoint.errors,
+        errors=errors,
         tensors=TensorRows(summary.tensors),
         thresholds=thresholds.listed(),
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
     return Examined(_judged(report, summary, remarks, thresholds), summary, thresholds)
+
+
+def _unread(checkpoint: Checkpoint, summary: CheckpointSummary) -> Iterator[ErrorNote]:
+    """What may be sick and was not read: tensors; and where no weight was read, weights in other formats."""
+    by_reason: dict[str, list[str]] = {}
+    for one in checkpoint.unread:
+        by_reason.setdefault(one.reason, []).append(one.what)
+    if not any(tensor.role == "weight" for tensor in summary.tensors):
+        for one in checkpoint.skipped:
+            if one.kind == "other_weights":
+                by_reason.setdefault(one.reason, []).append(one.what)
+    if summary.lost and not summary.tensors and not summary.scalers:
+        by_reason["it holds no tensor, and only its other numbers were looked at"] = [checkpoint.path]
+    for reason, names in by_reason.items():
+        more = f", nor were {len(names) - 1} more" if len(names) > 1 else ""
+        yield ErrorNote(what=names[0], kind="unread", message=f"{names[0]} was not examined{more}: {reason}.")
 
 
 def in_bytes(progress: Progress | None) -> Observer | None:

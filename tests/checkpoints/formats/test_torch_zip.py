@@ -254,10 +254,10 @@ def test_a_container_that_holds_itself_is_refused(tmp_path):
         open_checkpoint(tmp_path / "c.pt")
 
 
-def test_a_sparse_tensor_is_a_typed_skip(tmp_path):
+def test_a_sparse_tensor_is_a_typed_skip_and_its_values_are_read(tmp_path):
     torch.save({"model": {"w": torch.ones(2), "s": torch.eye(3).to_sparse()}}, tmp_path / "c.pt")
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert [ref.name for ref in checkpoint] == ["w"]
+        assert [ref.name for ref in checkpoint] == ["w", "model.s.values"]
         assert [s.what for s in checkpoint.skipped] == ["model.s"]
 
 

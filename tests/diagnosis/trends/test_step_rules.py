@@ -237,6 +237,12 @@ def test_a_scale_below_one_is_an_error():
     assert {(f.code, f.severity) for f in findings} == {("AMP723", "warning"), ("AMP723", "error")}
 
 
+@pytest.mark.parametrize(("falls", "worst"), [(19, {"warning"}), (20, {"warning", "error"})])
+def test_a_scale_four_falls_below_one_is_an_error_although_every_other_step_is_taken(falls, worst):
+    findings = judged(steps(**scale(range(BAD, BAD + 2 * falls, 2))))
+    assert {(f.code, f.severity) for f in findings} == {("AMP723", severity) for severity in worst}
+
+
 def at_floor(skipped_for, floor=64.0):
     """A scale that falls from 65536 to its floor over as many skipped steps, and lies there for those that are left."""
     skipped = range(BAD, BAD + skipped_for)

@@ -279,9 +279,9 @@ def test_where_no_weights_are_recognised_loose_tensors_are_the_weights(tmp_path,
     assert [(finding.code, finding.where.tensor) for finding in report.findings] == [("AMP101", at) for at in places]
 
 
-def test_loose_masks_single_numbers_and_what_lies_beside_weights_stay_harmless(tmp_path):
+def test_loose_masks_stay_harmless_and_what_lies_beside_weights_is_told(tmp_path):
     mask = torch.full((3, 3), float("-inf")).triu(1)
-    torch.save([torch.ones(2), mask, torch.tensor(float("nan"))], tmp_path / "loose.pt")
+    torch.save([torch.ones(2), mask, torch.tensor(float("inf"))], tmp_path / "loose.pt")
     torch.save({"model": {"w": torch.ones(2)}, "losses": [torch.full((3,), float("nan"))]}, tmp_path / "beside.pt")
     loose, beside = scan(tmp_path / "loose.pt"), scan(tmp_path / "beside.pt")
     assert (loose.verdict, [finding.code for finding in loose.findings]) == ("healthy", [])

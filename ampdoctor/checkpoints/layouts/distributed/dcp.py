@@ -32,7 +32,7 @@ from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import ByteSource, RegularFile, Window, is_folder
 from ampdoctor.checkpoints.storage.pooled_files import FilePool, PooledFile
-from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor, unread, unread_dtype
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
@@ -220,14 +220,14 @@ class _Reading:
         """Returns a Python object that was saved beside the tensors, with the tensors inside it."""
         window = self._window(place)
         if place is not None and place.transforms:
-            return Skipped(what="", reason=_transformed(place))
+            return unread(_transformed(place))
         saved = self._saved(window)
         self._foreign.update(dict.fromkeys(saved.foreign))
         return saved.tree
 
     def _tensor(self, name: str, plan: TensorPlan) -> StoredTensor | Skipped:
         if isinstance(plan.dtype, str):
-            return Skipped(what="", reason=f"dtype {plan.dtype!r} is not one that is read")
+            return unread_dtype(plan.dtype)
         boxes = [(piece.at, piece.shape) for piece in plan.pieces]
         wrong = misfit(plan.shape, boxes, f"{self._name}: {name[:200]!r}", self._budget)
         if wrong is not None:
@@ -264,14 +264,14 @@ class _Reading:
         else:
             window = self._window(place)
             if place is not None and place.transforms:
-                return Skipped(what="", reason=_transformed(place))
+                return unread(_transformed(place))
             saved = self._saved(window)
             self._foreign.update(dict.fromkeys(saved.foreign))
             found = saved.tree
         if isinstance(found, StridedTensor | Skipped):
             return found
         kind = found.name[:80] if isinstance(found, Inert) else type(found).__name__
-        return Skipped(what="", reason=f"a tensor that was saved as {kind} is not read")
+        return unread(f"a tensor that was saved as {kind} is not read")
 
     def _saved(self, window: Window) -> Saved:
         ahead = _ReadAhead(window)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ampdoctor.checkpoints.contents.scalers import number
@@ -237,7 +238,7 @@ def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: Sections
 
     A state dict is the model if it has a usual name or more values than they. Random states in objects do not count.
     """
-    sections.skipped += [Skipped(what=k, reason=v.reason) for k, v in loose.items() if isinstance(v, Skipped)]
+    sections.skipped += [replace(v, what=k) for k, v in loose.items() if isinstance(v, Skipped)]
     tensors = {key: value for key, value in loose.items() if isinstance(value, StoredTensor)}
     if not tensors:
         return

@@ -75,7 +75,8 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
     ended = moment.end is not None and bool(moment.end.reason or moment.end.exit_code) and scale.in_a_row >= in_a_row
     if not (low or stuck or many):
         return ()
-    severity: Severity = "error" if (low and scale.in_a_row >= in_a_row) or stuck or ended else "warning"
+    deep = low and scale.now <= least * 2.0**-in_a_row
+    severity: Severity = "error" if (low and scale.in_a_row >= in_a_row) or deep or stuck or ended else "warning"
     skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
     if stuck:
         skipped += f", the last {scale.unmoved} of them without a fall: no step is taken any more"
