@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.log.log_alone import at_the_end
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, NoStepError
 from ampdoctor.evidence.codec import Positive
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
@@ -71,7 +71,8 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         told: Told about the progress.
 
     Raises:
-        CheckpointError: It cannot be read, or has no step.
+        CheckpointError: It cannot be read, or has no step that can be.
+        NoStepError: It has none.
     """
     noticed = Noticed()
     reader = _Reader(thresholds)
@@ -88,12 +89,10 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
     )
     lost = noticed.lines_lost()
     if not runs:
-        known = "; ".join(f"of {one.what}, {one.reason}" for one in lost)
-        raise CheckpointError(
-            f"{found.name} has no step that can be read: {known}."
-            if lost
-            else f"{found.name} has no step: nothing was trained yet, or nothing was logged."
-        )
+        if lost:
+            known = "; ".join(f"of {one.what}, {one.reason}" for one in lost)
+            raise CheckpointError(f"{found.name} has no step that can be read: {known}.")
+        raise NoStepError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
     findings, undone = reader.findings()
     findings += tuple(_of_the_end(reader.condenser, thresholds))
     findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)

@@ -194,8 +194,8 @@ def _is_a_log(place: Place, name: str) -> bool:
     return bool(place.known["table", name])
 
 
-def _claims_lightning(place: Place) -> Sequence[str]:
-    return [_LIGHTNING] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
+def _claims_lightning(place: Place) -> Sequence[Sequence[str]]:
+    return [[_LIGHTNING]] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
 
 
 def _logs_of(place: Place) -> list[str]:

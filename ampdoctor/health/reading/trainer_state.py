@@ -23,11 +23,11 @@ _HIDES = (
 )
 
 
-def _claims(place: Place) -> Sequence[str]:
+def _claims(place: Place) -> Sequence[Sequence[str]]:
     if place.named:
         begins = place.head(place.names[0], 4).removeprefix(BYTE_ORDER_MARK).startswith(b"{")
-        return place.names if begins and _holds_a_log(place) else ()
-    return [_NAME] if _NAME in place.names else ()
+        return [place.names] if begins and _holds_a_log(place) else ()
+    return [[_NAME]] if _NAME in place.names else ()
 
 
 def _holds_a_log(place: Place) -> bool:
