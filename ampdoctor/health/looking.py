@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.log.log_alone import at_the_end
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import CheckpointError, NoStepError
-from ampdoctor.evidence.codec import Positive
+from ampdoctor.evidence.codec import Count, Positive
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
@@ -50,6 +50,7 @@ class Looked:
         skipped: What was left out.
         errors: What keeps the log from being judged.
         unfinished: Files whose last line was left out, because nothing ends it.
+        unplaced: Skipped steps of which the log does not say which they were.
     """
 
     runs: tuple[HealthRun, ...]
@@ -60,6 +61,7 @@ class Looked:
     skipped: tuple[Skipped, ...] = ()
     errors: tuple[ErrorNote, ...] = ()
     unfinished: tuple[str, ...] = ()
+    unplaced: Count = 0
 
 
 def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
@@ -105,6 +107,7 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         skipped=(*found.skipped, *noticed.skipped, *lost, *noticed.order.left_out(), *reader.mixed(found.name)),
         errors=tuple(noticed.order.errors(found.name)),
         unfinished=noticed.unfinished(),
+        unplaced=noticed.unplaced,
     )
 
 

@@ -289,14 +289,18 @@ def _checks(looked: Looked) -> Iterator[Check]:
     steps, skipped = most.steps, most.skipped
     counts = {"steps": steps, "skipped": skipped, "ranks": looked.ranks}
     codes = {finding.code for finding in looked.findings}
-    result = "ok" if skipped < steps else f"not judged: none of {steps} steps was taken"
+    unplaced = _unplaced(looked.unplaced)
+    result = unplaced or ("ok" if skipped < steps else f"not judged: none of {steps} steps was taken")
     yield Check(name="steps", result="found" if codes & _OF_STEPS else result, headroom=counts)
     first = [finding.evidence.get("first") for finding in looked.findings]
     for name, curve, about, least in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
         known = max(_known(run, curve) for run in runs)
         seen = "ok" if known >= least else f"not judged: {known} of {least} steps"
-        result = "found" if about in first else seen if there else _NOT_LOGGED
+        if about == "scale":
+            seen = unplaced or seen
+        found = about in first or (about == "scale" and "AMP723" in codes)
+        result = "found" if found else seen if there else _NOT_LOGGED
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
     seen = "ok" if looks > LEAST_BEFORE else f"not judged: {looks} of {LEAST_BEFORE + 1} looks"
@@ -306,6 +310,12 @@ def _checks(looked: Looked) -> Iterator[Check]:
     yield Check(name="single tensors", result=result, headroom={"tensors": tensors} if tensors else {})
     if looked.undone:
         yield Check(name="steps that were undone", result=_undone(looked.undone))
+
+
+def _unplaced(count: int) -> str:
+    if not count:
+        return ""
+    return f"not judged: which {'step was' if count == 1 else f'{count:,} steps were'} skipped is not known"
 
 
 def _undone(findings: Sequence[Finding]) -> str:

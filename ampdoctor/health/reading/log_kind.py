@@ -83,11 +83,13 @@ class Noticed:
         left: By file, which of its lines were left out.
         skipped: What else was left out, and why.
         order: In which order the rows of another's log have come.
+        unplaced: Skipped steps of which the log does not say which they were.
     """
 
     left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
     skipped: list[Skipped] = field(default_factory=list)
     order: Order = field(default_factory=Order)
+    unplaced: int = 0
 
     def lines_lost(self) -> list[Skipped]:
         """Returns of each file that has lost lines, which."""
