@@ -46,6 +46,8 @@ _SIGNALS: tuple[tuple[str, CurveName, str, int], ...] = (
 rules on it judge."""
 _OF_STEPS = frozenset({"AMP722", "AMP740"})
 """Rules on whether steps are taken, and with what."""
+_OF_SCALE = frozenset({"AMP723", "AMP742"})
+"""Rules on the loss scale, whatever moved first."""
 _NOT_LOGGED = "not in the log"
 MOST_LOGS = 64
 """Logs of a folder that are judged at once; a sweep has hundreds, and whoever names it means some of them."""
@@ -299,8 +301,8 @@ def _checks(looked: Looked) -> Iterator[Check]:
         seen = "ok" if known >= least else f"not judged: {known} of {least} steps"
         if about == "scale":
             seen = unplaced or seen
-        found = about in first or (about == "scale" and "AMP723" in codes)
-        result = "found" if found else seen if there else _NOT_LOGGED
+        found = about in first or (about == "scale" and not codes.isdisjoint(_OF_SCALE))
+        result = "found" if found else seen if there else looked.unread.get(name, _NOT_LOGGED)
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
     seen = "ok" if looks > LEAST_BEFORE else f"not judged: {looks} of {LEAST_BEFORE + 1} looks"

@@ -16,6 +16,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamped
 from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.rows import Row, lines_of
+from ampdoctor.health.reading.unread import Unread
 
 LOOKED_THROUGH = 64 * 1024 * 1024
 """Bytes of texts that may be logs which are looked through until one is found: a folder may hold a thousand outputs."""
@@ -84,12 +85,14 @@ class Noticed:
         skipped: What else was left out, and why.
         order: In which order the rows of another's log have come.
         unplaced: Skipped steps of which the log does not say which they were.
+        unread: The columns that have no number.
     """
 
     left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
     skipped: list[Skipped] = field(default_factory=list)
     order: Order = field(default_factory=Order)
     unplaced: int = 0
+    unread: Unread = field(default_factory=Unread)
 
     def lines_lost(self) -> list[Skipped]:
         """Returns of each file that has lost lines, which."""

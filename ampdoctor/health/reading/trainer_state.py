@@ -54,6 +54,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
+        noticed.unread.hear(values)
         row = row_of(known_fields(values))
         if row is not None:
             rows.append(row)

@@ -191,7 +191,7 @@ def _accepted(place: Place, text: _Text | None) -> str:
 def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
     def logs_of(place: Place) -> list[str]:
         likely = [name for name in place.names if place.named or name in _NAMES or Path(name).suffix in _SUFFIXES]
-        return [name for name in place.latest(likely) if _of(place, name) == format]
+        return [name for name in place.latest(likely) if _of(place, name) == format and name not in place.refused]
 
     return logs_of
 
