@@ -16,11 +16,11 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
 from ampdoctor.evidence.to_write import will_be_written
 from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
-from ampdoctor.health.reading.elsewhere import log_elsewhere
 from ampdoctor.health.reading.event_files import TENSORBOARD
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, Noticed, Place
 from ampdoctor.health.reading.our_log import AMPDOCTOR
 from ampdoctor.health.reading.places import last_written, places_below
+from ampdoctor.health.reading.printed.elsewhere import log_elsewhere
 from ampdoctor.health.reading.printed.outputs import CONSOLE, DEEPSPEED, MEGATRON
 from ampdoctor.health.reading.tables import ANY_TABLE, LIGHTNING
 from ampdoctor.health.reading.trainer_state import TRANSFORMERS

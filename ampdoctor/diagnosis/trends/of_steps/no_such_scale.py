@@ -21,7 +21,7 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _no_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
+def _no_such_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     wrong = moment.scale.wrong
     if wrong is None:
         return ()
