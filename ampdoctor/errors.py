@@ -51,6 +51,10 @@ class NoCheckpointError(CheckpointError):
     """What was named is there, and is no checkpoint."""
 
 
+class NoStepError(CheckpointError):
+    """A log is whole, and has no step yet."""
+
+
 class SeveralRunsError(CheckpointError):
     """A folder holds several runs, and which of them is meant is not known.
 

@@ -36,8 +36,13 @@ def refuse_reading(path: str | os.PathLike[str]) -> None:
     Raises:
         UsageError: The file will be written.
     """
-    if _promised and (file := _promised.get(place_of(path))) is not None:
-        raise UsageError(f"cannot write {file}: it is what is to be read")
+    if will_be_written(path):
+        raise UsageError(f"cannot write {_promised[place_of(path)]}: it is what is to be read")
+
+
+def will_be_written(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is one of those that will be written."""
+    return bool(_promised) and place_of(path) in _promised
 
 
 def place_of(path: str | os.PathLike[str]) -> Hashable:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.log.log_alone import at_the_end
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.codec import Positive
+from ampdoctor.errors import CheckpointError, NoStepError
+from ampdoctor.evidence.codec import Count, Positive
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
 from ampdoctor.evidence.report.health import HealthRun
@@ -50,6 +50,8 @@ class Looked:
         skipped: What was left out.
         errors: What keeps the log from being judged.
         unfinished: Files whose last line was left out, because nothing ends it.
+        unplaced: Skipped steps of which the log does not say which they were.
+        unread: By the name of its check, what is said of a number that is never there.
     """
 
     runs: tuple[HealthRun, ...]
@@ -60,6 +62,8 @@ class Looked:
     skipped: tuple[Skipped, ...] = ()
     errors: tuple[ErrorNote, ...] = ()
     unfinished: tuple[str, ...] = ()
+    unplaced: Count = 0
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> Looked:
@@ -71,7 +75,8 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         told: Told about the progress.
 
     Raises:
-        CheckpointError: It cannot be read, or has no step.
+        CheckpointError: It cannot be read, or has no step that can be.
+        NoStepError: It has none.
     """
     noticed = Noticed()
     reader = _Reader(thresholds)
@@ -88,12 +93,12 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
     )
     lost = noticed.lines_lost()
     if not runs:
-        known = "; ".join(f"of {one.what}, {one.reason}" for one in lost)
-        raise CheckpointError(
-            f"{found.name} has no step that can be read: {known}."
-            if lost
-            else f"{found.name} has no step: nothing was trained yet, or nothing was logged."
-        )
+        if lost:
+            known = "; ".join(f"of {one.what}, {one.reason}" for one in lost)
+            raise CheckpointError(f"{found.name} has no step that can be read: {known}.")
+        for error in noticed.unread.errors(found.name):
+            raise CheckpointError(error.message)
+        raise NoStepError(f"{found.name} has no step: nothing was trained yet, or nothing was logged.")
     findings, undone = reader.findings()
     findings += tuple(_of_the_end(reader.condenser, thresholds))
     findings = tuple(_as_written(finding, noticed.order.zeros) for finding in findings)
@@ -103,9 +108,18 @@ def look(found: FoundLog, thresholds: Thresholds, told: Told | None = None) -> L
         undone=undone,
         ranks=max(len(reader.ranks), 1),
         detail_every=reader.condenser.header.detail_every,
-        skipped=(*found.skipped, *noticed.skipped, *lost, *noticed.order.left_out(), *reader.mixed(found.name)),
-        errors=tuple(noticed.order.errors(found.name)),
+        skipped=(
+            *found.skipped,
+            *noticed.skipped,
+            *lost,
+            *noticed.order.left_out(),
+            *noticed.unread.left_out(),
+            *reader.mixed(found.name),
+        ),
+        errors=(*noticed.order.errors(found.name), *noticed.unread.errors(found.name)),
         unfinished=noticed.unfinished(),
+        unplaced=noticed.unplaced,
+        unread=noticed.unread.checks(),
     )
 
 

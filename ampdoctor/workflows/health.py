@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ampdoctor.diagnosis.over_time.course import LEAST, LENGTH
 from ampdoctor.diagnosis.over_time.tensor_courses import LEAST_BEFORE
-from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.errors import CheckpointError, LimitExceededError, NoStepError, UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import (
     Check,
@@ -27,7 +28,8 @@ from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.kept import look_again
 from ampdoctor.health.looking import Looked, Told, grown_lately
 from ampdoctor.health.reading.log_kind import Noticed
-from ampdoctor.health.reading.opening import FoundLog, find_log
+from ampdoctor.health.reading.opening import FoundLog, find_logs
+from ampdoctor.health.reading.same_run import without_copies
 from ampdoctor.health.sinks.exporting import export as export_lines
 from ampdoctor.health.sinks.table import Export
 from ampdoctor.workflows.exporting import refuse_log
@@ -44,7 +46,13 @@ _SIGNALS: tuple[tuple[str, CurveName, str, int], ...] = (
 rules on it judge."""
 _OF_STEPS = frozenset({"AMP722", "AMP740"})
 """Rules on whether steps are taken, and with what."""
+_OF_SCALE = frozenset({"AMP723", "AMP742"})
+"""Rules on the loss scale, whatever moved first."""
 _NOT_LOGGED = "not in the log"
+MOST_LOGS = 64
+"""Logs of a folder that are judged at once; a sweep has hundreds, and whoever names it means some of them."""
+_LISTED = 8
+"""Of these, those that an error lists."""
 _NO_END = "no line end follows it, so that its last number may be cut off"
 
 
@@ -67,9 +75,9 @@ def health(
     """Judge the logs of runs over time.
 
     Args:
-        logs: Each a file, a folder with a log, or a folder above those of runs, of which the latest is read:
-            ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's event files, the file of
-            a W&B run, what a job has printed, CSV or JSON lines.
+        logs: Each a file, or a folder, of which every log in it and below it is judged, and of several that say the
+            same of one run one: ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's
+            event files, the file of a W&B run, what a job has printed, CSV or JSON lines.
         thresholds: What counts as harmful, as too many.
         export: Where the numbers and alerts of the one log go as well.
         progress: Told how many lines were read.
@@ -80,7 +88,7 @@ def health(
         read is one of `errors`, and so is one of several logs.
 
     Raises:
-        CheckpointError: The only log cannot be read, or there is none.
+        CheckpointError: The only log cannot be read, there is none, or a folder has more than `MOST_LOGS`.
         OutputError: An export has failed.
         UsageError: No log is named, or an export is one for a training that runs, or would write over the log.
     """
@@ -89,26 +97,81 @@ def health(
         given.setdefault(shown_path(log), os.fspath(log))
     if not given:
         raise UsageError("no log to read")
+    found, skipped, errors = _found(given)
+    if export and len(found) > 1:
+        raise UsageError(f"--export takes one log, and there are {len(found)}: {_list_of(list(found))}")
     read: list[_Read] = []
+    for shown, one in found.items():
+        try:
+            refuse_log(export, one)
+            looked = look_again(one, thresholds, _told(progress, shown if len(found) > 1 else ""))
+        except CheckpointError as error:
+            if len(given) == len(found) == 1:
+                raise
+            if isinstance(error, NoStepError) and shown not in given:  # one of many in a folder
+                skipped.append(Skipped(what=shown, reason="it has no step"))
+            else:
+                errors.append(_unread(shown, error))
+            continue
+        read.append(_Read(shown, one, _as_of_now(looked, one)))
+    if not read and not errors:
+        raise NoStepError(f"{', '.join(given)}: none of the {len(found)} logs has a step.")
+    unread = [error.what for error in errors if error.what in found or error.what in given]
+    several = len(read) + len(unread) > 1
+    errors += [
+        replace(note, what=f"{one.shown}: {note.what}") if several else note
+        for one in read
+        for note in (*one.found.errors, *one.looked.errors)
+    ]
+    if export and read:
+        export_lines(read[0].found.lines(Noticed()), export)
+    paths = [shown for shown in (*given, *found) if shown in unread or any(shown == one.shown for one in read)]
+    return _report(read, errors, skipped, list(dict.fromkeys(paths)), thresholds)
+
+
+def _found(given: Mapping[str, str]) -> tuple[dict[str, FoundLog], list[Skipped], list[ErrorNote]]:
+    """Returns the logs at the paths, what else lies there, and what cannot be read.
+
+    Raises:
+        CheckpointError: The only path cannot be read, holds no log or too many.
+    """
+    found: dict[str, FoundLog] = {}
+    skipped: list[Skipped] = []
     errors: list[ErrorNote] = []
     for shown, typed in given.items():
+        beside = f"{shown}: " if len(given) > 1 else ""
         try:
-            found = find_log(typed)
-            refuse_log(export, found)
-            looked = look_again(found, thresholds, _told(progress, shown if len(given) > 1 else ""))
-            read.append(_Read(shown, found, _as_of_now(looked, found)))
-            errors += [
-                replace(one, what=f"{shown}: {one.what}") if len(given) > 1 else one
-                for one in (*found.errors, *looked.errors)
-            ]
+            there = find_logs(typed)
+            logs, copies = without_copies(there.logs)
+            _refuse_too_many(shown, logs)
         except CheckpointError as error:
             if len(given) == 1:
                 raise
-            kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
-            errors.append(ErrorNote(what=shown, kind=kind, message=str(error)))
-    if export and read:
-        export_lines(read[0].found.lines(Noticed()), export)
-    return _report(read, errors, list(given), thresholds)
+            errors.append(_unread(shown, error))
+            continue
+        found |= {shown: replace(logs[0], typed=typed)} if len(logs) == 1 else {one.shown: one for one in logs}
+        skipped += [replace(one, what=f"{beside}{one.what}") for one in (*there.skipped, *copies)]
+        errors += [replace(one, what=f"{beside}{one.what}") for one in there.errors]
+    return found, skipped, errors
+
+
+def _unread(shown: str, error: CheckpointError) -> ErrorNote:
+    kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
+    return ErrorNote(what=shown, kind=kind, message=str(error))
+
+
+def _refuse_too_many(shown: str, logs: Sequence[FoundLog]) -> None:
+    if len(logs) > MOST_LOGS:
+        typed = " ".join(shlex.quote(one.shown) for one in logs[:_LISTED])
+        raise CheckpointError(
+            f"{shown} holds {len(logs)} logs, and at most {MOST_LOGS} are judged at once. Name some of them. "
+            f"Type: ampdoctor health {typed} ..."
+        )
+
+
+def _list_of(names: Sequence[str]) -> str:
+    first = ", ".join(names[:_LISTED])
+    return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
 
 
 def _told(progress: Progress | None, shown: str) -> Told | None:
@@ -133,7 +196,13 @@ def _as_of_now(looked: Looked, found: FoundLog) -> Looked:
     return replace(looked, runs=tuple(runs))
 
 
-def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[str], thresholds: Thresholds) -> Report:
+def _report(
+    read: Sequence[_Read],
+    errors: Sequence[ErrorNote],
+    skipped: Sequence[Skipped],
+    shown: Sequence[str],
+    thresholds: Thresholds,
+) -> Report:
     several = len(shown) > 1
     findings = sorted(
         (_in_log(finding, one.shown) for one in read for finding in one.looked.findings), key=finding_order
@@ -150,10 +219,13 @@ def _report(read: Sequence[_Read], errors: Sequence[ErrorNote], shown: Sequence[
             for one in read
             for check in _checks(one.looked)
         ),
-        skipped=tuple(
-            replace(part, what=f"{one.shown}: {part.what}") if several else part
-            for one in read
-            for part in one.looked.skipped
+        skipped=(
+            *skipped,
+            *(
+                replace(part, what=f"{one.shown}: {part.what}") if several else part
+                for one in read
+                for part in one.looked.skipped
+            ),
         ),
         errors=tuple(errors),
         health=HealthSection(runs=runs, axis="step", detail_every=next((one.looked.detail_every for one in read), None))
@@ -219,14 +291,18 @@ def _checks(looked: Looked) -> Iterator[Check]:
     steps, skipped = most.steps, most.skipped
     counts = {"steps": steps, "skipped": skipped, "ranks": looked.ranks}
     codes = {finding.code for finding in looked.findings}
-    result = "ok" if skipped < steps else f"not judged: none of {steps} steps was taken"
+    unplaced = _unplaced(looked.unplaced)
+    result = unplaced or ("ok" if skipped < steps else f"not judged: none of {steps} steps was taken")
     yield Check(name="steps", result="found" if codes & _OF_STEPS else result, headroom=counts)
     first = [finding.evidence.get("first") for finding in looked.findings]
     for name, curve, about, least in _SIGNALS:
         there = any(one.name == curve for run in runs for one in run.curves)
         known = max(_known(run, curve) for run in runs)
         seen = "ok" if known >= least else f"not judged: {known} of {least} steps"
-        result = "found" if about in first else seen if there else _NOT_LOGGED
+        if about == "scale":
+            seen = unplaced or seen
+        found = about in first or (about == "scale" and not codes.isdisjoint(_OF_SCALE))
+        result = "found" if found else seen if there else looked.unread.get(name, _NOT_LOGGED)
         yield Check(name=name, result=result)
     looks = max((len(one.steps) for run in runs for one in run.maps), default=0)
     seen = "ok" if looks > LEAST_BEFORE else f"not judged: {looks} of {LEAST_BEFORE + 1} looks"
@@ -236,6 +312,12 @@ def _checks(looked: Looked) -> Iterator[Check]:
     yield Check(name="single tensors", result=result, headroom={"tensors": tensors} if tensors else {})
     if looked.undone:
         yield Check(name="steps that were undone", result=_undone(looked.undone))
+
+
+def _unplaced(count: int) -> str:
+    if not count:
+        return ""
+    return f"not judged: which {'step was' if count == 1 else f'{count:,} steps were'} skipped is not known"
 
 
 def _undone(findings: Sequence[Finding]) -> str:

@@ -145,7 +145,7 @@ def _opened(found: Found) -> Checkpoint:
             raise
         command = shlex.join(["ampdoctor", "health", shown_path(found.path)])
         if not has_log(found.path):
-            raise NoCheckpointError(f"{error} The last of the training logs below it: `{command}` reads it.") from None
+            raise NoCheckpointError(f"{error} The training logs below it: `{command}` reads them.") from None
         raise NoCheckpointError(f"{found.name} is a training log and no checkpoint; `{command}` reads it.") from None
 
 

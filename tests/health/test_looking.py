@@ -226,7 +226,7 @@ def test_scan_of_a_folder_of_logs_says_what_reads_them(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "metrics.csv").write_text("step,train_loss\n1,2.0\n")
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*`ampdoctor health runs` reads it\."):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*`ampdoctor health runs` reads them\."):
         scan("runs")
 
 

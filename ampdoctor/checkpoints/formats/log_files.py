@@ -357,6 +357,22 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
     return known
 
 
+def unread_in(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yields the fields that a row has columns for and no number in any of them, each with whether all are empty."""
+    unread: dict[str, bool] = {}
+    read: set[str] = set()
+    for key, value in row.items():
+        field = field_of(key) if isinstance(key, str) else None
+        if field is None or (value in (None, "") and _plain(key) == _OF_AN_EPOCH):  # it comes when the epoch ends
+            continue
+        if as_number(value) is not None:
+            read.add(field)
+        else:
+            empty = value is None or (isinstance(value, str) and not value.strip())
+            unread[field] = unread.get(field, True) and empty
+    yield from ((field, empty) for field, empty in unread.items() if field not in read)
+
+
 def field_of(column: str) -> str | None:
     """Returns the field that a column of this name has; None for a column that has no meaning here."""
     return _FIELD_OF.get(_plain(column))

@@ -37,6 +37,10 @@ class ScaleHistory:
         anew: How often it rose as no scaler lets it rise: at once after a skipped step, or back to its first value.
         is_new: It did so with this step.
         lengths: Taken steps between the last falls, the newest at the end.
+        wrong: What the log calls the scale of the last step that has one, where no scale is that; null else.
+        wrong_since: The first of the steps with such a one, in a row.
+        wrong_rows: How many they are.
+        wrong_before: The most of them that a scale has followed.
     """
 
     now: float | None = None
@@ -58,12 +62,16 @@ class ScaleHistory:
     is_new: bool = False
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=8))
     since_fall: int = 0
+    wrong: float | None = None
+    wrong_since: int = 0
+    wrong_rows: int = 0
+    wrong_before: int = 0
     _step: int = -1
 
     def hear(self, line: StepLine) -> None:
         """A step more; the one before it is settled."""
         self.is_new = False
-        scale = line.loss_scale
+        scale = self._heard(line)
         if scale is not None:
             before, self.now = self.now, scale
             self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
@@ -71,11 +79,26 @@ class ScaleHistory:
                 self.first = scale
                 if self.settled:  # the steps before were taken with it, and the log did not say so
                     self.highest = scale
-            elif before > 0 and scale > 0:
+            else:
                 self._move(line, before, scale)
         self._step = line.step
         if line.skipped is not None:
             self.settle(line, skipped=line.skipped)
+
+    def _heard(self, line: StepLine) -> float | None:
+        """Returns a step's scale; None for one that no scaler has."""
+        scale = line.loss_scale
+        if scale is None:
+            return None
+        if scale > 0 and scale < math.inf:
+            self.wrong_before = max(self.wrong_before, self.wrong_rows)
+            self.wrong, self.wrong_rows = None, 0
+            return scale
+        if self.wrong is None:
+            self.wrong_since = line.step
+        self.wrong = scale
+        self.wrong_rows += 1
+        return None
 
     def settle(self, line: StepLine, *, skipped: bool) -> None:
         """It is known whether a step was skipped: at once, or by the step behind it."""
@@ -85,7 +108,7 @@ class ScaleHistory:
             self.losses.clear()
             self.since_fall += 1
             self.settled = True
-            if line.loss_scale is not None and line.loss_scale > self.highest:
+            if line.loss_scale is not None and self.highest < line.loss_scale < math.inf:
                 self.highest = line.loss_scale
             return
         if not self.in_a_row:

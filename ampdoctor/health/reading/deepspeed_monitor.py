@@ -21,8 +21,9 @@ _FILES = {
 }
 
 
-def _claims(place: Place) -> Sequence[str]:
-    return [name for name in _FILES if name in place.names]
+def _claims(place: Place) -> Sequence[Sequence[str]]:
+    names = [name for name in _FILES if name in place.names]
+    return [names] if names else ()
 
 
 def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:

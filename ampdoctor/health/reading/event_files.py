@@ -14,8 +14,9 @@ from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, SkipCount, lines_of, milliseconds
 
 
-def _claims(place: Place) -> Sequence[str]:
-    return [name for name in place.names if is_event_file(name)]
+def _claims(place: Place) -> Sequence[Sequence[str]]:
+    names = [name for name in place.names if is_event_file(name)]
+    return [names] if names else ()
 
 
 def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:

@@ -16,6 +16,7 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamped
 from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.rows import Row, lines_of
+from ampdoctor.health.reading.unread import Unread
 
 LOOKED_THROUGH = 64 * 1024 * 1024
 """Bytes of texts that may be logs which are looked through until one is found: a folder may hold a thousand outputs."""
@@ -83,11 +84,15 @@ class Noticed:
         left: By file, which of its lines were left out.
         skipped: What else was left out, and why.
         order: In which order the rows of another's log have come.
+        unplaced: Skipped steps of which the log does not say which they were.
+        unread: The columns that have no number.
     """
 
     left: defaultdict[str, Left] = field(default_factory=lambda: defaultdict(Left))
     skipped: list[Skipped] = field(default_factory=list)
     order: Order = field(default_factory=Order)
+    unplaced: int = 0
+    unread: Unread = field(default_factory=Unread)
 
     def lines_lost(self) -> list[Skipped]:
         """Returns of each file that has lost lines, which."""
@@ -130,8 +135,8 @@ class LogKind:
 
     Attributes:
         format: Whose it is, in a word, as in `HealthRun.format`.
-        claims: Returns those of a place's files that are a log of this kind, in the order in which they are read; none
-            where there is no such log.
+        claims: Returns the logs of this kind in a place, the latest first, each as its files in the order in which they
+            are read.
         read: Yields what these files of a folder say as lines of a run's log, in the order of their arrival. Each file
             is read as far as it goes when it is opened.
         begin: Begins to read a log that is one file to which lines are added; None for any other. It looks at the
@@ -141,7 +146,7 @@ class LogKind:
     """
 
     format: str
-    claims: Callable[[Place], Sequence[str]]
+    claims: Callable[[Place], Sequence[Sequence[str]]]
     read: Read
     begin: Begin | None = None
     lacks: Callable[[Place], Iterator[ErrorNote | Skipped]] = _nothing
@@ -153,7 +158,7 @@ def kind_of_one_file(
     begin: Begin,
     matters: Callable[[bytes], bool] = lambda _: True,
 ) -> LogKind:
-    """Returns a kind of which each file is a log: of a folder's the latest is read, and the others are named.
+    """Returns a kind of which each file is a log.
 
     Args:
         format: As in `LogKind`.
@@ -161,18 +166,11 @@ def kind_of_one_file(
         begin: As in `LogKind`.
         matters: Whether a last line that nothing ends would have been a row.
     """
-
-    def lacks(place: Place) -> Iterator[Skipped]:
-        latest, *others = of_place(place)
-        for name in others:
-            yield Skipped(what=name, reason=f"a log that was written before {latest}")
-
     return LogKind(
         format=format,
-        claims=lambda place: list(of_place(place))[:1],
+        claims=lambda place: [[name] for name in of_place(place)],
         read=reading(begin, matters),
         begin=begin,
-        lacks=lacks,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +11,16 @@ from typing import NamedTuple
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
 from ampdoctor.checkpoints.storage.listing import list_folder
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Skipped
 from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.evidence.to_write import will_be_written
 from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
-from ampdoctor.health.reading.elsewhere import log_elsewhere
 from ampdoctor.health.reading.event_files import TENSORBOARD
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, Noticed, Place
 from ampdoctor.health.reading.our_log import AMPDOCTOR
+from ampdoctor.health.reading.places import last_written, places_below
+from ampdoctor.health.reading.printed.elsewhere import log_elsewhere
 from ampdoctor.health.reading.printed.outputs import CONSOLE, DEEPSPEED, MEGATRON
 from ampdoctor.health.reading.tables import ANY_TABLE, LIGHTNING
 from ampdoctor.health.reading.trainer_state import TRANSFORMERS
@@ -35,26 +38,8 @@ KINDS: tuple[LogKind, ...] = (
     CONSOLE,
     DEEPSPEED,
 )
-"""Of a folder that has several, the first is read: it says most."""
+"""In the order in which they are asked: a file is of the first that claims it."""
 
-_BELOW = (
-    ("", "checkpoint-*"),
-    ("", "version_*"),
-    ("lightning_logs", "version_*"),
-    ("runs", "*"),
-    ("logs", "*"),
-    ("", "offline-run-*"),
-    ("", "run-*"),
-    ("wandb", "*run-*"),
-    ("ampdoctor-health", "*"),
-    ("", "*"),
-    ("", "*/version_*"),  # Lightning's loggers that have a name
-    ("", "*/vis_data"),  # mmengine's
-    ("", "*/*"),
-    ("runs", "*/*"),  # Ultralytics' runs/detect/train
-)
-"""Where runs keep their logs in a folder that has none itself: the folder, and the names in it, of which the latest
-counts."""
 _READ = (
     "ampdoctor's own log, trainer_state.json, metrics.csv, TensorBoard's event files, a .wandb file, what a job prints "
     "(lines with a step and a loss, of Megatron-LM or DeepSpeed), CSV or JSON lines with a step and a loss"
@@ -104,6 +89,19 @@ class FoundLog:
         """A name for people: the folder's, or the file's."""
         return Path(self.typed).name or self.folder.absolute().name
 
+    @property
+    def shown(self) -> str:
+        """Its path for people."""
+        return shown_path(self.typed)
+
+    @property
+    def written_ns(self) -> int:
+        """When it was last written to, in nanoseconds since 1970; 0 where a file is gone."""
+        try:
+            return max(file.written_ns for file in self.state())
+        except CheckpointError:
+            return 0
+
     def lines(self, noticed: Noticed) -> Iterator[Stamped]:
         """Yields its lines in the order of their arrival.
 
@@ -136,6 +134,21 @@ class FoundLog:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLogs:
+    """The logs at a path.
+
+    Attributes:
+        logs: They; the first is the one that is shown while it grows.
+        skipped: What else may be a log and is not read.
+        errors: Folders in which a log may lie, and that cannot be listed.
+    """
+
+    logs: tuple[FoundLog, ...]
+    skipped: tuple[Skipped, ...] = ()
+    errors: tuple[ErrorNote, ...] = ()
+
+
 def find_log(path: str | os.PathLike[str]) -> FoundLog:
     """Returns the log at a path: a file, a folder with one, or a folder above the folders of runs, of which the last.
 
@@ -143,33 +156,64 @@ def find_log(path: str | os.PathLike[str]) -> FoundLog:
         CheckpointError: There is none, or the path cannot be read.
         LimitExceededError: The folder has too many entries.
     """
+    found = find_logs(path)
+    first, *others = found.logs
+    names = [_beside(first, other, Path(path)) for other in others]
+    return replace(first, typed=os.fspath(path), skipped=(*first.skipped, *names, *found.skipped))
+
+
+def find_logs(path: str | os.PathLike[str]) -> FoundLogs:
+    """Returns all logs at a path: a file, or those in a folder and in the folders below it.
+
+    Raises:
+        CheckpointError: There is none, or the path cannot be read.
+        LimitExceededError: The folder has too many entries.
+    """
     typed, budget = os.fspath(path), Budget()
     place = _place(Path(path), budget)
-    found = _in(typed, place)
-    if found is not None:
-        return found
-    refused = dict(place.refused)
-    hint = log_elsewhere(place)
     if place.named:
-        why = f"{Path(path).name} is no log that is read here: {hint or _READ}."
-        raise CheckpointError(next(iter(refused.values()), why))
-    folders = list(dict.fromkeys(folder for runs in _runs_below(Path(path)) for folder in runs))
-    for folder in folders:
-        place = _place(folder, budget)
-        found = _in(typed, place)
-        if found is not None:
-            others = [one for one in folders if one != folder and _has_log(one, budget)]
-            return _beside(found, folder, others, Path(path), refused)
-        refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in place.refused.items()}
-    name = Path(path).name or typed
+        named = next(_logs_in(place), None)
+        if named is not None:
+            return FoundLogs(logs=(replace(named, typed=typed),))
+        why = f"{Path(path).name} is no log that is read here: {log_elsewhere(place) or _READ}."
+        raise CheckpointError(next(iter(place.refused.values()), why))
+    below = places_below(Path(path))
+    logs, refused = [*_logs_in(place)], dict(place.refused)
+    for folder in below.folders:
+        inner = _place(folder, budget)
+        logs += _typed_by_its_folder(_logs_in(inner))
+        refused |= {f"{folder.relative_to(path)}/{name}": why for name, why in inner.refused.items()}
+    if not logs:
+        raise CheckpointError(_none(place, refused, budget))
+    if len(logs) == 1:
+        logs = [replace(logs[0], typed=typed)]
+    known = {_of(Path(path), one.folder, note.what) for one in logs for note in one.errors}
+    return FoundLogs(
+        logs=tuple(logs),
+        skipped=(
+            *(
+                Skipped(what=name, reason=f"not read as a log: {why}")
+                for name, why in refused.items()
+                if name not in known
+            ),
+            *below.skipped,
+            *_passed_by(budget),
+        ),
+        errors=tuple(below.errors),
+    )
+
+
+def _none(place: Place, refused: Mapping[str, str], budget: Budget) -> str:
+    """Returns the sentence about a folder without a log."""
+    name = place.folder.name or str(place.folder)
     if refused:
-        raise CheckpointError(f"{name} holds no log that can be read: {next(iter(refused.values()))}")
+        return f"{name} holds no log that can be read: {next(iter(refused.values()))}"
     if budget.passed_by:
-        raise CheckpointError(
+        return (
             f"{name} holds no log that was found: {budget.passed_by:,} of its files were not looked through, the "
             f"oldest ones, after the first {LOOKED_THROUGH >> 20} MB of the others: name the log's own file."
         )
-    raise CheckpointError(f"{name} holds no log that is read here: {hint or _READ}.")
+    return f"{name} holds no log that is read here: {log_elsewhere(place) or _READ}."
 
 
 def has_log(path: Path) -> bool:
@@ -179,7 +223,7 @@ def has_log(path: Path) -> bool:
 
 def _has_log(path: Path, budget: Budget) -> bool:
     try:
-        return _in(str(path), _place(path, budget)) is not None
+        return next(_logs_in(_place(path, budget)), None) is not None
     except CheckpointError:
         return False
 
@@ -200,62 +244,49 @@ def _place(path: Path, budget: Budget) -> Place:
         return Place(path.parent, (path.name,), named=True, budget=budget)
 
 
-def _in(typed: str, place: Place) -> FoundLog | None:
+def _logs_in(place: Place) -> Iterator[FoundLog]:
+    taken: set[str] = set()
     for kind in KINDS:
-        names = tuple(kind.claims(place))
-        if names:
+        for names in kind.claims(place):
+            if not taken.isdisjoint(names):
+                continue
+            taken.update(names)
             lacks = tuple(kind.lacks(place))
-            errors = tuple(one for one in lacks if isinstance(one, ErrorNote))
-            known = {one.what for one in errors} | set(names)
-            refused = {name: why for name, why in place.refused.items() if name not in known}
-            return FoundLog(
-                typed=typed,
+            yield FoundLog(
+                typed=str(place.folder / names[0]),
                 kind=kind,
                 folder=place.folder,
-                names=names,
-                skipped=(*(one for one in lacks if isinstance(one, Skipped)), *_not_read(refused), *_passed_by(place)),
-                errors=errors,
+                names=tuple(names),
+                skipped=tuple(one for one in lacks if isinstance(one, Skipped)),
+                errors=tuple(one for one in lacks if isinstance(one, ErrorNote)),
             )
-    return None
+            if place.named:
+                return
+            if kind is AMPDOCTOR:  # what is exported beside our own log is none of the others, and written anew
+                place = replace(place, names=tuple(n for n in place.names if not will_be_written(place.folder / n)))
 
 
-def _not_read(refused: Mapping[str, str]) -> list[Skipped]:
-    return [Skipped(what=name, reason=f"not read as a log: {why}") for name, why in refused.items()]
+def _typed_by_its_folder(logs: Iterable[FoundLog]) -> list[FoundLog]:
+    """The logs of a folder; a single one goes by the folder's name."""
+    found = list(logs)
+    return [replace(one, typed=str(one.folder)) for one in found] if len(found) == 1 else found
 
 
-def _passed_by(place: Place) -> list[Skipped]:
-    count, place.budget.passed_by = place.budget.passed_by, 0
+def _passed_by(budget: Budget) -> list[Skipped]:
+    count = budget.passed_by
     return [Skipped(what=f"{count:,} other files", reason="not looked through: they are older")] if count else []
 
 
-def _runs_below(folder: Path) -> Iterator[Sequence[Path]]:
-    for inner, pattern in _BELOW:
-        try:
-            runs = [path for path in (folder / inner).glob(pattern) if is_folder(path) and not path.is_symlink()]
-        except OSError:
-            continue
-        if runs:
-            yield sorted(runs, key=_last_written, reverse=True)
+def _of(root: Path, folder: Path, name: str) -> str:
+    return str(folder.relative_to(root) / name)
 
 
-def _last_written(folder: Path) -> tuple[int, str]:
-    """By the last change of what lies in it; of equal ones the last by name."""
-    try:
-        times = [entry.stat().st_mtime_ns for entry in os.scandir(folder) if entry.is_file()]
-    except OSError:
-        times = []
-    return max(times, default=0), folder.name
-
-
-def _beside(found: FoundLog, folder: Path, others: Sequence[Path], root: Path, refused: Mapping[str, str]) -> FoundLog:
-    own = folder.relative_to(root)
-    skipped = tuple(
-        Skipped(
-            what=str(other.relative_to(root)),
-            reason=f"a log that was written before {own}'s"
-            if _last_written(other) < _last_written(folder)
-            else f"another log than {own}'s",
-        )
-        for other in others
-    )
-    return replace(found, skipped=(*found.skipped, *skipped, *_not_read(refused)))
+def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
+    """Names another log than the one that is read."""
+    if other.folder == first.folder:
+        older = other.written_ns < first.written_ns
+        reason = f"a log that was written before {first.names[0]}" if older else f"another log than {first.names[0]}"
+        return Skipped(what=other.names[0], reason=reason)
+    own, what = (str(one.folder.relative_to(root)) for one in (first, other))
+    older = last_written(other.folder) < last_written(first.folder)
+    return Skipped(what=what, reason=f"a log that was written before {own}'s" if older else f"another log than {own}'s")

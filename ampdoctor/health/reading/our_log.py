@@ -19,12 +19,12 @@ from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
 
 
-def _claims(place: Place) -> Sequence[str]:
+def _claims(place: Place) -> Sequence[Sequence[str]]:
     """All files of a folder's log by their names, where one of them is ours: another's first line may be damaged."""
     names = place.names if place.named else [name for files in logs_in(place.names).values() for name in files]
     heads = {name: place.head(name, HEAD) for name in names}
     ours = any(map(begins_run_log, heads.values()))
-    return [name for name in names if name not in place.refused] if ours else ()
+    return [[name for name in names if name not in place.refused]] if ours else ()
 
 
 def _lacks(place: Place) -> Iterator[ErrorNote | Skipped]:

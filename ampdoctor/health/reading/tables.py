@@ -17,6 +17,7 @@ from ampdoctor.checkpoints.formats.log_files import (
     json_rows,
     known_fields,
     step_of,
+    unread_in,
 )
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
@@ -25,6 +26,7 @@ from ampdoctor.evidence.run_log.lines import EndLine
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, kind_of_one_file, reading
 from ampdoctor.health.reading.rows import Row, SkipCount
+from ampdoctor.health.reading.unread import Unread
 
 _LIGHTNING = "metrics.csv"
 _SOMETHING = frozenset({"loss", "grad_norm", "scale"})
@@ -66,6 +68,7 @@ class TableRows:
 
     Attributes:
         has_steps: Whether the beginning names steps, or epochs that rise.
+        wrong_steps: Whether it has a column of steps that are none.
         says_something: Whether it says a loss, a norm or a scale.
 
     Raises:
@@ -81,13 +84,17 @@ class TableRows:
         self._epochs = Epochs()
         self._count = 0
         self._skips = SkipCount()
+        self._unread = Unread()
         tried = list(islice(self._parsed(iter(head), Left()), _TRIED))
         self._header = None
         fields = [_fields(row) for row in tried]
         self.says_something = any(row.keys() & _SOMETHING for row in fields)
         self._step: Callable[[_Values, dict[str, float]], int | None] = self._by_step
         self.has_steps = any(step_of(row) is not None for row in fields)
-        if not self.has_steps:
+        self.wrong_steps = not self.has_steps and any(
+            "step" in row or ("step", False) in unread_in(values) for row, values in zip(fields, tried, strict=True)
+        )
+        if not self.has_steps and not self.wrong_steps:
             epochs = [epoch for row in tried if (epoch := _epoch(row)) is not None]
             rise = all(after > before for before, after in pairwise(epochs))
             whole = rise and all(epoch == int(epoch) for epoch in epochs)
@@ -97,6 +104,8 @@ class TableRows:
     def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:
         """As in `LineRows`."""
         for values in self._parsed(lines, left):
+            if not _is_of_an_evaluation(values):
+                self._unread.hear(values)
             fields = _fields(values)
             step = self._step(values, fields)
             if step is not None:
@@ -108,6 +117,7 @@ class TableRows:
 
     def rest(self, noticed: Noticed) -> Iterator[Row]:
         """As in `LineRows`."""
+        noticed.unread = self._unread
         if self._step == self._by_count:
             noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
         left = noticed.left[self._name]
@@ -159,7 +169,7 @@ def _epoch(values: _Values) -> float | None:
 
 def _fields(values: _Values) -> dict[str, float]:
     """Returns a row's fields; none of a row of an evaluation. Where the loss has parts alone, it is their sum."""
-    if any(str(values.get(mode, "")).strip().lower() in _EVALUATIONS for mode in _MODES):
+    if _is_of_an_evaluation(values):
         return {}
     fields = known_fields(values)
     if "loss" not in fields:
@@ -168,6 +178,10 @@ def _fields(values: _Values) -> dict[str, float]:
         if known:
             fields["loss"] = sum(known)
     return fields
+
+
+def _is_of_an_evaluation(values: _Values) -> bool:
+    return any(str(values.get(mode, "")).strip().lower() in _EVALUATIONS for mode in _MODES)
 
 
 def _is_part(key: object) -> bool:
@@ -186,6 +200,8 @@ def _is_a_log(place: Place, name: str) -> bool:
                     place.budget.left -= min(file.size, _HEAD)
                     made = TableRows(file)
                     found = made.has_steps and made.says_something
+                    if made.says_something and made.wrong_steps:
+                        place.refused[name] = f"the steps of {name} are no whole numbers from 0 on."
                 else:
                     place.budget.passed_by += 1
         except CheckpointError as error:
@@ -194,8 +210,8 @@ def _is_a_log(place: Place, name: str) -> bool:
     return bool(place.known["table", name])
 
 
-def _claims_lightning(place: Place) -> Sequence[str]:
-    return [_LIGHTNING] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
+def _claims_lightning(place: Place) -> Sequence[Sequence[str]]:
+    return [[_LIGHTNING]] if _LIGHTNING in place.names and _is_a_log(place, _LIGHTNING) else ()
 
 
 def _logs_of(place: Place) -> list[str]:

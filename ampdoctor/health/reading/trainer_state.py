@@ -23,11 +23,11 @@ _HIDES = (
 )
 
 
-def _claims(place: Place) -> Sequence[str]:
+def _claims(place: Place) -> Sequence[Sequence[str]]:
     if place.named:
         begins = place.head(place.names[0], 4).removeprefix(BYTE_ORDER_MARK).startswith(b"{")
-        return place.names if begins and _holds_a_log(place) else ()
-    return [_NAME] if _NAME in place.names else ()
+        return [place.names] if begins and _holds_a_log(place) else ()
+    return [[_NAME]] if _NAME in place.names else ()
 
 
 def _holds_a_log(place: Place) -> bool:
@@ -54,6 +54,7 @@ def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stam
     noticed.left[name].damaged += len(history) - len(known)
     rows: list[Row] = []
     for values in known:
+        noticed.unread.hear(values)
         row = row_of(known_fields(values))
         if row is not None:
             rows.append(row)

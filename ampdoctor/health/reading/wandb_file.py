@@ -27,8 +27,8 @@ _HISTORY, _RUN, _EXIT = 2, 17, 18
 """Fields of a Record."""
 
 
-def _claims(place: Place) -> Sequence[str]:
-    return [name for name in place.names if name.endswith(".wandb") and place.head(name, 4) == _MAGIC][:1]
+def _claims(place: Place) -> Sequence[Sequence[str]]:
+    return [[name] for name in place.latest(place.names) if name.endswith(".wandb") and place.head(name, 4) == _MAGIC]
 
 
 def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:

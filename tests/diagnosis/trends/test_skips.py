@@ -150,7 +150,9 @@ def none_taken(count, *, told=True):
 @pytest.mark.parametrize("told", [True, False])
 def test_forty_steps_of_which_none_is_taken(told):
     assert ("AMP740", "error", 39 + (not told)) in heard(none_taken(60, told=told))
-    assert "AMP740" not in [code for code, *_ in heard(none_taken(33, told=told))]
+    assert ("AMP740", "error", 32) in heard(none_taken(33, told=told))  # at its end the scale is at 1
+    settles = [replace(line, loss_scale=2.0 ** (40 - line.step)) for line in none_taken(33, told=told)]
+    assert heard(settles) == []
 
 
 def test_a_scaler_that_settles_from_the_highest_scale_is_left_alone():
@@ -238,3 +240,11 @@ def test_what_rises_at_first_in_health():
 def test_of_two_optimizers_one_may_lose():
     both = [replace(line, optimizer=at) for line in quiet(120, loss=climbing, norm=climbing) for at in range(2)]
     assert "AMP741" not in [f.code for f in judged(both)]
+
+
+@pytest.mark.parametrize("scale", [INF, NAN, 0.0, -5.0])
+def test_a_scale_that_no_scaler_has_is_told_once_and_a_nan_at_the_end(scale):
+    lines = [StepLine(step=at, loss=3.0 + at % 3, loss_scale=8.0 if at < 20 else scale) for at in range(60)]
+    assert [one for one in heard(lines) if one[0] == "AMP742"] == [("AMP742", "error", 20)]
+    now_and_then = [replace(line, loss_scale=NAN if at % 10 else 8.0) for at, line in enumerate(lines)]
+    assert heard(now_and_then) == []

@@ -237,11 +237,118 @@ def test_overflows_far_apart_behind_the_last_counted_row_are_not_in_a_row(tmp_pa
     assert health([tmp_path]).verdict != "sick"
 
 
+def apex(to):
+    return f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {to!r}\n"
+
+
+def fairseq(to):
+    return (
+        "2024-05-18 10:00:00 | INFO | fairseq.trainer | NOTE: gradient overflow detected, ignoring gradient, "
+        f"setting loss scale to: {to}\n"
+    )
+
+
+def scale_at(number, first=2.0**16, floor=1.0):
+    return max(first * 0.5**number, floor)
+
+
+SAID = {
+    "deepspeed": lambda at: overflow(2 * at, scale_at(at), scale_at(at + 1)),
+    "apex": lambda at: apex(scale_at(at + 1)),
+    "fairseq": lambda at: fairseq(scale_at(at + 1)),
+}
+LINES = {
+    "dictionaries": lambda at: dictionaries(at, at),
+    "epochs": lambda at: f"Epoch {at}: loss {loss(at)}, grad_norm 1.5\n",
+    "steps": lambda at: f"step {at}: loss {loss(at)}\n",
+}
+
+
+def overflows_in(tmp_path, text):
+    """Returns the report of a job's output, and what its checks of the steps and the loss scale say."""
+    (tmp_path / "job.out").write_text(text)
+    report = health([tmp_path / "job.out"])
+    checks = {check.name: check.result for check in report.checks}
+    return report, (checks["steps"], checks["loss scale"])
+
+
+def errors(report):
+    return {one.code for one in report.findings if one.severity == "error"}
+
+
 def test_overflows_between_counted_rows_are_of_no_known_step(tmp_path):
-    (tmp_path / "job.out").write_text(dictionaries(1, 20) + overflow(0, 2**14, 2**13) + dictionaries(21, 40))
+    text = dictionaries(1, 20) + overflow(0, 2**14, 2**13) + dictionaries(21, 40)
+    report, checks = overflows_in(tmp_path, text)
     lines, noticed, _ = read(tmp_path)
     assert [one.step for one in lines] == list(range(1, 41))
     assert [one.what for one in noticed.skipped] == ["the numbers of the steps", "an overflow"]
+    assert checks == ("not judged: which step was skipped is not known",) * 2
+    assert (report.findings, report.health.runs[0].skipped) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "line", "each"),
+    [
+        ("deepspeed", "dictionaries", 1),
+        ("deepspeed", "dictionaries", 10),
+        ("deepspeed", "epochs", 5),
+        ("deepspeed", "steps", 1),
+        ("apex", "dictionaries", 1),
+        ("apex", "steps", 1),
+        ("fairseq", "dictionaries", 1),
+    ],
+)
+def test_every_step_overflows_down_to_the_floor(tmp_path, said, line, each):
+    text = "".join(
+        "".join(SAID[said](each * at + more) for more in range(each)) + LINES[line](at + 1) for at in range(40)
+    )
+    report, checks = overflows_in(tmp_path, text)
+    assert (report.verdict, errors(report)) == ("sick", {"AMP723", "AMP740"})
+    assert checks == ("found", "found")
+
+
+@pytest.mark.parametrize("line", ["dictionaries", "epochs", "steps"])
+def test_a_scale_that_falls_to_its_floor_late(tmp_path, line):
+    text = "".join(
+        (overflow(2 * at, scale_at(at - 40, 256.0), scale_at(at - 39, 256.0)) if at >= 40 else "") + LINES[line](at + 1)
+        for at in range(80)
+    )
+    report, checks = overflows_in(tmp_path, text)
+    assert ("AMP723" in errors(report), checks[1]) == (True, "found")
+
+
+def test_few_steps_that_are_all_skipped_are_an_error_where_nothing_is_left_to_scale(tmp_path):
+    text = "".join(apex(2.0 ** (15 - at)) + dictionaries(at, at) for at in range(1, 26))
+    assert errors(overflows_in(tmp_path, text)[0]) == {"AMP740"}
+    settling = "".join(apex(2.0 ** (31 - at)) + dictionaries(at, at) for at in range(1, 26))
+    assert overflows_in(tmp_path, settling)[0].verdict == "not_judged"
+
+
+@pytest.mark.parametrize("said", ["deepspeed", "apex"])
+@pytest.mark.parametrize(("line", "each"), [("dictionaries", 1), ("dictionaries", 10), ("epochs", 100)])
+def test_a_scaler_that_settles_and_probes_between_lines_is_healthy(tmp_path, said, line, each):
+    """It starts too high, and goes one up and down again about each two thousand steps."""
+    text, scale, tried = "", 2.0**22, 0
+    for at in range(1, 161):
+        for _ in range(each):
+            tried += 1
+            if tried <= 6:
+                text += overflow(2 * tried, scale, scale / 2) if said == "deepspeed" else apex(scale / 2)
+                scale /= 2
+            elif tried % (2000 if each > 1 else 40) == 0:
+                text += overflow(2 * tried, 2 * scale, scale) if said == "deepspeed" else apex(scale)
+        text += LINES[line](at)
+    report, checks = overflows_in(tmp_path, text)
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert [check.startswith("not judged: which") for check in checks] == [True, True]
+
+
+def test_skipped_steps_that_a_count_leaves_out_have_no_step(tmp_path):
+    """A loop that counts the steps that it takes: three are skipped between the fifth and the sixth."""
+    text = "".join("".join(map(apex, (4.0, 2.0, 1.0))) * (at == 6) + LINES["steps"](at) for at in range(1, 81))
+    report, checks = overflows_in(tmp_path, text)
+    assert (report.findings, checks[0]) == ((), "not judged: which 3 steps were skipped is not known")
+    assert set(read(tmp_path)[2]) == {0}
 
 
 def test_text_that_is_no_log_is_not_taken_for_one(tmp_path):

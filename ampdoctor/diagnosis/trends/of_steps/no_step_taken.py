@@ -52,7 +52,9 @@ def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
         return ()
     steps = scale.until - scale.since + 1
     from_the_first = not scale.taken
-    if steps < (thresholds[STEPS] if from_the_first else HOPELESS) or (not from_the_first and scale.now is not None):
+    gone = moment.end is not None and scale.now is not None and scale.now <= 1  # which scales nothing, at the log's end
+    least = thresholds[STEPS] if from_the_first and not gone else HOPELESS
+    if steps < least or (not from_the_first and scale.now is not None):
         return ()  # of a scale that falls later on, AMP723 says more
     if not scale.told and falls_over(scale.losses):  # then the norm is not what the optimizer saw
         return ()

@@ -65,12 +65,12 @@ RULE = register(
 @RULE.judges(StepMoment)
 def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     scale = moment.scale
-    if not scale.settled or scale.now is None or not (scale.falls or scale.in_a_row):
+    stuck = scale.unmoved >= thresholds[AT_FLOOR]
+    if scale.now is None or not (stuck or (scale.settled and (scale.falls or scale.in_a_row))):
         return ()
     line, least, in_a_row = moment.line, thresholds[LEAST], thresholds[IN_A_ROW]
     overflows = scale.in_a_row > 0 and scale.until == line.step
     low = scale.highest >= least and (scale.now < least or (overflows and scale.now <= least))
-    stuck = scale.unmoved >= thresholds[AT_FLOOR]
     many = scale.falls >= thresholds[FALLS] or scale.in_a_row >= in_a_row
     ended = moment.end is not None and bool(moment.end.reason or moment.end.exit_code) and scale.in_a_row >= in_a_row
     if not (low or stuck or many):
@@ -84,12 +84,15 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
         skipped += ": gradients overflow even at this scale"
     if ended:
         skipped += "; the run has ended there"
+    fallen = f"is {scale.now:g} at step {line.step}"
+    if scale.falls:
+        binades = f"{scale.falls} times ({scale.fallen:g} binades) since it last grew"
+        fallen = f"has fallen to {scale.now:g} at step {line.step}, {binades}"
     ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
     finding = over_time_finding(
         RULE,
         severity,
-        f"The loss scale has fallen to {scale.now:g} at step {line.step}, {scale.falls} times ({scale.fallen:g} "
-        f"binades) since it last grew{skipped}"
+        f"The loss scale {fallen}{skipped}"
         f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
         step=line.step,
         first=moment.first(),

@@ -6,25 +6,19 @@ loss at each step, its mean at each epoch, and that of an evaluation. Then the l
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from ampdoctor.checkpoints.formats.log_files import Left, as_number
+from ampdoctor.checkpoints.formats.log_files import Left
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.printed.line import Printed, printed
-from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows
+from ampdoctor.health.reading.printed.overflows import Overflow, OverflowRows, overflow_in
 from ampdoctor.health.reading.rows import Row
 
-_REDUCED = re.compile(
-    rb"radient overflow(?: detected, ignoring gradient, setting loss scale to: |\.\s+Skipping step, loss scaler \d+ "
-    rb"reducing loss scale to )([0-9.e+-]+)"
-)
-"""What fairseq and Apex print of a step that they skip, with the loss scale behind it. fairseq does not count it."""
 MOST_TRIED = 2000
 """Lines with numbers by which the beginning of a file is judged."""
 _MAIN = ("loss", "grad_norm")
@@ -41,7 +35,7 @@ class Layout:
         rank: Whose lines are read: each process of a job may print them.
         names: By field, the name that its number has.
         bars: Whether the place of a printed dictionary is that of the bar beside it.
-        counted: Whether nothing tells the steps, so that the rows are counted.
+        counted: Whether nothing tells the steps, so that the rows are counted, and the overflows between them.
         rows: How many such lines there are in the beginning.
         first: The step of the first, as it is printed.
     """
@@ -150,9 +144,14 @@ class _Bars:
 class ConsoleRows:
     """Makes rows of the lines of a file, as they come.
 
+    A skipped step is printed without its number. It lies between the lines around it: right behind the place of the one
+    before. Where the lines number no steps, each skipped step is counted as one. The most of them between two lines are
+    all steps that a line stands for, and so is a line with as many a skipped step; one with fewer had taken steps as
+    well.
+
     Attributes:
         layout: How they are to be read.
-        unplaced: Overflows of which the step is not known.
+        unplaced: Overflows of which the step is not known, though they may be counted.
     """
 
     layout: Layout
@@ -163,10 +162,10 @@ class ConsoleRows:
     _epoch: float | None = None
     _count: int = 0
     _at: int = field(init=False)
-    _overflowed: int = -1
     _scale: float | None = None
-    _uncounted: list[float] = field(default_factory=list)
-    _behind: list[bytes] = field(default_factory=list)
+    _behind: list[tuple[int, Overflow]] = field(default_factory=list)
+    _most: int = 0
+    _takes: bool = True
 
     def __post_init__(self) -> None:
         self._at = min(self.layout.first, 1) - 1
@@ -182,16 +181,10 @@ class ConsoleRows:
         drawn, self._drawn = self._drawn, None
         if drawn is not None:
             yield from self._rows([(drawn, drawn.step)])
-        if self._uncounted and not self._by_epochs:  # nothing follows that they could be confounded with
-            scales = [2 * self._uncounted[0], *self._uncounted]
-            for at, scale in enumerate(scales[:-1], self._at + 1):
-                yield Row(at, {"loss_scale": scale, "skipped": 1.0})
-        else:
-            self.unplaced += len(self._uncounted)
-        self._uncounted = []
         yield from self._last_overflows()
         if self.layout.counted:
             noticed.skipped.append(Skipped(what="the numbers of the steps", reason=_COUNTED))
+        noticed.unplaced += self.unplaced
         if self.unplaced:
             what = "an overflow" if self.unplaced == 1 else f"{self.unplaced:,} overflows"
             noticed.skipped.append(
@@ -199,15 +192,10 @@ class ConsoleRows:
             )
 
     def _hear(self, line: bytes) -> Iterator[Row]:
-        overflow = OVERFLOW.search(line)
+        overflow = overflow_in(line)
         if overflow is not None:
-            yield from self._hear(line[: overflow.start()])  # a bar, which nothing ends
-            yield from self._overflow(overflow, line)
-            return
-        reduced = _REDUCED.search(line)
-        if reduced is not None:
-            scale = as_number(reduced[1].decode())
-            self._uncounted += [] if scale is None else [scale]
+            yield from self._hear(line[: overflow.begins])  # a bar, which nothing ends
+            self._behind.append((self._at, overflow))
             return
         one = printed(line)
         if one is None:
@@ -238,27 +226,63 @@ class ConsoleRows:
 
     def _rows(self, placed: Iterable[tuple[Printed, int | None]]) -> Iterator[Row]:
         for one, place in placed:
-            step = self._step(one, place)
+            behind, self._behind = self._behind, []
             values = {name: number.value for name, number in one.numbers.items()}
+            if self.layout.counted:
+                yield from self._counted(behind)
+                skipped = 0 < len(behind) == self._most
+                step = self._count = self._count + (not skipped)
+            else:
+                step = self._step(one, place)
+                skipped = False
+                for row in self._between(behind, step):
+                    skipped = row.step == step
+                    yield row
             if self._scale is not None:
                 values.setdefault("scale", self._scale)
-                if step != self._overflowed and not self._by_epochs:
+                if not skipped and not self._by_epochs:
                     values["skipped"] = 0.0
             if self.layout.place == "num_updates":  # fairseq's, of updates that were made: it counts no others
                 values.setdefault("skipped", 0.0)
-            self._at = step
-            self.unplaced += len(self._uncounted) + len(self._behind)
-            self._uncounted, self._behind = [], []
+            self._at, self._takes = step, not skipped
             yield Row(step, values)
+
+    def _counted(self, behind: Sequence[tuple[int, Overflow]]) -> Iterator[Row]:
+        """Counts skipped steps; where the scale has grown and no line tells of a taken step, there was one."""
+        self._most = max(self._most, len(behind))
+        self.unplaced += len(behind)  # a line may stand for more steps than one
+        for _, one in behind:
+            attempted = one.attempted
+            if not self._takes and self._scale is not None and one.has_grown(self._scale):
+                if one.is_told or self.layout.place == "epoch":
+                    self._count += 1
+                    yield Row(self._count, {"loss_scale": self._scale, "skipped": 0.0})
+                else:  # at a floor, which the line does not say; from one line to the next no scale grows
+                    attempted = self._scale
+            self._count += 1
+            yield Row(self._count, {"loss_scale": attempted, "skipped": 1.0})
+            self._scale, self._takes = one.scale, False
+
+    def _between(self, behind: Sequence[tuple[int, Overflow]], step: int) -> Iterator[Row]:
+        """Places skipped steps up to a line's step; where it leaves them no room, it counts none of them."""
+        if not behind:
+            return
+        places = list(accumulate((at + 1 for at, _ in behind), lambda before, at: max(before + 1, at)))
+        if self.layout.place in ("num_updates", "epoch") or places[-1] > step:
+            self.unplaced += len(behind)
+        else:
+            for at, (_, one) in zip(places, behind, strict=True):
+                yield Row(at, {"loss_scale": one.attempted, "skipped": 1.0})
+        self._scale = None if self.layout.place == "num_updates" else behind[-1][1].scale
 
     @property
     def _by_epochs(self) -> bool:
         """Whether a row stands for more steps than its own number says."""
-        return self.layout.counted or self.layout.place == "epoch"
+        return self.layout.place == "epoch" and not self.layout.counted
 
     def _step(self, one: Printed, place: int | None) -> int:
         self._count += 1
-        if self.layout.counted or (place is None and one.epoch is None):
+        if place is None and one.epoch is None:
             return self._count
         if self.layout.place == "epoch":
             return int(one.epoch or 0)
@@ -267,21 +291,17 @@ class ConsoleRows:
         epoch = self._epoch if one.epoch is None else one.epoch
         return self._epochs.step(epoch, place or 0, one.of)
 
-    def _overflow(self, found: re.Match[bytes], line: bytes) -> Iterator[Row]:
-        attempted, self._scale = (as_number((found[at] or found[1]).decode()) for at in (1, 2))
-        if self._by_epochs:  # which of a row's many steps it was is not known
-            self._behind.append(line)
-            return
-        self._at += 1
-        self._overflowed = self._at
-        if attempted is not None:
-            yield Row(self._at, {"loss_scale": attempted, "skipped": 1.0})
-
     def _last_overflows(self) -> Iterator[Row]:
         """The overflows behind the last row: no row stands for their steps, so that they may be counted on from it."""
         behind, self._behind = self._behind, []
-        if not self.layout.counted:
+        if self._by_epochs:
             self.unplaced += len(behind)
             return
-        for row in OverflowRows().rows(iter(behind), Left()):
-            yield Row(self._at + row.step, row.values)
+        if self.layout.counted:
+            by_time = OverflowRows()
+            for _, one in behind:
+                yield from (Row(self._at + row.step, row.values) for row in by_time.put(one))
+            return
+        for at, one in behind:
+            self._at = max(self._at, at) + 1
+            yield Row(self._at, {"loss_scale": one.attempted, "skipped": 1.0})

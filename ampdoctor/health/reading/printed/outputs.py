@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from ampdoctor.checkpoints.formats.log_files import Left, as_number
+from ampdoctor.checkpoints.formats.log_files import Left, as_number, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.health.reading.log_kind import Noticed, Place, kind_of_one_file
 from ampdoctor.health.reading.printed.console import ConsoleRows, Layout, layout_of
 from ampdoctor.health.reading.printed.ending import PrintedRows
 from ampdoctor.health.reading.printed.line import printed
-from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows
+from ampdoctor.health.reading.printed.overflows import OVERFLOW, OverflowRows, overflow_in
 from ampdoctor.health.reading.rows import Row
 
 _SUFFIXES = frozenset({".log", ".txt", ".out", ".stdout", ".err", ".stderr", ".o", ".e"})
@@ -94,13 +95,11 @@ class _DeepSpeedRows:
 
     def rows(self, lines: Iterator[bytes], left: Left) -> Iterator[Row]:  # noqa: ARG002 - other lines are no loss
         for line in lines:
-            overflow = OVERFLOW.search(line)
+            overflow = overflow_in(line)
             if overflow is not None:
-                attempted = as_number(overflow[1].decode())
                 self._step += 1
-                if attempted is not None:
-                    yield Row(self._step, {"loss_scale": attempted, "skipped": 1.0})
-                self._scale = as_number((overflow[2] or overflow[1]).decode())
+                yield Row(self._step, {"loss_scale": overflow.attempted, "skipped": 1.0})
+                self._scale = overflow.scale
             elif (found := _STEP.search(line)) is not None:
                 yield self._row(found)
 
@@ -192,14 +191,21 @@ def _accepted(place: Place, text: _Text | None) -> str:
 def _logs_of(format: str) -> Callable[[Place], list[str]]:  # noqa: A002
     def logs_of(place: Place) -> list[str]:
         likely = [name for name in place.names if place.named or name in _NAMES or Path(name).suffix in _SUFFIXES]
-        return [name for name in place.latest(likely) if _of(place, name) == format]
+        return [name for name in place.latest(likely) if _of(place, name) == format and name not in place.refused]
 
     return logs_of
+
+
+def _tells_of_overflows(file: RegularFile) -> bool:
+    """Whether skipped steps lie somewhere between the lines of a file."""
+    return any(overflow_in(line) is not None for line in lines_in(file))
 
 
 def _console(file: RegularFile) -> PrintedRows:
     text, _ = _text(file)
     layout = None if text is None else text.layout
+    if layout is not None and layout.place == "epoch" and _tells_of_overflows(file):
+        layout = replace(layout, counted=True)
     if layout is None:
         raise CheckpointError(f"{file.name} no longer has a line with a step and a loss.")
     return PrintedRows(ConsoleRows(layout))

@@ -1,0 +1,167 @@
+"""A folder that holds several logs: each is judged, and of several that say the same of one run one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+
+from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.health.sinks.table import export_of
+from ampdoctor.workflows import health as workflow
+from ampdoctor.workflows.health import health
+from tests.health.logs import HEADER, steps, write
+
+
+def rows(count, *, lost=10**9, every=1, seed=0):
+    """A loss that falls, each run's with other digits; from one step on it is NaN."""
+    falls = [2 + 4 / (1 + at / 30) + 0.01 * math.sin(17 * at + seed) for at in range(count)]
+    return [
+        {"step": at, "loss": math.nan if at >= lost else falls[at], "grad_norm": 1.0 + 0.1 * math.sin(5 * at + seed)}
+        for at in range(0, count, every)
+    ]
+
+
+def lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def table(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = ",".join(rows[0]) + "\n" + "".join(",".join(f"{value:.6g}" for value in row.values()) + "\n" for row in rows)
+    path.write_text(text)
+
+
+def printed(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"step {r['step']}: loss {r['loss']:.4f}, grad_norm {r['grad_norm']:.4f}\n" for r in rows))
+
+
+def state(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"log_history": rows}))
+
+
+def where(report):
+    return [(one.code, one.where.file) for one in report.findings if one.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("well", "sick"),
+    [
+        (("a.jsonl", lines), ("b.jsonl", lines)),
+        (("a.csv", table), ("b.jsonl", lines)),
+        (("metrics.csv", table), ("job.out", printed)),
+        (("trainer_state.json", state), ("metrics.csv", table)),
+        (("log.txt", printed), ("run2/metrics.csv", table)),
+        (("version_1/metrics.csv", table), ("version_0/metrics.csv", table)),
+        (("run/metrics.csv", table), ("outputs/2026-11-02/10-00-01/lightning_logs/version_0/metrics.csv", table)),
+        (("checkpoint-200/trainer_state.json", state), ("checkpoint-100/trainer_state.json", state)),
+    ],
+)
+def test_no_log_of_a_folder_goes_unjudged(tmp_path, monkeypatch, well, sick):
+    monkeypatch.chdir(tmp_path)
+    for at, ((name, form), lost) in enumerate(((sick, 120), (well, 10**9))):  # the healthy one was written last
+        form(tmp_path / "runs" / name, rows(200, lost=lost, seed=at))
+        os.utime(tmp_path / "runs" / name, (1_700_000_000 + at, 1_700_000_000 + at))
+    report = health(["runs"])
+    assert report.verdict == "sick"
+    ((code, file),) = where(report)
+    assert (code, f"runs/{sick[0]}".startswith(file), len(report.health.runs)) == ("AMP722", True, 2)
+    form = sick[1]
+    form(tmp_path / "runs" / sick[0], rows(200, seed=3))
+    assert (health(["runs"]).verdict, where(health(["runs"]))) == ("healthy", [])
+
+
+def test_logs_of_one_run_in_several_forms_are_one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = rows(200)
+    for step in (100, 200):
+        state(tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json", whole[:step])
+    table(tmp_path / "out" / "csv" / "metrics.csv", [row | {"step": row["step"] + 1} for row in whole])
+    printed(tmp_path / "out" / "train.log", whole[::10])
+    report = health(["out"])
+    (run,) = report.health.runs
+    assert (report.verdict, report.complete, run.steps, run.format, run.source) == (
+        "healthy", True, 200, "transformers", "out"
+    )  # fmt: skip
+    assert sorted(one.what for one in report.skipped if "the same run as" in one.reason) == [
+        "out/checkpoint-100", "out/csv", "out/train.log"
+    ]  # fmt: skip
+
+
+def test_one_run_that_is_sick_is_sick_once(tmp_path):
+    whole = rows(200, lost=150)
+    for step in (100, 200):
+        state(tmp_path / f"checkpoint-{step}" / "trainer_state.json", whole[:step])
+    table(tmp_path / "metrics.csv", whole)
+    assert len(where(health([tmp_path]))) == 1
+
+
+def test_a_log_that_has_more_than_another_is_judged_as_well(tmp_path):
+    """A scale that falls to its floor in the job's output, and is no column of the table."""
+    whole = rows(100)
+    table(tmp_path / "metrics.csv", whole)
+    scale = [2.0 ** max(0, 14 - at) for at in range(100)]
+    lines(
+        tmp_path / "scaler.jsonl", [row | {"loss_scale": scale[at], "skipped": at > 0} for at, row in enumerate(whole)]
+    )
+    end = (
+        'Traceback (most recent call last):\n  File "a.py", line 3\nException: Current loss scale already at minimum\n'
+    )
+    printed(tmp_path / "job.out", whole)
+    (tmp_path / "job.out").write_text((tmp_path / "job.out").read_text() + end)
+    report = health([tmp_path])
+    assert {run.source.rpartition("/")[2] for run in report.health.runs} == {"scaler.jsonl", "job.out"}
+
+
+def test_ranks_of_a_job_are_read_together(tmp_path):
+    for rank in range(4):
+        printed(tmp_path / f"rank{rank}.log", rows(200, seed=rank))
+    assert (health([tmp_path]).verdict, len(health([tmp_path]).health.runs)) == ("healthy", 4)
+    write(tmp_path / "ours" / "log.jsonl", [HEADER, *steps(0, 40)])
+    write(tmp_path / "ours" / "log.rank1.jsonl", [HEADER, *steps(0, 40)], rank=1)
+    assert len(health([tmp_path / "ours"]).health.runs) == 1
+
+
+def test_a_log_without_a_step_in_a_folder_is_said_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "runs" / "a" / "log.jsonl", [HEADER])
+    with pytest.raises(CheckpointError, match="has no step"):
+        health(["runs"])
+    lines(tmp_path / "runs" / "b" / "train.jsonl", rows(200))
+    report = health(["runs"])
+    assert (report.verdict, report.complete) == ("healthy", True)
+    assert ("runs/a", "it has no step") in {(one.what, one.reason) for one in report.skipped}
+    assert report.target["location"] == "runs/b"
+
+
+def test_more_logs_than_are_meant_are_refused_with_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workflow, "MOST_LOGS", 2)
+    for at in range(3):
+        lines(tmp_path / "sweep" / f"run {at}" / "train.jsonl", rows(50, seed=at))
+    with pytest.raises(CheckpointError, match=r"sweep holds 3 logs.*Type: ampdoctor health .*'sweep/run 1'"):
+        health(["sweep"])
+    with pytest.raises(UsageError, match="--export takes one log, and there are 2"):
+        health(["sweep/run 0", "sweep/run 1"], export=[export_of("csv=numbers")])
+
+
+def test_a_folder_that_may_hold_a_log_and_cannot_be_listed_leaves_nothing_healthy(tmp_path, monkeypatch):
+    from ampdoctor.health.reading import places
+
+    lines(tmp_path / "train.jsonl", rows(200))
+    (tmp_path / "other").mkdir()
+    list_folder = places.list_folder
+
+    def refuse(path):
+        if path.name == "other":
+            raise CheckpointError("other cannot be listed: permission denied.")
+        return list_folder(path)
+
+    monkeypatch.setattr(places, "list_folder", refuse)
+    report = health([tmp_path])
+    assert (report.verdict, report.complete, [one.what for one in report.errors]) == ("inconclusive", False, ["other"])
