@@ -287,6 +287,7 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+        self._beside.stepped(skipped=skipped)
         self._look_beside()
 
     def _count_lost(self, attempt: Attempt) -> None:
