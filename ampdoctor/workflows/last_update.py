@@ -30,24 +30,26 @@ _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastUpdate:
-    """The settings with which an optimizer has made its last update, of gradients that were finite.
+    """The settings with which an optimizer has made its last update, of gradients that were not seen to be sick.
 
     Attributes:
         step: Of the update.
         optimizer: Whose.
         settings: Of each of its groups; a scheduler may have changed them since.
+        read: Its gradients were read; they were finite.
     """
 
     step: int
     optimizer: weakref.ref[torch.optim.Optimizer]
     settings: tuple[Mapping[str, Any], ...]
+    read: bool
 
     @classmethod
-    def of(cls, attempt: Attempt) -> LastUpdate:
-        """The update that is about to be made."""
+    def of(cls, attempt: Attempt, *, read: bool) -> LastUpdate:
+        """The update that is about to be made, of gradients that were read and are finite, or were not read."""
         groups = attempt.optimizer.param_groups
         settings = tuple({key: group[key] for key in _SHOWN if key in group} for group in groups)
-        return cls(attempt.step, weakref.ref(attempt.optimizer), settings)
+        return cls(attempt.step, weakref.ref(attempt.optimizer), settings, read)
 
     def explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
         """Returns the report; where a weight is not finite before the step, this update is named.
@@ -77,9 +79,10 @@ class LastUpdate:
         kind = type(optimizer).__name__
         shown = ", ".join([kind, *(f"{key}={_text(value)}" for key, value in settings.items())])
         after = "" if why else ", or what the loop did to the weights after it"
+        gradients = "the gradients of that step were finite, and" if self.read else "the gradients were not read;"
         message = (
-            f"{where.tensor} holds {lost} non-finite values after step {self.step}: the gradients of that step were "
-            f"finite, and its update ({shown}) made the weights so{after}{': ' if why else ''}{'; '.join(why)}"
+            f"{where.tensor} holds {lost} non-finite values after step {self.step}: {gradients} its update ({shown}) "
+            f"made the weights so{after}{': ' if why else ''}{'; '.join(why)}"
         )
         return replace(
             finding,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
@@ -242,7 +243,8 @@ def _walked(value: Any) -> Iterator[Any]:
         seen.add(id(one))
         yield one
         if isinstance(one, torch.nn.Module):
-            queue.extend((tensor, depth) for tensor in (*one.parameters(), *one.buffers()))
+            with suppress(Exception):  # the user's own class, which trains all the same
+                queue.extend((tensor, depth) for tensor in (*one.parameters(), *one.buffers()))
         if depth < _DEEPEST:
             queue.extend((held, depth + 1) for held in _held(one))
 
