@@ -249,7 +249,7 @@ class Doctor:
             if sick is not None:
                 self._fall_sick(attempt, sick, settles=attempt.is_called_either_way)
             elif self.report is None:
-                self._last[attempt.name] = LastUpdate.of(attempt)
+                self._last[attempt.name] = LastUpdate.of(attempt, read=norm is not None)
         elif self.report is None:
             self._blind.add(attempt, held=held)
             self._keep(attempt)
@@ -287,6 +287,7 @@ class Doctor:
         if not self._described:
             self._describe(attempt)
         self._tell_late()
+        self._beside.stepped(skipped=skipped)
         self._look_beside()
 
     def _count_lost(self, attempt: Attempt) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.diagnosis.replay.bad_state import seen_beside, state_finding
+from ampdoctor.diagnosis.tensors.beyond_fp16 import FP16_OVERFLOW_AT
 from ampdoctor.evidence.where import Where
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
@@ -29,24 +30,26 @@ _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastUpdate:
-    """The settings with which an optimizer has made its last update, of gradients that were finite.
+    """The settings with which an optimizer has made its last update, of gradients that were not seen to be sick.
 
     Attributes:
         step: Of the update.
         optimizer: Whose.
         settings: Of each of its groups; a scheduler may have changed them since.
+        read: Its gradients were read; they were finite.
     """
 
     step: int
     optimizer: weakref.ref[torch.optim.Optimizer]
     settings: tuple[Mapping[str, Any], ...]
+    read: bool
 
     @classmethod
-    def of(cls, attempt: Attempt) -> LastUpdate:
-        """The update that is about to be made."""
+    def of(cls, attempt: Attempt, *, read: bool) -> LastUpdate:
+        """The update that is about to be made, of gradients that were read and are finite, or were not read."""
         groups = attempt.optimizer.param_groups
         settings = tuple({key: group[key] for key in _SHOWN if key in group} for group in groups)
-        return cls(attempt.step, weakref.ref(attempt.optimizer), settings)
+        return cls(attempt.step, weakref.ref(attempt.optimizer), settings, read)
 
     def explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
         """Returns the report; where a weight is not finite before the step, this update is named.
@@ -76,9 +79,10 @@ class LastUpdate:
         kind = type(optimizer).__name__
         shown = ", ".join([kind, *(f"{key}={_text(value)}" for key, value in settings.items())])
         after = "" if why else ", or what the loop did to the weights after it"
+        gradients = "the gradients of that step were finite, and" if self.read else "the gradients were not read;"
         message = (
-            f"{where.tensor} holds {lost} non-finite values after step {self.step}: the gradients of that step were "
-            f"finite, and its update ({shown}) made the weights so{after}{': ' if why else ''}{'; '.join(why)}"
+            f"{where.tensor} holds {lost} non-finite values after step {self.step}: {gradients} its update ({shown}) "
+            f"made the weights so{after}{': ' if why else ''}{'; '.join(why)}"
         )
         return replace(
             finding,
@@ -130,8 +134,9 @@ def lost_beside(lost: Lost, models: Iterable[torch.nn.Module]) -> Finding:
         models: The loop's.
     """
     own = [(name, p) for model in models for name, p in (*model.named_parameters(), *model.named_buffers())]
-    twin = next((pair for pair in own if _same(lost, *pair)), None)
     with unseen(), torch.no_grad():
+        twin = next((pair for pair in own if _same(lost, *pair)), None)
+        twin = twin or next((pair for pair in own if _overflowed(lost.tensor, pair[1])), None)
         amax = None if twin is None or is_nonfinite(twin[1]) else stats_of(twin[1]).amax
         stats = stats_of(lost.tensor)
     return seen_beside(
@@ -154,12 +159,20 @@ def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: boo
     if not at_the_end and beside.wants(step):
         with watch.looking_away():
             beside.look(step, models)
-    lost = beside.finish(step) if at_the_end else beside.arrived()
+    lost = beside.finish(step, models) if at_the_end else beside.arrived()
     return None if lost is None else (lost_beside(lost, models), lost.step)
 
 
 def _same(lost: Lost, name: str, tensor: torch.Tensor) -> bool:
     return tensor.shape == lost.tensor.shape and f".{lost.name}".endswith(f".{name}")
+
+
+def _overflowed(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Is a copy infinite just where a tensor is beyond fp16? A list of copies has none of the model's names."""
+    if copy.shape != tensor.shape or copy.device != tensor.device or type(tensor.detach()) is not torch.Tensor:
+        return False
+    beyond = tensor.detach().abs() >= FP16_OVERFLOW_AT
+    return bool(beyond.any()) and bool((copy.detach().isinf() == beyond).all())
 
 
 def _reasons(parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:

@@ -378,6 +378,24 @@ def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, att
     assert finding.message.endswith(reason)
 
 
+def test_gradients_that_were_not_read_are_not_called_finite(attended, monkeypatch):
+    monkeypatch.setattr(doctor.StepNumbers, "about_to_step", lambda *_, **__: None)
+
+    def loop():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).mean().backward()
+            if step == 1:
+                model.bias.grad.fill_(float("inf"))
+            optimizer.step()
+
+    _, watching = attended(loop)
+    (finding,) = [one for one in watching.report.findings if one.where.tensor == "bias"]
+    assert "after step 1: the gradients were not read; its update (SGD, lr=0.1" in finding.message
+
+
 def test_a_weight_that_no_update_has_touched_is_not_put_down_to_one(attended):
     def loop():
         model = nn.Linear(4, 1)

@@ -1,4 +1,8 @@
-"""What a loop keeps beside its models: modules that its frames lead to, looked at now and then without waiting."""
+"""What a loop keeps beside its models, looked at now and then without waiting: modules, and copies of weights.
+
+Its frames lead to both. A copy is a tensor of the shape of one of the models' tensors, or of all weights in a line: in
+a variable, a container or an attribute (`shadow["out.weight"]`, `ema.shadow_params[3]`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +22,22 @@ from torch import Tensor, nn
 from ampdoctor.live.numbers.later import Later
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.numerics import extremes_of_each
+from ampdoctor.probes.cheap.nonfinite import is_made_mask
 from ampdoctor.probes.ops.source import user_frames
 
 _MOST = 20_000
 """Objects that one look walks over at most."""
 _LONGEST = 256
-"""Entries of a container: a longer one holds data."""
+"""Entries of a container, or as many as the models have tensors: a longer one holds data."""
 _DEEPEST = 4
-"""Steps from a frame's variable to a module: `trainer.callbacks[0].ema.module`."""
+"""Steps from a frame's variable to a module: `trainer.callbacks[0].ema.module`. To a copy in a container one more."""
+_DOUBT = 8
+"""Steps after which a copy is looked at once more, where only a device knows which steps a scaler has skipped."""
 _OURS = 3
 """References to a frame's dict of variables, its own and ours; with more, the loop has called `locals()`."""
-_LEAVES = (str, bytes, int, float, complex, type(None), Tensor, type, types.ModuleType, types.FunctionType)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
+_LOOKED_AT_ELSEWHERE = (torch.optim.Optimizer, torch.amp.GradScaler)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +57,29 @@ class Lost:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A tensor that is looked at.
+
+    Attributes:
+        there: It.
+        name: Its name.
+        copy: Whether it is no module's: a copy of a gradient is infinite where a scaler skips, and finite again later.
+        lasts: Whether a later tensor of its name is the same to the loop, which makes it anew.
+    """
+
+    there: weakref.ref[Tensor]
+    name: str
+    copy: bool = False
+    lasts: bool = False
+
+
 class Beside:
-    """Looks at the parameters and buffers of modules that are no watched model's, and keeps none of them alive.
+    """Looks at what is kept beside the watched models, and keeps none of it alive.
 
     A look is made after the steps 0, 1, 2, 4, 8 and so on, then after each `every` steps. What was never seen to be
-    finite (memory that nothing has written to, `best = inf`) is nobody's loss.
+    finite (memory that nothing has written to, `best = inf`) is nobody's loss. A copy is looked at only where neither
+    the last step nor the one before was skipped by a scaler.
 
     Args:
         every: Steps between looks, at most; 0 for those at powers of two alone.
@@ -60,65 +89,117 @@ class Beside:
     def __init__(self, every: int, later: Later[tuple[int, tuple[int, ...]]] | None = None) -> None:
         self._every = every
         self._later: Later[tuple[int, tuple[int, ...]]] = Later() if later is None else later
-        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._fine: dict[int, int] = {}  # by id: the last step after which it was finite
+        self._known: dict[int, _Known] = {}
+        self._fine: dict[int | str, int] = {}  # by id, and by the name of what is made anew: when it was finite last
+        self._modules: set[str] = set()  # whose globals the loop's frames have
+        self._skipped: tuple[bool | None, bool | None] = (False, False)  # of the last two steps
+        self._suspects: dict[int | str, int] = {}
+
+    def stepped(self, *, skipped: bool | None) -> None:
+        """A step was made, or skipped by a scaler; None where only a device knows."""
+        self._skipped = self._skipped[1], skipped
 
     def wants(self, step: int) -> bool:
         """Is a look due after this step?"""
-        return step & (step - 1) == 0 or (self._every > 0 and step % self._every == 0)
+        if step & (step - 1) == 0 or (self._every > 0 and step % self._every == 0):
+            return True
+        return any(step >= since + _DOUBT for since in self._suspects.values())
 
-    def look(self, step: int, models: Iterable[nn.Module]) -> None:
+    def look(self, step: int, models: Sequence[nn.Module]) -> None:
         """Look at what the frames of the loop lead to, beside the models; waits for nothing."""
-        own = {id(tensor) for model in models for _, tensor in _tensors(model)}
-        for name, module in _modules():
-            for last, tensor in _tensors(module):
-                if id(tensor) not in own and _counts(tensor):
-                    self._know(f"{name}.{last}", tensor)
+        frames = list(user_frames())
+        self._modules |= {name for frame in frames if isinstance(name := frame.f_globals.get("__name__"), str)}
+        tables = chain.from_iterable((_variables(frame), frame.f_globals.items()) for frame in frames)
+        self._meet(list(chain.from_iterable(map(list, tables))), models)
         self._send(step)
 
     def arrived(self) -> Lost | None:
         """Returns the first that is lost, of the looks whose numbers have arrived."""
         return self._first(self._later.ready())
 
-    def finish(self, step: int) -> Lost | None:
+    def finish(self, step: int, models: Sequence[nn.Module]) -> Lost | None:
         """The loop is over: look at what is left of all that was known, and wait for it."""
+        there = [module for name in self._modules if (module := sys.modules.get(name)) is not None]
+        self._meet([pair for module in there for pair in list(vars(module).items())], models)
         self._send(step)
-        return self._first(self._later.drain())
+        return self._first(self._later.drain(), at_the_end=True)
 
-    def _know(self, name: str, tensor: Tensor) -> None:
-        known = self._known.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            self._known[id(tensor)] = weakref.ref(tensor), name
+    def _meet(self, variables: Iterable[tuple[str, object]], models: Sequence[nn.Module]) -> None:
+        mine = [tensor for model in models for _, tensor in _tensors(model)]
+        own = {id(tensor) for tensor in mine} | {id(tensor.grad) for tensor in mine if tensor.is_leaf}
+        line = torch.Size((sum(one.numel() for model in models for one in model.parameters()),))
+        shapes = {tensor.shape for tensor in mine if tensor.numel() > 1} | {line}
+        named: set[str] = set()
+        for name, value, depth in _kept(variables, longest=max(_LONGEST, len(mine))):
+            if isinstance(value, nn.Module):
+                for last, tensor in _tensors(value):
+                    if id(tensor) not in own and _counts(tensor):
+                        self._know(tensor, _Known(there=weakref.ref(tensor), name=f"{name}.{last}"))
+                continue
+            if id(value) in own or not _is_copy(value) or value.shape not in shapes:
+                continue
+            # a variable by itself may be anything of that shape: the batch, a mask
+            lasts = (depth > 0 or value.shape == line) and name not in named
+            named.add(name)
+            self._know(value, _Known(there=weakref.ref(value), name=name, copy=True, lasts=lasts))
+        for table in (self._fine, self._suspects):
+            for key in [key for key in table if isinstance(key, str) and key not in named]:
+                del table[key]
+
+    def _know(self, tensor: Tensor, known: _Known) -> None:
+        before = self._known.get(id(tensor))
+        if before is None or before.there() is not tensor:
+            self._known[id(tensor)] = known
             self._fine.pop(id(tensor), None)
+            self._suspects.pop(id(tensor), None)
 
     def _send(self, step: int) -> None:
-        gone = [key for key, (there, _) in self._known.items() if there() is None]
-        for key in gone:
+        for key in [key for key, known in self._known.items() if known.there() is None]:
             del self._known[key]
             self._fine.pop(key, None)
-        there = [(key, tensor) for key, (ref, _) in self._known.items() if (tensor := ref()) is not None]
+            self._suspects.pop(key, None)
+        copies = True not in self._skipped
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-        for key, tensor in there:
-            groups.setdefault((tensor.device, tensor.dtype), []).append((key, tensor))
+        for key, known in self._known.items():
+            tensor = known.there()
+            if tensor is not None and (copies or not known.copy):
+                groups.setdefault((tensor.device, tensor.dtype), []).append((key, tensor))
         for members in groups.values():
             with unseen(), torch.no_grad():
                 flags = torch.stack([f for pair in extremes_of_each(t for _, t in members) for f in pair])
             self._later.put((step, tuple(key for key, _ in members)), [flags.float()])
 
-    def _first(self, readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]]) -> Lost | None:
+    def _first(
+        self, readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]], *, at_the_end: bool = False
+    ) -> Lost | None:
         found: Lost | None = None
         for (step, keys), (flags,) in readings:
             with unseen():
                 finite = flags.isfinite().reshape(-1, 2).all(dim=1).tolist()
             for key, fine in zip(keys, finite, strict=True):
-                if fine:
-                    self._fine[key] = step
-                elif key in self._fine and found is None:
-                    ref, name = self._known.get(key, (None, ""))
-                    tensor = None if ref is None else ref()
-                    if tensor is not None:
-                        found = Lost(name=name, tensor=tensor, since=self._fine[key], step=step)
+                known = self._known.get(key)
+                if known is not None:
+                    lost = self._seen(key, known, step, fine=fine, at_the_end=at_the_end)
+                    found = found or lost
         return found
+
+    def _seen(self, key: int, known: _Known, step: int, *, fine: bool, at_the_end: bool) -> Lost | None:
+        name: int | str = known.name if known.lasts else key
+        if fine:
+            self._fine[key] = self._fine[name] = step
+            self._suspects.pop(name, None)
+            return None
+        since, tensor = self._fine.get(key, self._fine.get(name)), known.there()
+        if since is None or tensor is None:
+            return None
+        with unseen(), torch.no_grad():
+            if known.copy and is_made_mask(tensor):
+                return None
+        if known.copy and None in self._skipped:
+            first = self._suspects.setdefault(name, step)
+            if at_the_end or step < first + _DOUBT:
+                return None
+        return Lost(name=known.name, tensor=tensor, since=since, step=step)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -135,23 +216,36 @@ def _counts(tensor: Tensor) -> bool:
     return plain and tensor.layout == torch.strided and (isinstance(tensor, nn.Parameter) or tensor.numel() > 1)
 
 
-def _modules() -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, module), each outermost one once, with the names that lead to it."""
-    queue: deque[tuple[str, object, int]] = deque()
-    for frame in user_frames():
-        queue.extend((name, value, 0) for name, value in (*_variables(frame), *list(frame.f_globals.items())))
+def _is_copy(tensor: Tensor) -> bool:
+    """Numbers with memory of their own, which no graph has made."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_leaf or tensor._base is not None:  # noqa: SLF001
+        return False
+    return tensor.is_floating_point() and not tensor.is_meta and tensor.layout == torch.strided
+
+
+def _kept(variables: Iterable[tuple[str, object]], *, longest: int) -> Iterator[tuple[str, Any, int]]:
+    """Yields (name, value, steps to it) of modules, each outermost one once, and of tensors that lie in none."""
+    queue: deque[tuple[str, object, int]] = deque((name, value, 0) for name, value in variables)
     seen: set[int] = set()
     for _ in range(_MOST):
         if not queue:
             return
         name, value, depth = queue.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if isinstance(value, (*_LEAVES, *_LOOKED_AT_ELSEWHERE)) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif depth < _DEEPEST:
-            queue.extend((f"{name}.{key}" if key else name, held, depth + 1) for key, held in _held(value))
+        if isinstance(value, nn.Module | Tensor):
+            yield name, value, depth
+        if isinstance(value, Tensor):
+            continue
+        if depth < _DEEPEST or (depth == _DEEPEST and isinstance(value, dict | list | tuple)):
+            queue.extend((_joined(name, key), held, depth + 1) for key, held in _held(value, longest))
+
+
+def _joined(name: str, key: str | int) -> str:
+    if isinstance(key, int):
+        return f"{name}[{key}]"
+    return f"{name}.{key}" if key else name
 
 
 def _variables(frame: types.FrameType) -> list[tuple[str, object]]:
@@ -165,19 +259,24 @@ def _variables(frame: types.FrameType) -> list[tuple[str, object]]:
     return found
 
 
-def _held(value: object) -> Iterator[tuple[str, object]]:
+def _held(value: object, longest: int) -> Iterator[tuple[str | int, object]]:
     if isinstance(value, dict):
-        if len(value) <= _LONGEST:
-            yield from ((str(key) if isinstance(key, str) else "", held) for key, held in list(dict.items(value)))
-    elif isinstance(value, list | tuple | set):
-        if len(value) <= _LONGEST:
+        if len(value) <= longest:
+            items = enumerate(list(dict.items(value)))
+            yield from ((str(key) if isinstance(key, str) else place, held) for place, (key, held) in items)
+    elif isinstance(value, list | tuple):
+        if len(value) <= longest:
+            yield from enumerate(list(value))
+    elif isinstance(value, set):
+        if len(value) <= longest:
             yield from (("", held) for held in list(value))
     elif isinstance(value, types.CellType):
         yield from (("", held) for held in gc.get_referents(value))
     elif isinstance(value, types.MethodType):
         yield "", value.__self__
     elif isinstance(table := _table(value), dict) and len(table) <= _LONGEST:
-        yield from list(table.items())
+        more = list(table.items())
+        yield from (pair for pair in more if pair[0] not in _OF_EVERY_MODULE or not isinstance(value, nn.Module))
 
 
 def _table(value: object) -> object:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampdoctor.replay.scripts.source.finding import LoopPlace
-from ampdoctor.replay.scripts.source.statements import LOOPS, SCOPES, way_to
+from ampdoctor.replay.scripts.source.statements import is_within, way_within
 
 SCALER_EACH_ROUND = (
     "the script makes a GradScaler in each round, so the loss scale begins at its first value each time: make it once, "
@@ -43,13 +41,13 @@ def made_in_round(origin: Origin, around: LoopPlace, frame: FrameType) -> bool:
         around: The loop whose rounds they are.
         frame: A frame inside it, still running.
     """
-    rounds = {id(at) for at, line in walk_stack(frame) if _is_within(at.f_code.co_filename, line, around)}
+    rounds = {id(at) for at, line in walk_stack(frame) if _is_in(at.f_code.co_filename, line, around)}
     ways = []
     for known, file, line in origin:
-        if known in rounds and _is_within(file, line, around):
-            ways.append(_way(file, line, loop=around.line))
+        if known in rounds and _is_in(file, line, around):
+            ways.append(way_within(file, line, loop=around.line))
             return not any(_makes_once(way) for way in ways)
-        ways.append(_way(file, line))
+        ways.append(way_within(file, line))
     return False
 
 
@@ -100,27 +98,8 @@ def _set(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]], o
         group.update({key: copy.deepcopy(value) for key, value in kept.items() if only in (None, key)})
 
 
-def _is_within(file: str, line: int, loop: LoopPlace) -> bool:
-    if os.path.realpath(file) != loop.file:
-        return False
-    found = _way(file, line, whole=True)
-    return any(isinstance(one, LOOPS) and one.lineno == loop.line < line for one in found)
-
-
-def _way(file: str, line: int, *, loop: int | None = None, whole: bool = False) -> list[ast.AST]:
-    """Returns the statements around a line within its function, or within the loop that begins at a line."""
-    try:
-        way = way_to(ast.parse(Path(file).read_bytes()), line)
-    except (OSError, SyntaxError, ValueError):
-        return []
-    if whole:
-        return way
-    ends = [
-        place
-        for place, one in enumerate(way)
-        if isinstance(one, SCOPES) or (loop is not None and isinstance(one, LOOPS) and one.lineno == loop)
-    ]
-    return way[ends[-1] :] if ends else way
+def _is_in(file: str, line: int, loop: LoopPlace) -> bool:
+    return is_within(file, line, loop.file, loop.line)
 
 
 def _makes_once(way: Sequence[ast.AST]) -> bool:

@@ -23,6 +23,7 @@ from ampdoctor.loop.raised import describe
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import ADAPTERS
 from ampdoctor.replay.guarding.changes import users_line
+from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.files import Files, nothing_at_exit, out_of_the_records
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.parts import seen_from
@@ -213,7 +214,9 @@ class Runner:
             if run.arrived is None and next(visits) < visit:
                 return
             if run.arrived is None:
-                run.arrived = Loop(items, body, seen_from(frame), run.made.anew(around, frame))
+                run.arrived = Loop(
+                    items, body, seen_from(frame), run.made.anew(around, frame), Copies.of(place, around, frame, body)
+                )
             raise Left
 
         run = self._new(place.edits, arrives)

@@ -16,6 +16,7 @@ from ampdoctor.loop.random_state import RandomState
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND, Anew
+from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.data import Rounds, loaders_of, passed, set_counters, steps
 from ampdoctor.replay.scripts.files import COPY, Files
 from ampdoctor.replay.scripts.header import read_by
@@ -154,11 +155,16 @@ class Script:
             )
         return learnt.around is not None
 
-    def _anew(self, anew: Anew) -> Callable[[], None]:
+    def _anew(self, anew: Anew, copies: Copies, model: torch.nn.Module) -> Callable[[], None]:
+        copies.find(model)
+
         def make() -> None:
             if anew.scaled:
                 self._files.note("scaler", SCALER_EACH_ROUND)
             anew()
+            said = copies()
+            if said:
+                self._files.note("copies", said)
 
         return make
 
@@ -184,7 +190,7 @@ class Script:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
         own = _format_of(model)
-        stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew), [])
+        stepping = Stepping(scalers, self._files, loop.seen, self._anew(loop.anew, loop.copies, model), [])
         step = partial(take, loop.body, tuple(run.seam.around), stepping)
         with self.user_code(f"the loop at {learnt.place}"), eagerly():
             behind = passed(loop.items, lesson.before, step)

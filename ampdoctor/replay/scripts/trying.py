@@ -12,6 +12,7 @@ import torch
 
 from ampdoctor.loop.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.scripts.anew import Anew
+from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.seam import Body, Items, entered
 from ampdoctor.replay.scripts.source.finding import told_of_steps, told_of_training_calls
@@ -60,12 +61,14 @@ class Loop:
         body: Its body.
         seen: The variables that it sees.
         anew: Makes anew what each round makes before the loop.
+        copies: Of the model's weights among that.
     """
 
     items: Items | None
     body: Body
     seen: list[tuple[str, Any]]
     anew: Anew
+    copies: Copies
 
 
 def tried(  # noqa: C901 one loop, and its listeners

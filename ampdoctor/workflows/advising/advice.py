@@ -187,7 +187,7 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
 def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
     """Does the change save gradients?"""
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
-    if max(flushed_now) <= thresholds[FLUSHED]:
+    if now is not None and max(flushed_now) <= thresholds[FLUSHED]:
         return False  # nothing is lost: the error comes from rounding, which no scale changes
     error_now, error_then = _error(advice.now, now), _error(advice.then, then)
     if error_now > thresholds[ERROR_NOTE] and error_now > thresholds[CLEARLY_BETTER] * error_then:

@@ -58,11 +58,12 @@ _ELSEWHERE = ("forward_overflow", "forward_precision")
 """Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
 TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would have to come all the way"
 FOLLOWED = 8
-"""Steps in which old copies are looked for where fp32 cannot run: as many as `bisect-nan` replays without a word."""
+"""Steps in which old copies are looked for where fp32 cannot run, and after whose notes no more steps are compared: as
+many as `bisect-nan` replays without a word."""
 NOT_YET: Mapping[int, Beside] = MappingProxyType({})
 
 
-def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
+def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known of it
     session: Session,
     start: Snapshot | None,
     seen: Sequence[Replayed],
@@ -94,6 +95,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     if start is None:
         return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
     place = Place(session, start, seen, begin=begin)
+    notes: list[Finding] = []
     for step, noted in islice(enumerate(seen, begin), max(first - begin, 0), None):
         known = beside.get(step) if not noted.skipped else Beside()  # without an update, nothing is compared
         if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds, passing.known)):
@@ -120,9 +122,16 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
             return passing.ended(cut=TOO_FAR) if begin else compare_fresh_runs(session, seen, fresh, thresholds)
         findings = _looked_at_closely(place, before, pair, thresholds, passing=passing)
         passing.add(pair.comparison)
-        if findings:
+        if _may_grow(findings) and len(notes) < FOLLOWED:
+            notes += findings
+        elif findings:
             return passing.ended(findings)
-    return passing.ended(by_tensor(place.anew(), passing.compared, thresholds, passing.known))
+    return passing.ended((*notes[:1], *by_tensor(place.anew(), passing.compared, thresholds, passing.known)))
+
+
+def _may_grow(findings: Sequence[Finding]) -> bool:
+    """Old copies that hardly matter yet: an average begins as the weights themselves, and later steps show more."""
+    return bool(findings) and all(one.cause == "stale_casts" and one.severity == "note" for one in findings)
 
 
 def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:

@@ -118,7 +118,7 @@ def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session
     """
     birth = births[0]
     if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
-        yield _in_bf16(trials)
+        yield _in_bf16(trials, session)
     if cure.kind == "dtype" and not birth.where.module:
         yield intervene(births, trials, first_only=True)
     if cure.kind == "fp32_modules" and birth.where.phase == "forward" and (birth.where.step or 0) > 0:
@@ -230,7 +230,7 @@ def _candidates(  # noqa: C901 - one row for each cause
     if not wide_fails and cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
         yield from modules_in_fp32(births, trials)
     if not wide_fails and compute == "fp16" and cause != "bad_checkpoint":
-        yield _in_bf16(trials)
+        yield _in_bf16(trials, session)
     if cause == "invalid_op" and batch_is_at_fault(birth) and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)
 
@@ -242,7 +242,7 @@ def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) ->
     if births[0].where.module:
         yield from modules_in_fp32(births, trials)
     if session.precision.compute == "fp16":
-        yield _in_bf16(trials)
+        yield _in_bf16(trials, session)
     yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
 
 
@@ -317,8 +317,12 @@ def _listed(names: Sequence[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _in_bf16(trials: Trials) -> Prescription:
-    return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
+def _in_bf16(trials: Trials, session: Session) -> Prescription:
+    scaled = session.events.enabled or session.makes_scalers
+    detail = "train in bf16" if session.precision.autocast else "train in bf16: model.to(torch.bfloat16)"
+    if scaled or session.precision.autocast:
+        detail += ", without a GradScaler"
+    return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), detail)
 
 
 def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:

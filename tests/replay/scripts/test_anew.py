@@ -69,7 +69,7 @@ trainer = Trainer()
 """
 
 
-def replayed(body, tmp_path, steps=20):
+def replayed(body, tmp_path, steps=20, *, epoch_is_step=False):
     """Which steps are skipped, the scale of each, and what is noted."""
     (tmp_path / "train.py").write_text(HEAD + body)
     with open_replay(ReplayRequest(factory=str(tmp_path / "train.py"))) as replay:
@@ -77,6 +77,7 @@ def replayed(body, tmp_path, steps=20):
         taken = [session.step(step) for step in range(steps) if session.has_step(step)]
         session.close()
     scales = [next(event.scale for event in one.events if event.kind == "step") for one in taken]
+    assert epoch_is_step or [one.scale_before for one in taken] == scales
     return [one.skipped for one in taken], scales, replay.notes
 
 
@@ -107,7 +108,7 @@ def test_a_scaler_that_is_made_once_finds_its_scale(body, tmp_path):
 
 
 def test_a_step_that_is_a_whole_epoch_says_that_it_makes_its_scaler(tmp_path):
-    skipped, _, notes = replayed(IN_A_FUNCTION.replace("in data", "in data[:5]"), tmp_path, steps=3)
+    skipped, _, notes = replayed(IN_A_FUNCTION.replace("in data", "in data[:5]"), tmp_path, steps=3, epoch_is_step=True)
     assert all(skipped)
     assert SCALER_EACH_ROUND in notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -102,6 +103,23 @@ def test_an_inner_loop_inside_one_context_learns_from_old_weights(precision, pol
     assert (finding.code, finding.severity, finding.cause) == ("AMP210", "error", "stale_casts")
     assert finding.evidence["gradient_error"] > 20 * finding.evidence["gradient_error_with_new_casts"]
     assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
+
+
+def warming_up() -> TrainingRun:
+    """The first step's updates are a thousandth of the later ones'."""
+    run = inner_loop("around", lr=1e-4)
+    inner = run.step
+
+    def step(model, batch, optimizer, scaler, step):
+        optimizer.param_groups[0]["lr"] = 0.1 if step else 1e-4
+        return inner(model, batch, optimizer, scaler)
+
+    return dataclasses.replace(run, step=step, batches=data() * 2)
+
+
+def test_a_first_step_in_which_old_copies_hardly_matter_does_not_end_the_comparison():
+    (finding,) = replay("warming_up").findings
+    assert (finding.code, finding.severity, finding.where.step) == ("AMP210", "error", 1)
 
 
 @pytest.mark.parametrize("context", ["each", "each, and the update in it", "without a cache"])

@@ -192,6 +192,24 @@ def exp_beyond_fp32():
     return line(lambda m, x: (100.0 * m(x).float().sigmoid() + 40.0).exp().mean().log())  # EXP
 
 
+def all_in_half():
+    """Two layers in half overflow, without autocast and without a scaler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)).half()
+    with torch.no_grad():
+        model[0].weight.mul_(3e3)
+        model[1].weight.mul_(3e3)
+    return TrainingRun(
+        model=model,
+        batches=[batch.half() for batch in data()],
+        loss=lambda m, x: m(x).float().square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
+        precision="fp16",
+        autocast=False,
+        scaler=None,
+    )
+
+
 def pure_half_exp():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()

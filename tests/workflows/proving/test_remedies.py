@@ -198,3 +198,9 @@ def test_broken_state_is_replaced_and_the_rest_of_the_run_shown_to_be_well(what)
 def test_an_infinity_that_the_code_multiplies_by_is_not_papered_over():
     finding = next(f for f in replay("sometimes").findings if f.severity == "error")
     assert finding.prescription.status in ("failed", "not_run")
+
+
+def test_a_half_model_without_a_scaler_is_not_told_to_leave_out_its_scaler():
+    cure = replay("all_in_half").findings[0].prescription
+    (bf16,) = [one for one in (cure, *cure.alternatives) if one.kind == "dtype" and one.value == "bfloat16"]
+    assert bf16.detail == "train in bf16: model.to(torch.bfloat16)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+from pathlib import Path
 from typing import Any
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -46,6 +48,44 @@ def loops_around(tree: ast.Module, line: int, *, head: bool = False) -> list[int
         elif isinstance(node, LOOPS) and any(_first(one) <= line <= _last(one) for one in node.body) is not head:
             found.insert(0, node.lineno)
     return found
+
+
+def is_within(file: str, line: int, loop_file: str, loop: int) -> bool:
+    """Does a line stand in a loop, or in what is defined in it?
+
+    Args:
+        file: The line's file.
+        line: The line.
+        loop_file: The loop's file, its links resolved.
+        loop: The line at which the loop begins.
+    """
+    if os.path.realpath(file) != loop_file:
+        return False
+    return any(isinstance(one, LOOPS) and one.lineno == loop < line for one in _way_in(file, line))
+
+
+def way_within(file: str, line: int, *, loop: int | None = None) -> list[ast.AST]:
+    """Returns the statements around a line within its function, or within the loop that begins at a line.
+
+    Args:
+        file: Its file.
+        line: The line.
+        loop: The line at which the loop begins; None for the whole function.
+    """
+    way = _way_in(file, line)
+    ends = [
+        place
+        for place, one in enumerate(way)
+        if isinstance(one, SCOPES) or (loop is not None and isinstance(one, LOOPS) and one.lineno == loop)
+    ]
+    return way[ends[-1] :] if ends else way
+
+
+def _way_in(file: str, line: int) -> list[ast.AST]:
+    try:
+        return way_to(ast.parse(Path(file).read_bytes()), line)
+    except (OSError, SyntaxError, ValueError):
+        return []
 
 
 def _first(node: Any) -> int:
