@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from ampdoctor.loop.collectives import are_joined, refused
+from ampdoctor.errors import CollectiveError
+from ampdoctor.loop.collectives import are_joined, is_by_horovod, refused
 from ampdoctor.loop.hooks.unwarned import is_ours
 
 _DDP, _FSDP = "DistributedDataParallel", ("FullyShardedDataParallel", "FSDPModule")
@@ -46,7 +47,15 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
     Yields:
         What is left out, in sentences; nothing where there is no process group.
+
+    Raises:
+        CollectiveError: The processes are joined by Horovod, whose optimizer communicates in the backward.
     """
+    if is_by_horovod():
+        raise CollectiveError(
+            "the job's processes are joined by Horovod, whose collectives cannot be left out: the step can be run "
+            "again where all of them run it, and not here"
+        )
     if not are_joined():
         yield ()
         return
