@@ -7,7 +7,6 @@ optimizer uses, or to the state after a step); only that a cure is not tried.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from ampdoctor.live.judge import LiveJudge, Sick
 from ampdoctor.live.run import LiveRun, has_state, state_of
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
+from ampdoctor.loop.hooks.unwarned import unwarned_of_hooks
 from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
@@ -69,8 +69,7 @@ class StepWatch(Listener):
         """
         with ExitStack() as stack:
             stack.enter_context(shown_from(Path.cwd()))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+            stack.enter_context(unwarned_of_hooks())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(no_fast_path())

@@ -6,6 +6,7 @@ job, or pairs with another one of a rank that is further: none may be started, b
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,15 @@ def are_joined() -> bool:
 def are_several() -> bool:
     """Whether other processes are in this one's process group, and may have a part in its gradients."""
     return are_joined() and torch.distributed.get_world_size() > 1
+
+
+def is_by_horovod() -> bool:
+    """Whether other processes have a part in the gradients by Horovod, whose collectives are not torch's."""
+    horovod: Any = sys.modules.get("horovod.torch")
+    try:
+        return horovod is not None and horovod.size() > 1
+    except ValueError:  # it has not been initialised
+        return False
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
 from ampdoctor.evidence.report.target import Kept
 from ampdoctor.loop.collectives import are_several
+from ampdoctor.loop.hooks.unwarned import unwarned
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.replay.recorded.one_rank import lies_in_parts, on_its_own
@@ -113,7 +112,7 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
     )
     real = {id(p): p.grad for p in program.model.parameters() if p.grad is not None}
     try:
-        with on_its_own(program.model) as unsaid, at_its_begin(program), _without_warnings():
+        with unwarned(), on_its_own(program.model) as unsaid, at_its_begin(program):
             with open_replay(request) as replay:
                 session = replay.session()
                 try:
@@ -161,7 +160,8 @@ def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[s
         say: Told what is missing.
     """
     try:
-        written = write()
+        with unwarned():
+            written = write()
     except Exception as error:  # noqa: BLE001 - the diagnosis stands without it
         why = str(error) if isinstance(error, AmpdoctorError) else describe(error)
         say(f"no bundle of step {program.step} was kept: {why}")
@@ -191,25 +191,6 @@ def kept_of(health: Path, bundle: Written | None) -> Kept:
         if bundle.from_checkpoint:
             kept["from_checkpoint"] = True
     return kept
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Inside, this thread's warnings are not shown: the step has given them when it ran.
-
-    The filters are left alone: whoever changes them has every warning shown once more.
-    """
-    shown, here = warnings.showwarning, threading.get_ident()
-
-    def of_others(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() != here:
-            shown(*args, **kwargs)
-
-    warnings.showwarning = of_others
-    try:
-        yield
-    finally:
-        warnings.showwarning = shown
 
 
 @contextmanager

@@ -63,10 +63,13 @@ def watching(
     with ExitStack() as stack:
 
         def begin() -> None:
-            from ampdoctor.workflows.doctor import Doctor
+            from ampdoctor.loop.hooks.unwarned import unwarned
 
-            watch.doctor = Doctor(request, tell, say)
-            stack.enter_context(watch.doctor.attending())
+            with unwarned():
+                from ampdoctor.workflows.doctor import Doctor
+
+                watch.doctor = Doctor(request, tell, say)
+                stack.enter_context(watch.doctor.attending())
 
         def failed(error: Exception) -> None:
             watch.doctor = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
+from ampdoctor.loop.hooks.unwarned import CallersOfForwards, unwarned_of_hooks
 from ampdoctor.loop.names import wrapped_as
 from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
@@ -55,6 +55,7 @@ class OutermostModels:
         self._hooks = UncopiedHooks()
         self._global: list[Any] = []
         self._inside = _Inside()
+        self._callers = CallersOfForwards()
         self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # that a wrapper has called so once
         self.unseen: list[str] = []
         self.searching = False
@@ -62,16 +63,12 @@ class OutermostModels:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are told; afterwards no hook is left."""
-        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-        quiet = warnings.filters[0]
         self.search()
         try:
-            with self._hooks.left_out_of_scripts():
+            with self._hooks.left_out_of_scripts(), unwarned_of_hooks():
                 yield
         finally:
             self.settle()
-            with suppress(ValueError):  # the loop has set filters of its own
-                warnings.filters.remove(quiet)  # type: ignore[attr-defined]  # a list
             self._hooks.remove()
 
     @property
@@ -102,6 +99,7 @@ class OutermostModels:
         """Look at every module's calls."""
         self.searching = True
         if not self._global:
+            self._callers.remember()
             self._global = [
                 register_module_forward_pre_hook(self._enter_found),
                 register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
@@ -113,6 +111,8 @@ class OutermostModels:
         self._unhook()
 
     def _unhook(self) -> None:
+        if self._global:
+            self._callers.remember()
         for hook in self._global:
             hook.remove()
             forget_hook(hook)

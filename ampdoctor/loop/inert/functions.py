@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import get_overridable_functions, resolve_name
 
+from ampdoctor.loop.hooks.unwarned import unwarned
+
 _ALSO = ("unflatten", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 """Methods of tensors that make tensors, and are told of, but stand in no table of torch's."""
 _NAMELESS: dict[Callable[..., Any], str] = {torch.autograd.grad: "torch.autograd.grad"}
@@ -67,11 +69,12 @@ def _computes(name: str) -> bool:
 
 def name_of(function: Callable[..., Any]) -> str | None:
     """Returns the name by which `function_named` finds a function of torch's; None for any other."""
-    try:
-        name = _NAMELESS.get(function) or resolve_name(function)
-    except (AttributeError, TypeError):
-        return None
-    return name if name is not None and _table().get(name) == function else None
+    with unwarned():  # torch changes Python's filters where it looks a name up
+        try:
+            name = _NAMELESS.get(function) or resolve_name(function)
+        except (AttributeError, TypeError):
+            return None
+        return name if name is not None and _table().get(name) == function else None
 
 
 def function_named(name: str) -> Callable[..., Any] | None:

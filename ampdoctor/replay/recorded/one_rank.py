@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from ampdoctor.loop.collectives import are_joined, refused
+from ampdoctor.errors import CollectiveError
+from ampdoctor.loop.collectives import are_joined, is_by_horovod, refused
+from ampdoctor.loop.hooks.unwarned import is_ours
 
 _DDP, _FSDP = "DistributedDataParallel", ("FullyShardedDataParallel", "FSDPModule")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -45,7 +47,15 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
     Yields:
         What is left out, in sentences; nothing where there is no process group.
+
+    Raises:
+        CollectiveError: The processes are joined by Horovod, whose optimizer communicates in the backward.
     """
+    if is_by_horovod():
+        raise CollectiveError(
+            "the job's processes are joined by Horovod, whose collectives cannot be left out: the step can be run "
+            "again where all of them run it, and not here"
+        )
     if not are_joined():
         yield ()
         return
@@ -123,7 +133,7 @@ def _without_hooks(parameter: torch.Tensor) -> Iterator[bool]:
     torch._C._swap_tensor_impl(parameter, other)  # noqa: SLF001 - torch has no other way to leave a reducer out
     _hang(parameter, dict.fromkeys(_HOOKS))
     try:
-        yield any(not _is_ours(hook) for hung in hooks.values() for hook in (hung or {}).values())
+        yield any(not is_ours(hook) for hung in hooks.values() for hook in (hung or {}).values())
     finally:
         torch._C._swap_tensor_impl(parameter, other)  # noqa: SLF001
         _hang(parameter, hooks)
@@ -133,7 +143,3 @@ def _hang(parameter: torch.Tensor, hooks: dict[str, Any]) -> None:
     for name, hung in hooks.items():
         if getattr(parameter, name) is not hung:
             setattr(parameter, name, hung)
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

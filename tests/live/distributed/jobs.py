@@ -41,8 +41,9 @@ def both(python, script, kind, folder, world=2, *, options=(), launched=()):
     return bare, torchrun(python, world, *watched, folder=folder, launched=launched)
 
 
-def logged(folder, rank, kind):
-    name = "log.jsonl" if rank == 0 else f"log.rank{rank}.jsonl"
+def logged(folder, rank, kind, attempt=None):
+    """Return the lines of a kind from a rank's log; of an earlier attempt, from 1, where the job was started anew."""
+    name = ".".join(["log", *([f"rank{rank}"] if rank else []), *([str(attempt)] if attempt else []), "jsonl"])
     lines = [json.loads(line) for line in (folder / "health" / name).read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
 

@@ -103,6 +103,23 @@ def test_a_rank_that_raises_ends_the_job_as_without_a_watch(python, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_raises_has_the_job_started_anew_once_and_both_attempts_are_logged(python, tmp_path):
+    bare, run = both(python, SCRIPT, "scaler+raises+bad7", tmp_path, launched=["--max-restarts", "2"])
+    assert (bare.returncode, run.returncode) == (0, 0), run.stderr
+    assert_same(tmp_path)
+    for process in (bare, run):
+        assert process.stderr.count("RuntimeError: no more of this") == 1
+    for rank in (0, 1):
+        assert [line.get("restarts", 0) for line in logged(tmp_path, rank, "run")] == [1]
+        assert [line["step"] for line in logged(tmp_path, rank, "step")] == list(range(11))
+        assert [line["exit_code"] for line in logged(tmp_path, rank, "end")] == [0]
+        assert len(logged(tmp_path, rank, "step", attempt=1)) >= 7
+    (end,) = logged(tmp_path, 1, "end", attempt=1)
+    assert (end["exit_code"], end["reason"]) == (1, "RuntimeError")
+    assert [one["code"] for look in looks(tmp_path, 1) for one in look["findings"]] == ["AMP204"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

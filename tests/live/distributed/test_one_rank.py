@@ -1,11 +1,16 @@
 """One rank's model on its own: wrappers leave the other ranks out, and are afterwards as they were."""
 
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ampdoctor.errors import CollectiveError
 from ampdoctor.replay.recorded.one_rank import lies_in_parts, on_its_own
 
 
@@ -63,6 +68,16 @@ def test_hooks_that_may_communicate_are_not_run_and_are_named():
     assert said == ("gradient hooks of the loop's own were not run, as they may communicate: on weight and 1 more",)
     model(torch.randn(3, 4)).sum().backward()
     assert sorted(seen) == ["after", "before"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_that_horovod_joins_is_not_run_by_one_rank(monkeypatch, processes):
+    monkeypatch.setitem(sys.modules, "horovod.torch", SimpleNamespace(size=lambda: processes))
+    with (
+        pytest.raises(CollectiveError, match="joined by Horovod") if processes > 1 else nullcontext(),
+        on_its_own(nn.Linear(4, 2)),
+    ):
+        pass
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching")  # as it is alone

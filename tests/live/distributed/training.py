@@ -80,7 +80,12 @@ def made():
     return torch.compile(ddp, backend="aot_eager") if "compiled" in kind else ddp
 
 
-dist.init_process_group("gloo")
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+if "raises" in kind:  # in the launcher's store the next attempt would meet the addresses of this one
+    place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", init_method=f"file://{out.resolve()}/store{attempt}", **place)
+else:
+    dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 model = made()
 critic = DistributedDataParallel(nn.Linear(4, 1)) if "gan" in kind else None
@@ -125,7 +130,7 @@ for step in range(STEPS):
     if step == bad and rank == world - 1 and "edit" in kind:
         held = next(model.parameters()).grad
         (held.to_local() if hasattr(held, "to_local") else held)[0, 0] = float("inf")  # of a DTensor's, no collective
-    if "raises" in kind and step == bad and rank == world - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if "raises" in kind and step == bad and rank == world - 1 and attempt == "0":
         raise RuntimeError("no more of this")
     scaler.step(optimizer)
     scaler.update()
