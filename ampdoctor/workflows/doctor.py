@@ -239,7 +239,7 @@ class Doctor:
         """As in `LoopListener`."""
         self._take_place()
         norm = self._measured(attempt, losses)
-        self._judge_calls(attempt, losses)
+        self._judge_calls(attempt, losses, norm if attempt.unscaled_by is not None else None)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if held:
             self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
@@ -546,9 +546,9 @@ class Doctor:
         if self._place.rank == 0 and all_gradients_nan(program.model):  # what only overflows leaves some finite
             self._say(line.reason)
 
-    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
-        if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
-            return  # what is wrong begins before any scale
+    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
+            return  # what is wrong begins before any scale, or is told with the overflow that it lets through
         finding = self._protocol.broken_by(attempt)
         if finding is not None:
             self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")

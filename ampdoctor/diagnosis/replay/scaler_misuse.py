@@ -112,6 +112,31 @@ def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
     )
 
 
+def stepped_past_finding(step: int, source: Source | None, scale: float | None) -> Finding:
+    """An optimizer steps on gradients that a scaler has unscaled, and the scaler is not asked whether they overflowed.
+
+    Args:
+        step: The step.
+        source: The line that makes the call.
+        scale: The loss scale.
+    """
+    advice = MISUSE_ADVICE["optimizer.step"]
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        message=f"step {step}: scaler.unscale_ has divided the gradients, and optimizer.step() uses them past the "
+        "scaler: an update whose gradients overflow is made all the same, which scaler.step(optimizer) skips",
+        evidence={"scale": scale},
+        help=HELP["scaler_misuse"],
+        prescription=Prescription(
+            kind="code", value=advice, status="not_run", detail=advice, reason="the calls alone show it"
+        ),
+    )
+
+
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
     """An optimizer steps once more on gradients of which an update was made already, or left out by its scaler.
 

@@ -24,10 +24,13 @@ from ampdoctor.live.recording.journal import MOST, Journal
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.naming import prefixed, together
+from ampdoctor.live.recording.samples import GradientSamples
 from ampdoctor.live.recording.slicing import sliced
 from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.tape import mode_now
 from ampdoctor.live.recording.trainers import SEVERAL, Trainers
+from ampdoctor.loop.backwards import mark_scaled, scaled_within
+from ampdoctor.loop.hooks.number_reads import NumberReads
 from ampdoctor.loop.hooks.used_gradients import UsedGradients
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import (
@@ -49,6 +52,8 @@ from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transfor
 from ampdoctor.probes.ops.source import user_line
 
 P = ParamSpec("P")
+_NODES = 256
+"""Of a loss's graph that are searched for a loss that was scaled before: what is done to a loss is a few dozen."""
 
 
 def _harmless(
@@ -92,6 +97,9 @@ class StepRecorder:
         cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
         failed: What ended the recording; None while all is well.
         used: Which gradients an optimizer has used, on whichever thread.
+        samples: Of gradients, in a loop that scales its losses.
+        reads: What the loop has read since it had its gradients unscaled.
+        scaled_again: Where a loss was scaled of which a part was scaled already, since the last update; None for none.
     """
 
     def __init__(self) -> None:
@@ -102,6 +110,10 @@ class StepRecorder:
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
         self.failed: str | None = None
         self.used = UsedGradients()
+        self.samples = GradientSamples()
+        self.reads = NumberReads()
+        self.scaled_again: Line = None
+        self._scales = False
         self._calls = 0
         self._gradients = Gradients(self.models)
         self._journal = Journal(self._gradients, self.fail)
@@ -135,6 +147,8 @@ class StepRecorder:
         self._journal.clear()
         self._losses.clear()
         self._scaled_losses.clear()
+        self.samples.clear()
+        self.reads.rest()
         self._entering = self._inside = self._raised = self.listener = self.cleared = None
 
     @contextmanager
@@ -158,6 +172,7 @@ class StepRecorder:
         if self._is_elsewhere():
             return
         self._tape.close()
+        self.reads.rest()
         self._raised = None
         self._name()
         if self.listener is not None:
@@ -287,7 +302,12 @@ class StepRecorder:
 
     @_harmless
     def _scaled(self, losses: Any, scaled: Any) -> None:
+        self._scales = True
         for loss, result in _pairs(losses, scaled):
+            if result.grad_fn is not None and not transforms():
+                if scaled_within(loss, most=_NODES):
+                    self.scaled_again = user_line()
+                mark_scaled(result)
             taken, made = self._tape.reference(loss), self._tape.make(result)[""]
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
@@ -334,6 +354,8 @@ class StepRecorder:
             self._gradients.unreadable()
         else:
             self._gradients.filled()
+            if self._scales:
+                self.samples.left(self._gradients.owners())
 
     def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
         """What a backward from here differentiates, before a scaler has scaled it, or a part of that was taken."""
@@ -407,14 +429,16 @@ class StepRecorder:
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""
         self._tape.close()
+        self.reads.rest()
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
     @_harmless
-    def unscaling(self) -> None:
-        """A scaler is about to unscale gradients."""
+    def unscaling(self, optimizer: Any) -> None:
+        """A scaler is about to unscale an optimizer's gradients."""
         if not self.is_crowded:
             self._gradients.find_edited()
+            self.samples.unscaling(optimizer)
 
     @_harmless
     def unscaled(self, optimizer: Any) -> None:
@@ -422,6 +446,8 @@ class StepRecorder:
         if self._is_elsewhere():
             return
         self._gradients.left()
+        if hasattr(optimizer, "param_groups"):
+            self.samples.left([optimizer])
         self._journal.add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
@@ -517,6 +543,8 @@ class StepRecorder:
         self._scaled_losses.clear()
         self._raised = self._inside = None
         self._gradients.updated(optimizer, self._journal.count)
+        self.samples.updated(optimizer)
+        self.scaled_again = None
         self.models.left_behind()
         self.backwards = self._calls = 0
         self._journal.updated()
