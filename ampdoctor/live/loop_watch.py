@@ -12,12 +12,12 @@ from time import monotonic  # a script may put another in its place
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.live.harmless import harmless
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.loop.collectives import refused
+from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
@@ -209,8 +209,10 @@ class LoopWatch:
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
             stack.enter_context(told_of_scalers(self, *scalers))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            hooks = OptimizerHooks(self._before_step, self._after_step)
+            stack.callback(hooks.remove)
+            hooks.hang()
+            self.recorder.stay = hooks.hang
             stack.callback(self._over)
             yield
 
@@ -269,6 +271,7 @@ class LoopWatch:
         """As in `ScalerListener`."""
         if self._is_not_ours():
             return run()
+        self.recorder.stays()
         call = _Call(run)
         try:
             return self._heard(scaler, method, argument, call)

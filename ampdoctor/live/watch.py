@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.diagnosis.replay.causes import culprits
 from ampdoctor.evidence.of_runs.trace import StepEvent
@@ -23,6 +22,7 @@ from ampdoctor.live.judge import LiveJudge, Sick
 from ampdoctor.live.run import LiveRun, has_state, state_of
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
+from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
 from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
@@ -45,6 +45,7 @@ class StepWatch(Listener):
         self._run = LiveRun(self)
         self._trace = LiveTrace(self._called)
         self._judge = LiveJudge(self._run, self._trace, on_sick, max_skipped)
+        self._hooks = OptimizerHooks(self._before_step, self._after_step)
         self._asked: Any = None
         self._stepped: Any = None
         self._given = False
@@ -75,8 +76,8 @@ class StepWatch(Listener):
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(no_fast_path())
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(self._hooks.remove)
+            self._hooks.hang()
             stack.enter_context(self._run.events.watching(*([] if scaler is None else [scaler])))
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(self._trace.watching(self._run))
@@ -133,6 +134,7 @@ class StepWatch(Listener):
         if in_backward() or self._run.events.part is not None:  # no step's loss
             return run()
         self._backwards += 1
+        self._hooks.hang()  # a test may have cleared them with its own
         trained = [] if accumulated else self._run.parameters_among(inputs)
         if self._trace.idle or not (accumulated or trained):  # gradients of an input: a penalty, a saliency map
             return run()

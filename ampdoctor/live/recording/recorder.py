@@ -95,6 +95,7 @@ class StepRecorder:
         away: What runs is not the loop's.
         listener: Told of the models' calls.
         cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
+        stay: Puts hooks back that a program has cleared with its own; called where a loop shows itself by other ways.
         failed: What ended the recording; None while all is well.
         used: Which gradients an optimizer has used, on whichever thread.
         samples: Of gradients, in a loop that scales its losses.
@@ -108,6 +109,7 @@ class StepRecorder:
         self.away = False
         self.listener: CallListener | None = None
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
+        self.stay: Callable[[], None] | None = None
         self.failed: str | None = None
         self.used = UsedGradients()
         self.samples = GradientSamples()
@@ -149,7 +151,7 @@ class StepRecorder:
         self._scaled_losses.clear()
         self.samples.clear()
         self.reads.rest()
-        self._entering = self._inside = self._raised = self.listener = self.cleared = None
+        self._entering = self._inside = self._raised = self.listener = self.cleared = self.stay = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -312,7 +314,16 @@ class StepRecorder:
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
 
+    @_harmless
+    def stays(self) -> None:
+        """What a program clears with hooks of its own is put back, in the process that is watched."""
+        if os.getpid() == self._process and not in_backward():
+            self.models.stay()
+            if self.stay is not None:
+                self.stay()
+
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
+        self.stays()
         self.used.engine_runs()
         if in_backward() or not seen.accumulated or transforms() or os.getpid() != self._process:
             return run()
@@ -554,6 +565,7 @@ class StepRecorder:
         """A model's, or an optimizer's, gradients are cleared."""
         if self._is_elsewhere():
             return
+        self.stays()
         if self.cleared is not None:
             self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)
