@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,8 +14,8 @@ import torch
 
 from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
+from ampdoctor.diagnosis.trends.of_steps.no_step_taken import RULE as NO_STEP
 from ampdoctor.errors import StoppedError
-from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
@@ -56,7 +55,7 @@ from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.ops.source import as_source
-from ampdoctor.replay.bundles.writing import Written, write_bundle
+from ampdoctor.replay.bundles.writing import Written
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
@@ -68,9 +67,9 @@ from ampdoctor.workflows.looking import (
     Look,
     all_gradients_nan,
     at_its_begin,
+    bundled,
     device_of,
     finite_here,
-    kept_bundle,
     kept_of,
     look,
     not_looked_at,
@@ -218,6 +217,7 @@ class Doctor:
         self._ended_by(error)
         self._look_at_the_weights()
         self._look_beside(at_the_end=True)
+        self._look_at_the_count()
         if not self.broken:
             self._tell_what_ended()
         if self._lost:
@@ -446,6 +446,16 @@ class Doctor:
             if found is not None:
                 self._found(*found, "what it keeps beside the model is not finite")
 
+    @harmless
+    def _look_at_the_count(self) -> None:
+        """A training that has taken no step is not well, though it has looked like a scaler that settles all along."""
+        if self.report is not None or self._alerting is None or self._lines.taken:
+            return
+        self._log.hear_out()
+        finding = self._alerting.errors.get(NO_STEP.code)
+        if finding is not None:
+            self._found(finding, finding.where.step or 0, "no step was taken")
+
     def _found(self, finding: Finding, step: int, what: str) -> None:
         run = Run(step=step, kept=self._kept(None))
         report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
@@ -455,17 +465,13 @@ class Doctor:
     def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
-        with unseen():
-            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses(None))
-        root = None if sick else recorder.last_value()
-        if sick or root is not None:
-            step = self._lines.turn
-            program = recorder.program(None, name="", scaler=None, step=step, root=root)
-            self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
+        program, said = recorder.ended(self._lines.turn), "its code has ended it"
+        if program is not None:
+            self._examine(with_inner_autocast(program), said, name="", settles=False)
         elif recorder.failed is None and not recorder.is_crowded and self._request.look != "off":
             unfinished = recorder.interrupted(error, self._lines.turn)
             if unfinished is not None and unfinished.calls_models:
-                said = f"its code has ended it ({describe(error)})"
+                said += f" ({describe(error)})"
                 self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
 
     def _examine(
@@ -576,20 +582,9 @@ class Doctor:
         self._settling[name] = MOST_BACKOFFS
 
     def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
-        rank, world = self._place.rank, self._place.world
-        folder = Path(self._request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
-        write = functools.partial(
-            write_bundle,
-            made=self._constructions.of,
-            rank=rank,
-            world=world,
-            policy="cuda" if policy_in_force() == "cuda" else None,
-            leading=leading,
-            diagnosis=to_plain(report),
-            log=[text_of(line) for line in self._log.last(_LAST_LINES)],
-            max_bytes=self._request.bundle_max,
-        )
-        return kept_bundle(lambda: write(folder, program), program, self._say)
+        log = [text_of(line) for line in self._log.last(_LAST_LINES)]
+        made = self._constructions.of
+        return bundled(program, report, self._request, self._place, self._say, made=made, log=log, leading=leading)
 
     def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
         report = seen.report

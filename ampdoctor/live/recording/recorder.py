@@ -48,7 +48,7 @@ from ampdoctor.loop.recorded.program import (
     results,
 )
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms
+from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms, unseen
 from ampdoctor.probes.ops.source import user_line
 
 P = ParamSpec("P")
@@ -245,10 +245,6 @@ class StepRecorder:
         if self._trainers.several and self.failed is None:
             self._end(SEVERAL)
         return not self._is_elsewhere()
-
-    def last_value(self) -> torch.Tensor | None:
-        """The last number on the tape that the loop still holds and that is not finite; None without one."""
-        return self._journal.last_value()
 
     def _is_elsewhere(self) -> bool:
         """Whether what runs is not the loop's, or this thread another than the one that trains."""
@@ -515,6 +511,19 @@ class StepRecorder:
         self, optimizer: torch.optim.Optimizer | None, *, name: str, scaler: Any, step: int, root: torch.Tensor | None
     ) -> Program:
         return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
+
+    def ended(self, step: int) -> Program | None:
+        """The running step where it has a number that is not finite: a loss, or the last that the loop still holds.
+
+        A device is waited for.
+
+        Args:
+            step: The attempted step in the training.
+        """
+        with unseen():
+            sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
+        root = None if sick else self._journal.last_value()
+        return self.program(None, name="", scaler=None, step=step, root=root) if sick or root is not None else None
 
     def interrupted(self, error: BaseException, step: int) -> Program | None:
         """The running step up to a forward that has returned, or was about to return, what is not finite.
