@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
@@ -116,9 +117,10 @@ class StepRecorder:
         self.reads = NumberReads()
         self.scaled_again: Line = None
         self._scales = False
+        self._left_out: tuple[Program, frozenset[int]] | None = None  # what has led to a number, and by which calls
         self._calls = 0
         self._gradients = Gradients(self.models)
-        self._journal = Journal(self._gradients, self.fail)
+        self._journal = Journal(self._gradients, self.fail, self._asked)
         self._tape = self._journal.tape
         self._programs = StepPrograms(self._journal, self._gradients, self.models)
         self._buffers = Buffers()
@@ -149,6 +151,7 @@ class StepRecorder:
         self._journal.clear()
         self._losses.clear()
         self._scaled_losses.clear()
+        self._left_out = None
         self.samples.clear()
         self.reads.rest()
         self._entering = self._inside = self._raised = self.listener = self.cleared = self.stay = None
@@ -353,6 +356,10 @@ class StepRecorder:
                 line=user_line(),
             )
         )
+        if self._left_out is not None:
+            behind = sliced(self._tape.instructions, [len(self._tape.instructions) - 1])
+            if not self._left_out[1].isdisjoint(map(id, behind)):
+                self._left_out = None
 
     @_harmless
     def _has_run(self) -> None:
@@ -511,6 +518,28 @@ class StepRecorder:
         self, optimizer: torch.optim.Optimizer | None, *, name: str, scaler: Any, step: int, root: torch.Tensor | None
     ) -> Program:
         return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
+
+    @_harmless
+    def _asked(self, tensor: torch.Tensor) -> None:
+        """The loop has asked for a number; where it is not finite, it may leave out what has led to it."""
+        if self._is_elsewhere() or self._left_out is not None:
+            return
+        lost = self._journal.lost_behind(tensor)
+        calls = [] if lost is None else self._journal.calls_behind(lost)
+        if any(call.training for call in calls):
+            program = self.program(None, name="", scaler=None, step=0, root=lost)
+            self._left_out = program, frozenset(map(id, calls))
+
+    def left_out(self, step: int) -> Program | None:
+        """What has led a model in training to a NaN or +Inf that the loop has seen, and that no backward has used.
+
+        It is told once. An evaluation (`eval()`, `no_grad`) is none.
+
+        Args:
+            step: The attempted step in the training.
+        """
+        left, self._left_out = self._left_out, None
+        return None if left is None else replace(left[0], step=step)
 
     def ended(self, step: int) -> Program | None:
         """The running step where it has a number that is not finite: a loss, or the last that the loop still holds.

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampdoctor.loop.torch_internals import put_outermost, take_away
 
-_READS = frozenset(
+READS = frozenset(
     {
         *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
         *("__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__"),
@@ -48,6 +48,6 @@ class _Listening(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _READS:
+        if getattr(func, "__name__", "") in READS:
             self._reads.any = True
         return func(*args, **(kwargs or {}))
