@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.certain_misuse import Cuts, certain_misuse, misuse_by_hand
 from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights, refused_call_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS
@@ -16,7 +16,7 @@ from ampdoctor.evidence.of_runs.handling import Handling
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Source, Where
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip
 from ampdoctor.loop.raised import describe
@@ -44,6 +44,7 @@ class Protocol:
         self._watch = watch
         self.half_made = HalfMade()
         self._clips: list[Clip] = []
+        self._past: tuple[int, Source | None] | None = None  # the last step past the scaler, and its line
         self._cuts: dict[str, Cuts] = {}  # by optimizer
         self._skips: dict[str, tuple[int, int]] = {}  # by optimizer: updates of scalers, and skips in a row since
 
@@ -63,6 +64,11 @@ class Protocol:
         halves = half_weights([] if optimizer is None else [optimizer], self._watch.recorder.names(), self.half_made)
         advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
         source = as_source(own_line())
+        if method == "update" and self._past is not None and halves is None:
+            step, source = self._past
+            error_ = describe(error)
+            advice = MISUSE_ADVICE["optimizer.step"]
+            return refused_call_finding(step, method, error_, source=source, advice=advice, past=True)
         return refused_call_finding(step, method, describe(error), source=source, advice=advice, halves=halves)
 
     def is_never_updated(self, attempt: Attempt) -> bool:
@@ -82,6 +88,13 @@ class Protocol:
         Args:
             attempt: The update that is about to be made, or that its scaler has skipped.
         """
+        watch = self._watch
+        past = (
+            attempt.scaler is None
+            and watch.scalers.last is not None
+            and watch.recorder.comes_of_scaled(attempt.optimizer)
+        )
+        self._past = (attempt.step, as_source(own_line())) if past else None
         norms = self._clipped(attempt)
         finding = self._of_calls(attempt, norms) or self._of_numbers(attempt, norms)
         if finding is None or finding.prescription is not None:

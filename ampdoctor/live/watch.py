@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
 from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
+from ampdoctor.package import working_folder
 from ampdoctor.probes.ops.source import shown_from
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class StepWatch(Listener):
             scaler: One that is not torch's own GradScaler and has its methods.
         """
         with ExitStack() as stack:
-            stack.enter_context(shown_from(Path.cwd()))
+            stack.enter_context(shown_from(working_folder()))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             stack.enter_context(torch.compiler.set_stance("force_eager"))

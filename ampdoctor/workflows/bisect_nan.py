@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
+from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
 from ampdoctor.diagnosis.replay.scaler_misuse import (
     refused_call_finding,
@@ -475,9 +476,10 @@ class _Search:
         source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
         refused, advice = session.events.refused or "", after_refusal(session, halves)
-        self.findings.append(
-            refused_call_finding(step, refused, raised.raised, source=source, advice=advice, halves=halves)
-        )
+        past = refused == "update" and halves is None and advice == MISUSE_ADVICE["optimizer.step"]
+        said = raised.raised
+        finding = refused_call_finding(step, refused, said, source=source, advice=advice, halves=halves, past=past)
+        self.findings.append(finding)
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
         """Add to the findings what the user's own code raised: it noticed the harm, too."""
