@@ -16,9 +16,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
+from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
-from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
 from ampdoctor.diagnosis.replay.scaler_misuse import (
     refused_call_finding,
