@@ -31,3 +31,11 @@ def beside(module: str, *arguments: str) -> list[str]:
         f"sys.path.append(place); from {module} import main; main()"
     )
     return [sys.executable, "-P", "-c", start, str(FOLDER.parent), *arguments] if sys.executable else []
+
+
+def working_folder() -> Path:
+    """Where this process works; the root where somebody has deleted that folder."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path(Path(__file__).anchor)

@@ -34,6 +34,12 @@ UNREAD = (
 UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose numbers were lost"
 
 
+def too_late(news: LateNews) -> str:
+    """What is said of a step that has changed its weights before anyone knew."""
+    said = TOO_LATE.format(step=news.step, what=news.what)
+    return said + (UNREAD_BEFORE.format(unread=news.unread) if news.unread else "")
+
+
 def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
     """How a sick step is come to again, where it was told only after its update.
 

@@ -12,12 +12,12 @@ from time import monotonic  # a script may put another in its place
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.live.harmless import harmless
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.loop.collectives import refused
+from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import Program
@@ -38,6 +38,7 @@ class Attempt:
         scaler: What steps it; None without one.
         micro_steps: Backwards since its last update.
         seconds: Since its last update; None for the first.
+        unscaled_by: The scaler that the loop has had its gradients unscaled by, where no scaler steps it; None else.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Attempt:
     scaler: Any
     micro_steps: int
     seconds: float | None
+    unscaled_by: Any = None
 
     @property
     def is_called_either_way(self) -> bool:
@@ -117,6 +119,7 @@ class _Known:
         last: When the last of them ended.
         scaled: A scaler has made the last of them, or skipped it.
         held_back: It has skipped it.
+        unscaled: How often autograd's engine had run when the loop had its gradients unscaled, and by which scaler.
     """
 
     there: weakref.ref[Any]
@@ -126,6 +129,7 @@ class _Known:
     last: float | None = None
     scaled: bool = False
     held_back: bool = False
+    unscaled: tuple[int, Callable[[], Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -205,8 +209,10 @@ class LoopWatch:
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
             stack.enter_context(told_of_scalers(self, *scalers))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            hooks = OptimizerHooks(self._before_step, self._after_step)
+            stack.callback(hooks.remove)
+            hooks.hang()
+            self.recorder.stay = hooks.hang
             stack.callback(self._over)
             yield
 
@@ -265,6 +271,7 @@ class LoopWatch:
         """As in `ScalerListener`."""
         if self._is_not_ours():
             return run()
+        self.recorder.stays()
         call = _Call(run)
         try:
             return self._heard(scaler, method, argument, call)
@@ -302,18 +309,23 @@ class LoopWatch:
     def _called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method == "unscale_":
             self._listener.unscaling(argument)
-            self.recorder.unscaling()
+            self.recorder.unscaling(argument)
             again = hasattr(argument, "param_groups") and self.recorder.used.are_used(argument)
             with self.recorder.pausing():
                 result = run()
             self.recorder.unscaled(argument)
             if again:
                 self.recorder.used.unscaled(argument)
+            if self._here.scaler is None and hasattr(argument, "param_groups"):  # a step unscales by itself
+                known = self._known_as(self._innermost(argument))
+                known.unscaled = self.recorder.used.runs, _weakly(scaler)
+                self.recorder.reads.listen()
             return result
         if method != "step":
             return run()
         here = self._here
         here.scaler, here.made = scaler, False
+        self.recorder.reads.rest()
         try:
             with self.recorder.pausing():
                 result = run()
@@ -396,7 +408,7 @@ class LoopWatch:
         first = known.attempts == 0
         known.attempts += 1
         known.last = monotonic()
-        known.scaled, known.held_back = attempt.scaler is not None, bool(skipped)
+        known.scaled, known.held_back, known.unscaled = attempt.scaler is not None, bool(skipped), None
         self.recorder.used.used(attempt.optimizer)
         self._listener.attempted(attempt, skipped=skipped)
         self.recorder.updated(attempt.optimizer)
@@ -461,8 +473,13 @@ class LoopWatch:
             scaler=scaler,
             micro_steps=self.recorder.micro_steps(optimizer),
             seconds=None if known.last is None else monotonic() - known.last,
+            unscaled_by=None if scaler is not None else self._unscaled_by(known),
         )
         return attempt, self.recorder.losses(optimizer) if recorded else []
+
+    def _unscaled_by(self, known: _Known) -> Any:
+        """Whoever has unscaled the gradients that an optimizer holds, at the loop's own call; None for nobody."""
+        return None if known.unscaled is None or known.unscaled[0] != self.recorder.used.runs else known.unscaled[1]()
 
     def _known_as(self, optimizer: Any) -> _Known:
         known = self._optimizers.get(id(optimizer))

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.diagnosis.replay.certain_misuse import certain_misuse
+from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.certain_misuse import Cuts, certain_misuse, misuse_by_hand
 from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights, refused_call_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS
+from ampdoctor.evidence.of_runs.handling import Handling
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Source, Where
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
 from ampdoctor.live.numbers.clipping import Clip
 from ampdoctor.loop.raised import describe
@@ -43,6 +44,8 @@ class Protocol:
         self._watch = watch
         self.half_made = HalfMade()
         self._clips: list[Clip] = []
+        self._past: tuple[int, Source | None] | None = None  # the last step past the scaler, and its line
+        self._cuts: dict[str, Cuts] = {}  # by optimizer
         self._skips: dict[str, tuple[int, int]] = {}  # by optimizer: updates of scalers, and skips in a row since
 
     def clipping(self, clip: Clip) -> None:
@@ -61,6 +64,11 @@ class Protocol:
         halves = half_weights([] if optimizer is None else [optimizer], self._watch.recorder.names(), self.half_made)
         advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
         source = as_source(own_line())
+        if method == "update" and self._past is not None and halves is None:
+            step, source = self._past
+            error_ = describe(error)
+            advice = MISUSE_ADVICE["optimizer.step"]
+            return refused_call_finding(step, method, error_, source=source, advice=advice, past=True)
         return refused_call_finding(step, method, describe(error), source=source, advice=advice, halves=halves)
 
     def is_never_updated(self, attempt: Attempt) -> bool:
@@ -80,39 +88,89 @@ class Protocol:
         Args:
             attempt: The update that is about to be made, or that its scaler has skipped.
         """
-        watch, scaler = self._watch, attempt.scaler
-        if watch.scalers.last is None or watch.scalers.knows_scale:
-            return None
-        if scaler is None:
-            if not (scaled := watch.recorder.still_scaled(attempt.optimizer)):
-                return None
-            scale = _scale_of(watch.scalers.last)
-            event = StepEvent(
-                kind="optimizer_step",
-                optimizer=attempt.name,
-                scale=scale,
-                unscaled=False,
-                still_scaled=scaled,
-                scales=() if scale is None else (scale,),
-            )
-        else:
-            own = {id(p.grad) for group in attempt.optimizer.param_groups for p in group["params"]}
-            mine = [clip for clip in self._clips if not own.isdisjoint(clip.gradients)]
-            self._clips = [clip for clip in self._clips if own.isdisjoint(clip.gradients)]
-            if not mine or not watch.recorder.clipped_while_scaled(attempt.optimizer):
-                return None
-            if mine[-1].total.device.type != "cpu" and getattr(attempt.optimizer, "grad_scale", None) is not None:
-                return None  # a fused optimizer: nobody has waited for the device
-            with unseen():
-                norms = float(mine[-1].total), mine[-1].max_norm
-            scale = _scale_of(scaler)
-            event = StepEvent(kind="unscale", optimizer=attempt.name, scale=scale, clipped=norms)
-        finding = certain_misuse([event], attempt.step, as_source(own_line()))
-        if finding is None:
-            return None
+        watch = self._watch
+        past = (
+            attempt.scaler is None
+            and watch.scalers.last is not None
+            and watch.recorder.comes_of_scaled(attempt.optimizer)
+        )
+        self._past = (attempt.step, as_source(own_line())) if past else None
+        norms = self._clipped(attempt)
+        finding = self._of_calls(attempt, norms) or self._of_numbers(attempt, norms)
+        if finding is None or finding.prescription is not None:
+            return finding
         advice = finding.help[0].lower() + finding.help[1:].removesuffix(".")
         cure = Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=_SHOWN_BY_CALLS)
         return replace(finding, prescription=cure)
+
+    def _of_calls(self, attempt: Attempt, norms: tuple[float, float] | None) -> Finding | None:
+        """What the calls alone show."""
+        watch, scaler, line = self._watch, attempt.scaler, as_source(own_line())
+        if attempt.unscaled_by is not None and not watch.recorder.reads.any:
+            scale = _scale_of(attempt.unscaled_by)
+            event = StepEvent(kind="optimizer_step", optimizer=attempt.name, scale=scale, past_scaler=True)
+        elif watch.scalers.last is None or watch.scalers.knows_scale:
+            return None
+        elif scaler is None:
+            if not (scaled := watch.recorder.still_scaled(attempt.optimizer)):
+                return None
+            event = _still_scaled(attempt, scaled, _scale_of(watch.scalers.last))
+        elif norms is not None and watch.recorder.clipped_while_scaled(attempt.optimizer):
+            event = StepEvent(kind="unscale", optimizer=attempt.name, scale=_scale_of(scaler), clipped=norms)
+        else:
+            return None
+        return certain_misuse([event], attempt.step, line)
+
+    def _clipped(self, attempt: Attempt) -> tuple[float, float] | None:
+        """The norm of the update's gradients before they were clipped, and what they were clipped to.
+
+        None without a clipping, and where the host would have to wait for its norm.
+        """
+        own = {id(p.grad) for group in attempt.optimizer.param_groups for p in group["params"]}
+        mine = [clip for clip in self._clips if not own.isdisjoint(clip.gradients)]
+        self._clips = [clip for clip in self._clips if own.isdisjoint(clip.gradients)]
+        waited = attempt.scaler is not None and not attempt.is_called_either_way  # a fused one waits for nothing
+        if not mine or (mine[-1].total.device.type != "cpu" and not waited):
+            return None
+        with unseen():
+            return float(mine[-1].total), mine[-1].max_norm
+
+    def _of_numbers(self, attempt: Attempt, norms: tuple[float, float] | None) -> Finding | None:
+        """What the loop's own code has made of its gradients, where the host may ask for numbers."""
+        watch, optimizer = self._watch, attempt.optimizer
+        scaler = attempt.scaler or attempt.unscaled_by or watch.scalers.last
+        on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+        waited = attempt.scaler is not None and not attempt.is_called_either_way
+        if scaler is None or not (on_host or waited) or not watch.recorder.comes_of_scaled(optimizer):
+            return None
+        scale = _scale_of(scaler)
+        if scale is None or not watch.recorder.samples.active:
+            return None
+        handling = Handling(
+            step=attempt.step,
+            scale=scale,
+            unscaled=attempt.scaler is not None or attempt.unscaled_by is not None,
+            by_itself=attempt.is_called_either_way or not type(optimizer).__module__.startswith("torch.optim."),
+            knows_scale=watch.scalers.knows_scale,
+            scaled_again=as_source(watch.recorder.scaled_again),
+            before=watch.recorder.samples.while_scaled(optimizer),
+            after=watch.recorder.samples.last(optimizer),
+            clipped=1.0 if norms is None or not norms[0] > norms[1] > 0 else norms[1] / norms[0],
+            source=as_source(own_line()),
+        )
+        cuts = self._cuts.setdefault(attempt.name, Cuts())
+        return misuse_by_hand(handling, cuts)
+
+
+def _still_scaled(attempt: Attempt, scaled: int, scale: float | None) -> StepEvent:
+    return StepEvent(
+        kind="optimizer_step",
+        optimizer=attempt.name,
+        scale=scale,
+        unscaled=False,
+        still_scaled=scaled,
+        scales=() if scale is None else (scale,),
+    )
 
 
 def half_weights(

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.diagnosis.replay.causes import culprits
 from ampdoctor.evidence.of_runs.trace import StepEvent
@@ -22,10 +20,12 @@ from ampdoctor.live.judge import LiveJudge, Sick
 from ampdoctor.live.run import LiveRun, has_state, state_of
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
+from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
 from ampdoctor.loop.hooks.unwarned import unwarned_of_hooks
 from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
+from ampdoctor.package import working_folder
 from ampdoctor.probes.ops.source import shown_from
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class StepWatch(Listener):
         self._run = LiveRun(self)
         self._trace = LiveTrace(self._called)
         self._judge = LiveJudge(self._run, self._trace, on_sick, max_skipped)
+        self._hooks = OptimizerHooks(self._before_step, self._after_step)
         self._asked: Any = None
         self._stepped: Any = None
         self._given = False
@@ -68,14 +69,14 @@ class StepWatch(Listener):
             scaler: One that is not torch's own GradScaler and has its methods.
         """
         with ExitStack() as stack:
-            stack.enter_context(shown_from(Path.cwd()))
+            stack.enter_context(shown_from(working_folder()))
             stack.enter_context(unwarned_of_hooks())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(no_fast_path())
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(self._hooks.remove)
+            self._hooks.hang()
             stack.enter_context(self._run.events.watching(*([] if scaler is None else [scaler])))
             stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(self._trace.watching(self._run))
@@ -132,6 +133,7 @@ class StepWatch(Listener):
         if in_backward() or self._run.events.part is not None:  # no step's loss
             return run()
         self._backwards += 1
+        self._hooks.hang()  # a test may have cleared them with its own
         trained = [] if accumulated else self._run.parameters_among(inputs)
         if self._trace.idle or not (accumulated or trained):  # gradients of an input: a penalty, a saliency map
             return run()

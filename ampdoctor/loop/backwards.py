@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -230,18 +231,20 @@ def mark_scaled(output: torch.Tensor) -> list[bool]:
     return found
 
 
-def scaled_within(outputs: Any) -> list[list[bool]]:
+def scaled_within(outputs: Any, *, most: int | None = None) -> list[list[bool]]:
     """Returns the lists of the scaled tensors that autograd knows to be parts of these.
 
     Args:
         outputs: A tensor, or a nested list of tensors.
+        most: Nodes of each graph that are looked at, those next to the result first; None for all.
     """
     if isinstance(outputs, list | tuple):
-        return [marked for output in outputs for marked in scaled_within(output)]
-    ahead = [outputs.grad_fn] if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None else []
+        return [marked for output in outputs for marked in scaled_within(output, most=most)]
+    has_graph = isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None
+    ahead: deque[Any] = deque([outputs.grad_fn] if has_graph else [])
     seen, found = set(ahead), []
-    while ahead:
-        node: Any = ahead.pop()
+    while ahead and (most is None or len(seen) <= most):
+        node: Any = ahead.popleft()
         if _SCALED in node.metadata:
             found.append(node.metadata[_SCALED])
         for before, _ in node.next_functions:

@@ -15,6 +15,7 @@ import torch
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.where import Source
 from ampdoctor.loop.backwards import PLAIN, Backwards
+from ampdoctor.loop.hooks.number_reads import NumberReads
 from ampdoctor.loop.hooks.scaler_classes import wrapped_in_each_class
 from ampdoctor.loop.hooks.used_gradients import inside_own_step
 from ampdoctor.loop.phases import Part, Phases
@@ -85,14 +86,17 @@ class StepEvents:
         self._knows_scale = False
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
         self.called_at: Callable[[], Source | None] = lambda: None
+        self._reads = NumberReads()
         self.clear()
 
     def clear(self) -> None:
         """Forget the last step."""
         self.events: list[StepEvent] = []
+        self._reads.rest()
         self._phases.clear()
         self.backwards.clear()
         self._unscaled: dict[str, Any] = {}  # by the scaler that did it
+        self._asked_for: dict[str, int] = {}  # unscaled at the loop's own call: how often the engine had run by then
         self._scaled_by: Any = None
         self._stepping: Any = None  # the scaler whose `step` was called last
         self._scales: dict[int, _Known] = {}
@@ -107,6 +111,7 @@ class StepEvents:
         if optimizer in self._optimizers:
             self.backwards.forget(self._optimizers[optimizer])
         self._unscaled.pop(optimizer, None)
+        self._asked_for.pop(optimizer, None)
         self._scales.clear()
 
     @property
@@ -140,6 +145,7 @@ class StepEvents:
         with ExitStack() as stack:
             self._watching = True
             stack.callback(setattr, self, "_watching", False)
+            stack.callback(self._reads.rest)
             stack.enter_context(self.backwards.watched())
             for name, optimizer in self._optimizers.items():
                 before = partial(self.before_step, name=name)  # a wrapper's hooks may be those of what it wraps
@@ -157,6 +163,7 @@ class StepEvents:
     ) -> Any:
         """A hook: an optimizer's step begins. Returns its arguments, so that a closure is no part of its arithmetic."""
         self._phases.enter("optimizer")
+        self._reads.rest()
         # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
         if not bool(getattr(optimizer, "found_inf", False)):
             anew = any(map(callable, (*args, *kwargs.values())))  # a closure makes the gradients that are used
@@ -177,7 +184,10 @@ class StepEvents:
         late = name in self._unscaled and not inside
         asked = any(method == "step" for _, method in self._running)  # the optimizer may unscale by itself
         taken_in = scale if inside and scale is not None else PLAIN
-        again = not anew and self.backwards.used.are_used(optimizer) and not inside_own_step(optimizer)
+        used = self.backwards.used
+        again = not anew and used.are_used(optimizer) and not inside_own_step(optimizer)
+        unasked = not (asked or anew or again or self._reads.any)
+        past = unasked and scale is not None and self._asked_for.get(name) == used.runs
         return StepEvent(
             kind="optimizer_step",
             optimizer=name,
@@ -190,7 +200,8 @@ class StepEvents:
             casts_kept=torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
             again=again,
             held_back=again and name in self._held_back,
-            source=self.called_at() if again else None,
+            past_scaler=past,
+            source=self.called_at() if again or past else None,
         )
 
     def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:
@@ -257,6 +268,7 @@ class StepEvents:
             self.backwards.used.used(optimizer)
 
     def _call(self, scaler: Any, method: str, optimizer: Any, original: Callable[[], Any]) -> Any:
+        self._reads.rest()
         depth = self._phases.enter("scaler")
         self._running.append((id(scaler), method))
         try:
@@ -269,6 +281,9 @@ class StepEvents:
             self._phases.leave(depth)
             if method == "unscale_" and optimizer is not None:
                 self.backwards.unscaled(optimizer)  # unscaling is an edit of its own; what comes after it is not
+                if _is_enabled(scaler) and not self._running:  # a step unscales by itself
+                    self._asked_for[self._name_of(optimizer)] = self.backwards.used.runs
+                    self._reads.listen()
 
     def _record(self, scaler: Any, method: str, optimizer: Any) -> StepEvent:
         scale = self._scale_of(scaler)

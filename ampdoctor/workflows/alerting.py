@@ -33,6 +33,7 @@ class Alerting:
 
     Attributes:
         fired: The name of the last rule that fired loudly and that nobody has taken notice of yet.
+        errors: The last error of each rule, by its code.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Alerting:
         earlier: Iterable[StepLine] = (),
     ) -> None:
         self.fired: str | None = None
+        self.errors: dict[str, Finding] = {}
         self._judge = Judge(thresholds)
         self._write, self._say, self._on_alert = write, say, on_alert
         self._earlier: Iterable[StepLine] | None = earlier
@@ -57,6 +59,8 @@ class Alerting:
             self._earlier = None
         for finding in self._judge.hear(whole.line):
             self._write(AlertLine(step=finding.where.step or 0, finding=finding))
+            if finding.severity == "error":
+                self.errors[finding.code] = finding
             if finding.severity in _LOUD:
                 self.fired = finding.name
                 whose = finding.evidence.get("optimizer")  # said where there are several

@@ -16,10 +16,16 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
+from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
-from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, stepped_again_finding, suspicious
+from ampdoctor.diagnosis.replay.scaler_misuse import (
+    refused_call_finding,
+    stepped_again_finding,
+    stepped_past_finding,
+    suspicious,
+)
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -440,19 +446,22 @@ class _Search:
         if raised is not None and self.session.events.refused and only_gradients:
             self._say_what_was_refused(outcome.step, raised)
             return True
-        return self._steps_again(outcome)
+        return self._steps_past_its_scaler(outcome)
 
-    def _steps_again(self, outcome: StepOutcome) -> bool:
-        """Does an optimizer step on gradients that it has used already? If so, add the finding, once.
+    def _steps_past_its_scaler(self, outcome: StepOutcome) -> bool:
+        """Does an optimizer step on gradients that it has used already, or past the scaler? Add the finding, once.
 
         Returns whether a scaler is at work: then what a replay shows of such a loop proves no change, as its next
         skipped update will be made all the same.
         """
-        again = next((event for event in outcome.events if event.again), None)
-        if again is None or any(finding.code == MISUSE.code for finding in self.findings):
+        one = next((event for event in outcome.events if event.again or event.past_scaler), None)
+        if one is None or any(finding.code == MISUSE.code for finding in self.findings):
             return False
-        scaled = again.scale is not None
-        finding = stepped_again_finding(outcome.step, again.source, held_back=again.held_back, scaled=scaled)
+        scaled = one.scale is not None
+        if one.again:
+            finding = stepped_again_finding(outcome.step, one.source, held_back=one.held_back, scaled=scaled)
+        else:
+            finding = stepped_past_finding(outcome.step, one.source, one.scale)
         self.findings.append(finding)
         return scaled
 
@@ -467,9 +476,10 @@ class _Search:
         source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
         refused, advice = session.events.refused or "", after_refusal(session, halves)
-        self.findings.append(
-            refused_call_finding(step, refused, raised.raised, source=source, advice=advice, halves=halves)
-        )
+        past = refused == "update" and halves is None and advice == MISUSE_ADVICE["optimizer.step"]
+        said = raised.raised
+        finding = refused_call_finding(step, refused, said, source=source, advice=advice, halves=halves, past=past)
+        self.findings.append(finding)
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
         """Add to the findings what the user's own code raised: it noticed the harm, too."""

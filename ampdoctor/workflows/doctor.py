@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 
 from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
+from ampdoctor.diagnosis.trends.of_steps.no_step_taken import RULE as NO_STEP
 from ampdoctor.errors import StoppedError
-from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
@@ -24,11 +24,10 @@ from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.live.blind_steps import (
     HELD_BACK,
     SKIPPED,
-    TOO_LATE,
     UNREAD,
-    UNREAD_BEFORE,
     BlindSteps,
     LateNews,
+    too_late,
     ways_out,
 )
 from ampdoctor.live.guard import Guard
@@ -45,7 +44,7 @@ from ampdoctor.live.processes import Place, grouped, launched, restarts, run_id_
 from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.kept_updates import KeptUpdates
-from ampdoctor.live.recording.naming import together
+from ampdoctor.live.recording.naming import named_groups, together
 from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
 from ampdoctor.loop.hooks.gradient_hooks import on_gradient
@@ -56,7 +55,7 @@ from ampdoctor.loop.recorded.program import Program
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.ops.source import as_source
-from ampdoctor.replay.bundles.writing import Written, write_bundle
+from ampdoctor.replay.bundles.writing import Written
 from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
 from ampdoctor.replay.recorded.one_rank import lies_in_parts
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
@@ -68,9 +67,9 @@ from ampdoctor.workflows.looking import (
     Look,
     all_gradients_nan,
     at_its_begin,
+    bundled,
     device_of,
     finite_here,
-    kept_bundle,
     kept_of,
     look,
     not_looked_at,
@@ -80,6 +79,7 @@ from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 _AFTER_SICK = 3
 """Steps whose tensors are looked at after a firing."""
+_LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
 _LAST_LINES = 256
 """Step lines that a bundle holds."""
 _standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
@@ -218,6 +218,7 @@ class Doctor:
         self._ended_by(error)
         self._look_at_the_weights()
         self._look_beside(at_the_end=True)
+        self._look_at_the_count()
         if not self.broken:
             self._tell_what_ended()
         if self._lost:
@@ -238,8 +239,9 @@ class Doctor:
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
+        self._look_at_what_was_left_out()
         norm = self._measured(attempt, losses)
-        self._judge_calls(attempt, losses)
+        self._judge_calls(attempt, losses, norm if attempt.unscaled_by is not None else None)
         held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
         if held:
             self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
@@ -259,6 +261,7 @@ class Doctor:
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
         """As in `LoopListener`."""
         self._take_place()
+        self._look_at_what_was_left_out()
         self._measured(attempt, losses)
         self._judge_calls(attempt, losses)
         if self._protocol.is_never_updated(attempt) and self.report is None:
@@ -285,7 +288,9 @@ class Doctor:
         self._numbers.begin_step(self._lines.turn)
         self._tell_what_ended()
         if not self._described:
-            self._describe(attempt)
+            self._described = True
+            models = models_of(self._watch.recorder.models.roots)
+            self._log.describe(**hardware(), models=models, optimizer=type(attempt.optimizer).__name__)
         self._tell_late()
         self._beside.stepped(skipped=skipped)
         self._look_beside()
@@ -333,10 +338,7 @@ class Doctor:
         scaler, optimizer = attempt.scaler, attempt.optimizer
         fused = getattr(optimizer, "grad_scale", None) is not None
         names = self._watch.recorder.names()
-        groups = [
-            [(names.get(id(p), f"{attempt.name}.group{g}.param{i}"), p) for i, p in enumerate(group["params"])]
-            for g, group in enumerate(optimizer.param_groups)
-        ]
+        groups = named_groups(attempt.name, optimizer, names)
         self._lines.begins(attempt, groups)
         return self._numbers.about_to_step(
             attempt.name,
@@ -387,13 +389,8 @@ class Doctor:
             self._numbers.returned(name, model, output)
             for path, tensor in iter_tensors(output):
                 if tensor.requires_grad and tensor.is_floating_point():
-                    on_gradient(tensor, self._gradient_of(name, call, f"output.{path}" if path else "output"))
-
-    def _gradient_of(self, model: str, call: int, part: str) -> Callable[[torch.Tensor], None]:
-        def arrived(gradient: torch.Tensor) -> None:
-            self._numbers.incoming(model, gradient, part=part, call=call)
-
-        return arrived
+                    part = f"output.{path}" if path else "output"
+                    on_gradient(tensor, partial(self._numbers.incoming, name, part=part, call=call))
 
     # -- the first sick step -----------------------------------------------------------------------------------------
 
@@ -415,10 +412,11 @@ class Doctor:
     def _ended_by(self, error: BaseException | None) -> None:
         self._tell_what_was_refused(error)
         asked = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is None or asked or isinstance(error, KeyboardInterrupt) or is_out_of_memory(error):
+        if isinstance(error, KeyboardInterrupt) or (error is not None and is_out_of_memory(error)):
             return
-        if self.report is None:
+        if self.report is None and error is not None and not asked:
             self._look_at_the_end(error)
+        self._look_at_what_was_left_out(over=True)
 
     def _tell_what_was_refused(self, error: BaseException | None) -> None:
         """Say why a scaler has refused a call, where that has ended the training."""
@@ -447,6 +445,16 @@ class Doctor:
             if found is not None:
                 self._found(*found, "what it keeps beside the model is not finite")
 
+    @harmless
+    def _look_at_the_count(self) -> None:
+        """A training that has taken no step is not well, though it has looked like a scaler that settles all along."""
+        if self.report is not None or self._alerting is None or self._lines.taken:
+            return
+        self._log.hear_out()
+        finding = self._alerting.errors.get(NO_STEP.code)
+        if finding is not None:
+            self._found(finding, finding.where.step or 0, "no step was taken")
+
     def _found(self, finding: Finding, step: int, what: str) -> None:
         run = Run(step=step, kept=self._kept(None))
         report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
@@ -456,18 +464,37 @@ class Doctor:
     def _look_at_the_end(self, error: BaseException) -> None:
         """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
         recorder = self._watch.recorder
-        with unseen():
-            sick = any(not bool(loss.isfinite().all()) for loss in recorder.losses(None))
-        root = None if sick else recorder.last_value()
-        if sick or root is not None:
-            step = self._lines.turn
-            program = recorder.program(None, name="", scaler=None, step=step, root=root)
-            self._examine(with_inner_autocast(program), "its code has ended it", name="", settles=False)
+        program, said = recorder.ended(self._lines.turn), "its code has ended it"
+        if program is not None:
+            self._examine(with_inner_autocast(program), said, name="", settles=False)
         elif recorder.failed is None and not recorder.is_crowded and self._request.look != "off":
             unfinished = recorder.interrupted(error, self._lines.turn)
             if unfinished is not None and unfinished.calls_models:
-                said = f"its code has ended it ({describe(error)})"
+                said += f" ({describe(error)})"
                 self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
+
+    def _look_at_what_was_left_out(self, *, over: bool = False) -> None:
+        """Look at a forward whose loss the loop has seen to be not finite, and has left out, or ended for (`over`)."""
+        recorder = self._watch.recorder
+        program = recorder.left_out(self._lines.turn)
+        if program is None or self.report is not None or self._request.look == "off":
+            return
+        if recorder.is_crowded or lies_in_parts(program.model) is not None or (not over and _LEFT_OUT in self._said):
+            return
+        program = with_inner_autocast(program)
+        if over:
+            self._examine(program, "its code has ended it", name="", settles=False, if_shown=True)
+            return
+        seen = self._looked_at(program, settles=False)
+        if seen.report is None or not seen.shows_error:
+            return
+        self._said.add(_LEFT_OUT)
+        with self._watch.looking_away(), at_its_begin(program):
+            bundle = self._bundled(program, seen.report) if self._request.bundle else None
+        finding = replace(seen.report.findings[0], severity="warning")
+        self._log.write(AlertLine(step=program.step, finding=finding))
+        kept = "" if bundle is None else f" (kept: {bundle.folder})"
+        self._say(f"warning {finding.code}: {_LEFT_OUT.format(step=program.step)}{kept}: {finding.message}")
 
     def _examine(
         self,
@@ -478,6 +505,7 @@ class Doctor:
         settles: bool,
         advice: str = "",
         raised: BaseException | None = None,
+        if_shown: bool = False,
     ) -> None:
         """Look at a step, and tell what is found.
 
@@ -487,7 +515,8 @@ class Doctor:
             name: Of its optimizer.
             settles: It is health where its scaler comes down to where it is taken.
             advice: What the loop is told besides.
-            raised: What has ended it; nothing is told then unless the look shows where it went non-finite.
+            raised: What has ended it.
+            if_shown: Nothing is told unless the look shows where it went non-finite; as with `raised`.
         """
         request = self._request
         if request.look == "off":
@@ -503,7 +532,7 @@ class Doctor:
             seen = not_looked_at(program, what, SEVERAL if parts is None else IN_PARTS.format(parts=parts))
         else:
             seen = self._looked_at(program, settles=settles)
-        if raised is not None and not seen.shows_error:
+        if (raised is not None or if_shown) and not seen.shows_error:
             return
         seen = seen.telling(raised=raised, advice=advice)
         self._attentive = 0
@@ -547,9 +576,9 @@ class Doctor:
         if self._place.rank == 0 and all_gradients_nan(program.model):  # what only overflows leaves some finite
             self._say(line.reason)
 
-    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
-        if self._is_readable(attempt) and self._sick_of(losses, None) is not None:
-            return  # what is wrong begins before any scale
+    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
+            return  # what is wrong begins before any scale, or is told with the overflow that it lets through
         finding = self._protocol.broken_by(attempt)
         if finding is not None:
             self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
@@ -577,20 +606,8 @@ class Doctor:
         self._settling[name] = MOST_BACKOFFS
 
     def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
-        rank, world = self._place.rank, self._place.world
-        folder = Path(self._request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
-        write = functools.partial(
-            write_bundle,
-            made=self._constructions.of,
-            rank=rank,
-            world=world,
-            policy="cuda" if policy_in_force() == "cuda" else None,
-            leading=leading,
-            diagnosis=to_plain(report),
-            log=[text_of(line) for line in self._log.last(_LAST_LINES)],
-            max_bytes=self._request.bundle_max,
-        )
-        return kept_bundle(lambda: write(folder, program), program, self._say)
+        log, made = [text_of(line) for line in self._log.last(_LAST_LINES)], self._constructions.of
+        return bundled(program, report, self._request, self._place, self._say, made=made, log=log, leading=leading)
 
     def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
         report = seen.report
@@ -654,21 +671,15 @@ class Doctor:
                     self._say(HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
             return
         self._numbers.look(news.what, _AFTER_SICK)
-        said = TOO_LATE.format(step=news.step, what=news.what)
-        said += UNREAD_BEFORE.format(unread=news.unread) if news.unread else ""
-        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=said)
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=too_late(news))
         report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
         with self._watch.looking_away():
-            bundle = self._bundled_late(news, report)
+            led = self._updates.leading_to(news.optimizer, news.step, self._watch.recorder.kept)
+            bundle = None if led is None else self._bundled(led[0], report, led[1])
         kept, records = self._kept(bundle), bool(self._request.record_batches)
         note = replace(note, message=note.message + ways_out(kept.get("bundle"), kept.get("model"), records=records))
         report = replace(report, errors=(note,), run={**self._when(news.step, news.optimizer), "kept": kept})
         self._diagnosed(report, news.what, bundle=bundle, seconds=None)
-
-    def _bundled_late(self, news: LateNews, report: Report) -> Written | None:
-        """The bundle of a step that has changed its weights, with the kept updates that lead up to it."""
-        led = self._updates.leading_to(news.optimizer, news.step, self._watch.recorder.kept)
-        return None if led is None else self._bundled(led[0], report, led[1])
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -676,11 +687,6 @@ class Doctor:
         """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
         with suppress(Exception):
             self._hear(f"rank {self.place.rank}: {sentence}" if self.place.rank else sentence)
-
-    def _describe(self, attempt: Attempt) -> None:
-        self._described = True
-        models = models_of(self._watch.recorder.models.roots)
-        self._log.describe(**hardware(), models=models, optimizer=type(attempt.optimizer).__name__)
 
     def _tell_what_ended(self) -> None:
         """What is not watched any more is said once."""
@@ -690,9 +696,6 @@ class Doctor:
         }
         sentences = [f"{what}: {why}" for what, why in ended.items() if why is not None]
         for sentence in (*sentences, *self._watch.recorder.models.unseen):
-            self._say_once(sentence)
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._say(sentence)
+            if sentence not in self._said:
+                self._said.add(sentence)
+                self._say(sentence)

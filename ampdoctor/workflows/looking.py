@@ -6,18 +6,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from time import monotonic  # a script may put another in its place
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
 from ampdoctor.evidence.report.target import Kept
 from ampdoctor.loop.collectives import are_several
 from ampdoctor.loop.hooks.unwarned import unwarned
 from ampdoctor.loop.raised import describe
 from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.precision import policy_in_force
+from ampdoctor.replay.bundles.describing import Made
+from ampdoctor.replay.bundles.writing import Written, write_bundle
 from ampdoctor.replay.recorded.one_rank import lies_in_parts, on_its_own
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -26,13 +32,14 @@ from ampdoctor.workflows.opening.request import Policy, ReplayRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.live.processes import Place
+    from ampdoctor.loop.recorded.leading import Leading
     from ampdoctor.loop.recorded.program import Program
-    from ampdoctor.replay.bundles.writing import Written
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
+    from ampdoctor.workflows.opening.watch_request import WatchRequest
 
 AGREE = 1e-3
 """Relative difference of a gradient and its replay up to which they are one: kernels that add in no fixed order (the
@@ -149,6 +156,45 @@ def all_gradients_nan(model: torch.nn.Module) -> bool:
     held = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with unseen():
         return bool(held) and all(bool(gradient.isnan().any()) for gradient in held)
+
+
+def bundled(
+    program: Program,
+    report: Report,
+    request: WatchRequest,
+    place: Place,
+    say: Callable[[str], None],
+    *,
+    made: Made,
+    log: Sequence[str],
+    leading: Leading | None,
+) -> Written | None:
+    """Keep a sick step where a watch was asked to; None where it could not be written.
+
+    Args:
+        program: The step.
+        report: Its diagnosis.
+        request: Of the watch.
+        place: Of this process among the others.
+        say: Told what the bundle lacks.
+        made: How the model was made.
+        log: The last lines of the log.
+        leading: The updates that lead up to the step.
+    """
+    rank = place.rank
+    folder = Path(request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
+    write = partial(
+        write_bundle,
+        made=made,
+        rank=rank,
+        world=place.world,
+        policy="cuda" if policy_in_force() == "cuda" else None,
+        leading=leading,
+        diagnosis=to_plain(report),
+        log=log,
+        max_bytes=request.bundle_max,
+    )
+    return kept_bundle(lambda: write(folder, program), program, say)
 
 
 def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[str], None]) -> Written | None:

@@ -67,3 +67,11 @@ def test_a_checkpoint_in_half_is_named_where_the_trainer_was_given_it(tmp_path, 
     assert "28 trained parameters are in float16" in finding.message
     assert "change the code at finetune.py:28" in next_step(report).said
     assert code_of(finding.prescription, setting_of(report, finding), finding.cause) == Code()
+
+
+def test_a_training_that_has_taken_no_step_ends_with_an_error(tmp_path):
+    done, lines = run(PUBLIC / "all_steps_skipped" / "script.py", tmp_path)
+    assert done.returncode == 1
+    assert "ERROR AMP740 no-step-taken" in done.stderr
+    (end,) = (line for line in lines if line["kind"] == "end")
+    assert end["accepted"] == 0

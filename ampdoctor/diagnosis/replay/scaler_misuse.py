@@ -112,6 +112,31 @@ def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
     )
 
 
+def stepped_past_finding(step: int, source: Source | None, scale: float | None) -> Finding:
+    """An optimizer steps on gradients that a scaler has unscaled, and the scaler is not asked whether they overflowed.
+
+    Args:
+        step: The step.
+        source: The line that makes the call.
+        scale: The loss scale.
+    """
+    advice = MISUSE_ADVICE["optimizer.step"]
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=step, phase="optimizer", op="optimizer.step", source=source),
+        message=f"step {step}: scaler.unscale_ has divided the gradients, and optimizer.step() uses them past the "
+        "scaler: an update whose gradients overflow is made all the same, which scaler.step(optimizer) skips",
+        evidence={"scale": scale},
+        help=HELP["scaler_misuse"],
+        prescription=Prescription(
+            kind="code", value=advice, status="not_run", detail=advice, reason="the calls alone show it"
+        ),
+    )
+
+
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
     """An optimizer steps once more on gradients of which an update was made already, or left out by its scaler.
 
@@ -150,7 +175,14 @@ def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, 
 
 
 def refused_call_finding(
-    step: int, method: str, raised: str, *, source: Source | None, advice: str, halves: HalfWeights | None = None
+    step: int,
+    method: str,
+    raised: str,
+    *,
+    source: Source | None,
+    advice: str,
+    halves: HalfWeights | None = None,
+    past: bool = False,
 ) -> Finding:
     """The GradScaler refused a call: other calls must come before it, or the gradients are in float16.
 
@@ -161,9 +193,13 @@ def refused_call_finding(
         source: The line that called it, the user's own where there is one.
         advice: The change that the user has to write.
         halves: The trained weights in float16, where they are the reason.
+        past: The step was made past the scaler, at this line: that is why it refuses.
     """
+    op = "optimizer.step" if past else f"scaler.{method}"
     help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
     message = f"step {step}: the scaler refuses the call of {method}: {raised}"
+    if past:
+        message = f"step {step}: optimizer.step() is called past the scaler, which then refuses {method}: {raised}"
     evidence: dict[str, Any] = {"raised": raised}
     if halves is not None:
         many = halves.count != 1
@@ -179,7 +215,7 @@ def refused_call_finding(
         name=RULE.name,
         severity="error",
         cause="scaler_misuse",
-        where=Where(step=step, phase="scaler", op=f"scaler.{method}", source=source),
+        where=Where(step=step, phase="scaler", op=op, source=source),
         message=message,
         evidence=evidence,
         help=help_,

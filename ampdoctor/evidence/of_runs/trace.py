@@ -309,7 +309,10 @@ class StepEvent:
         casts_kept: Autocast was on, and keeps the casts of weights that it has made (optimizer_step).
         again: The optimizer had used these very gradients already, and no backward came in between (optimizer_step).
         held_back: The scaler had skipped the update that used them first (optimizer_step that is made again).
-        source: The line that makes the call, of one that is made again where it is known (optimizer_step).
+        past_scaler: A scaler has unscaled the gradients at the loop's own call, does not make the step, and the loop
+            has not asked for a number that would tell it of an overflow (optimizer_step).
+        source: The line that makes the call, where it is known: of one that is made again, or past a scaler
+            (optimizer_step).
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
@@ -326,6 +329,7 @@ class StepEvent:
     casts_kept: bool = False
     again: bool = False
     held_back: bool = False
+    past_scaler: bool = False
     source: Source | None = None
 
 

@@ -209,6 +209,13 @@ class RunLog:
                 continue
         return False
 
+    def hear_out(self, timeout: float = 2.0) -> None:
+        """Waits until whoever answers with lines has heard all that was handed over, as long as the limits say."""
+        deadline = monotonic() + self._limits.farewell_seconds
+        for one in self._answering:
+            self.flush(timeout)
+            one.heard(deadline - monotonic())
+
     def close(self, timeout: float = 2.0) -> bool:
         """Writes what waits, for at most so many seconds, and ends the thread; later lines are not taken.
 
@@ -222,9 +229,8 @@ class RunLog:
             self._start()
         ours = here and not self._closed
         deadline = monotonic() + self._limits.farewell_seconds
-        for one in self._answering if ours else ():
-            self.flush(timeout)
-            one.heard(deadline - monotonic())
+        if ours:
+            self.hear_out(timeout)
         self._end(timeout)
         if ours:
             self._let_go(deadline)

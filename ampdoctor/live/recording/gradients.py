@@ -39,14 +39,14 @@ class Gradients:
 
     def filled(self) -> None:
         """A backward has added to them."""
-        self._filled = {id(owner) for owner in self._owners() if _hold_gradients(owner)}
+        self._filled = {id(owner) for owner in self.owners() if _hold_gradients(owner)}
         self.left()
 
     def left(self) -> None:
         """They are as a backward, or a scaler, has left them."""
         self._as_left = {
             id(p): (id(gradient), version_of(gradient))
-            for owner in self._owners()
+            for owner in self.owners()
             for p in parameters_of(owner)
             if (gradient := p.grad) is not None
         }
@@ -85,7 +85,7 @@ class Gradients:
 
     def find_edited(self) -> None:
         """Notes whose gradients are no more as they were left."""
-        for owner in self._owners() if self._as_left else ():
+        for owner in self.owners() if self._as_left else ():
             for p in parameters_of(owner):
                 left, gradient = self._as_left.get(id(p)), p.grad
                 if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
@@ -103,11 +103,11 @@ class Gradients:
 
     def emptied(self) -> Iterator[Any]:
         """Yields who held some after the last backward and holds none now."""
-        for owner in self._owners():
+        for owner in self.owners():
             if id(owner) in self._filled and not _hold_gradients(owner):
                 yield owner
 
-    def _owners(self) -> list[Any]:
+    def owners(self) -> list[Any]:
         """Who holds gradients: the optimizers, or before the first update the models."""
         optimizers = [there for reference, _ in self._stepped.values() if (there := reference()) is not None]
         return optimizers or [root for _, root in self._models.roots]

@@ -12,7 +12,7 @@ from ampdoctor.live.recording.gradients import Gradients
 from ampdoctor.live.recording.naming import spoken
 from ampdoctor.live.recording.slicing import sliced
 from ampdoctor.live.recording.tape import Tape
-from ampdoctor.loop.recorded.program import Backward, Call, Clipped, Instruction, Unscaled, references, results
+from ampdoctor.loop.recorded.program import Backward, Call, Clipped, Instruction, Made, Unscaled, references, results
 from ampdoctor.loop.torch_internals import unseen
 
 MOST = 4096
@@ -22,6 +22,8 @@ _MOST_BYTES = 512 * 1024**2
 pictures are accumulated has a hundred times as much."""
 _IN_A_ROW = 64
 """Calls without a backward after which those are let go of whose results the loop has dropped, as an evaluation's."""
+_BEHIND = 8
+"""Tensors that are looked at behind a number that the loop asks for: a check is two or three functions."""
 _RING = 4
 """Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
 
@@ -32,6 +34,7 @@ class Journal:
     Args:
         gradients: Whose gradients add up.
         failed: Told of an error of ours, which must not reach the loop.
+        asked: As of `Tape`.
 
     Attributes:
         tape: The instructions.
@@ -39,8 +42,13 @@ class Journal:
         dropped: How many backwards were let go of since the last update, to spare memory.
     """
 
-    def __init__(self, gradients: Gradients, failed: Callable[[Exception], None]) -> None:
-        self.tape = Tape(self.add, failed)
+    def __init__(
+        self,
+        gradients: Gradients,
+        failed: Callable[[Exception], None],
+        asked: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> None:
+        self.tape = Tape(self.add, failed, asked)
         self.count = 0
         self.dropped = 0
         self._gradients = gradients
@@ -147,6 +155,34 @@ class Journal:
                 ):
                     return value
         return None
+
+    def lost_behind(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The NaN, or +Inf, that a number hangs on which the loop has asked for; None without one.
+
+        Of `torch.isfinite(loss).all()` it is the loss. A device has been waited for.
+
+        Args:
+            tensor: What was asked.
+        """
+        if not self.tape.is_live(tensor):
+            return None
+        waiting = [self.tape.reference(tensor)]
+        for _ in range(_BEHIND):
+            made = waiting.pop(0) if waiting else None
+            value = self.tape.lives(made) if isinstance(made, Made) else None
+            if value is not None and value.is_floating_point():
+                if is_lost(value, signed=False):
+                    return value
+            elif isinstance(made, Made):  # what it was made of, though it is gone itself
+                maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
+                waiting += [] if maker is None or isinstance(maker, Call) else references(maker)
+        return None
+
+    def calls_behind(self, tensor: torch.Tensor) -> list[Call]:
+        """The calls that a tensor of the tape comes of."""
+        made, instructions = self.tape.reference(tensor), self.tape.instructions
+        places = [place for place, one in enumerate(instructions) if made in results(one)]
+        return [one for one in sliced(instructions, places) if isinstance(one, Call)]
 
     def last_value(self) -> torch.Tensor | None:
         """The last number on the tape that the loop still holds and that is not finite; None without one."""

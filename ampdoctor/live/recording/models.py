@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
+from ampdoctor.loop.hooks.optimizer_hooks import is_in_place
 from ampdoctor.loop.hooks.unwarned import CallersOfForwards, unwarned_of_hooks
 from ampdoctor.loop.names import wrapped_as
 from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
@@ -104,6 +105,12 @@ class OutermostModels:
                 register_module_forward_pre_hook(self._enter_found),
                 register_module_forward_hook(self._leave_found, with_kwargs=True, always_call=True),
             ]
+
+    def stay(self) -> None:
+        """Hooks that a program has cleared with its own are put back."""
+        if self.searching and not self._inside.modules and not all(map(is_in_place, self._global)):
+            self._unhook()
+            self.search()
 
     def settle(self) -> None:
         """Look at the calls of the known models alone."""

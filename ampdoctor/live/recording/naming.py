@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ampdoctor.loop.nested import map_kind
@@ -86,3 +87,17 @@ def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> I
         )
         return replace(instruction, roots=roots, seeds=seeds, inputs=inputs)
     return instruction
+
+
+def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Each parameter of each of an optimizer's groups, with its name.
+
+    Args:
+        optimizer_name: Which names those of a parameter that has none.
+        optimizer: The optimizer.
+        names: Of parameters, by their id.
+    """
+    return [
+        [(names.get(id(p), f"{optimizer_name}.group{g}.param{i}"), p) for i, p in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]

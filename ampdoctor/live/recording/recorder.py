@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
@@ -24,10 +25,13 @@ from ampdoctor.live.recording.journal import MOST, Journal
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.naming import prefixed, together
+from ampdoctor.live.recording.samples import GradientSamples
 from ampdoctor.live.recording.slicing import sliced
 from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.tape import mode_now
 from ampdoctor.live.recording.trainers import SEVERAL, Trainers
+from ampdoctor.loop.backwards import mark_scaled, scaled_within
+from ampdoctor.loop.hooks.number_reads import NumberReads
 from ampdoctor.loop.hooks.used_gradients import UsedGradients
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.loop.recorded.program import (
@@ -45,10 +49,12 @@ from ampdoctor.loop.recorded.program import (
     results,
 )
 from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms
+from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms, unseen
 from ampdoctor.probes.ops.source import user_line
 
 P = ParamSpec("P")
+_NODES = 256
+"""Of a loss's graph that are searched for a loss that was scaled before: what is done to a loss is a few dozen."""
 
 
 def _harmless(
@@ -90,8 +96,12 @@ class StepRecorder:
         away: What runs is not the loop's.
         listener: Told of the models' calls.
         cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
+        stay: Puts hooks back that a program has cleared with its own; called where a loop shows itself by other ways.
         failed: What ended the recording; None while all is well.
         used: Which gradients an optimizer has used, on whichever thread.
+        samples: Of gradients, in a loop that scales its losses.
+        reads: What the loop has read since it had its gradients unscaled.
+        scaled_again: Where a loss was scaled of which a part was scaled already, since the last update; None for none.
     """
 
     def __init__(self) -> None:
@@ -100,11 +110,17 @@ class StepRecorder:
         self.away = False
         self.listener: CallListener | None = None
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
+        self.stay: Callable[[], None] | None = None
         self.failed: str | None = None
         self.used = UsedGradients()
+        self.samples = GradientSamples()
+        self.reads = NumberReads()
+        self.scaled_again: Line = None
+        self._scales = False
+        self._left_out: tuple[Program, frozenset[int]] | None = None  # what has led to a number, and by which calls
         self._calls = 0
         self._gradients = Gradients(self.models)
-        self._journal = Journal(self._gradients, self.fail)
+        self._journal = Journal(self._gradients, self.fail, self._asked)
         self._tape = self._journal.tape
         self._programs = StepPrograms(self._journal, self._gradients, self.models)
         self._buffers = Buffers()
@@ -135,7 +151,10 @@ class StepRecorder:
         self._journal.clear()
         self._losses.clear()
         self._scaled_losses.clear()
-        self._entering = self._inside = self._raised = self.listener = self.cleared = None
+        self._left_out = None
+        self.samples.clear()
+        self.reads.rest()
+        self._entering = self._inside = self._raised = self.listener = self.cleared = self.stay = None
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -158,6 +177,7 @@ class StepRecorder:
         if self._is_elsewhere():
             return
         self._tape.close()
+        self.reads.rest()
         self._raised = None
         self._name()
         if self.listener is not None:
@@ -229,10 +249,6 @@ class StepRecorder:
             self._end(SEVERAL)
         return not self._is_elsewhere()
 
-    def last_value(self) -> torch.Tensor | None:
-        """The last number on the tape that the loop still holds and that is not finite; None without one."""
-        return self._journal.last_value()
-
     def _is_elsewhere(self) -> bool:
         """Whether what runs is not the loop's, or this thread another than the one that trains."""
         return self.away or os.getpid() != self._process or not self._trainers.is_recorded()
@@ -287,12 +303,26 @@ class StepRecorder:
 
     @_harmless
     def _scaled(self, losses: Any, scaled: Any) -> None:
+        self._scales = True
         for loss, result in _pairs(losses, scaled):
+            if result.grad_fn is not None and not transforms():
+                if scaled_within(loss, most=_NODES):
+                    self.scaled_again = user_line()
+                mark_scaled(result)
             taken, made = self._tape.reference(loss), self._tape.make(result)[""]
             self._scaled_losses[made.index] = loss.detach()
             self._journal.add(Scaled(loss=taken, result=made, line=user_line()))
 
+    @_harmless
+    def stays(self) -> None:
+        """What a program clears with hooks of its own is put back, in the process that is watched."""
+        if os.getpid() == self._process and not in_backward():
+            self.models.stay()
+            if self.stay is not None:
+                self.stay()
+
     def _backward(self, seen: SeenBackward, run: Callable[[], Any]) -> Any:
+        self.stays()
         self.used.engine_runs()
         if in_backward() or not seen.accumulated or transforms() or os.getpid() != self._process:
             return run()
@@ -326,6 +356,10 @@ class StepRecorder:
                 line=user_line(),
             )
         )
+        if self._left_out is not None:
+            behind = sliced(self._tape.instructions, [len(self._tape.instructions) - 1])
+            if not self._left_out[1].isdisjoint(map(id, behind)):
+                self._left_out = None
 
     @_harmless
     def _has_run(self) -> None:
@@ -334,6 +368,8 @@ class StepRecorder:
             self._gradients.unreadable()
         else:
             self._gradients.filled()
+            if self._scales:
+                self.samples.left(self._gradients.owners())
 
     def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
         """What a backward from here differentiates, before a scaler has scaled it, or a part of that was taken."""
@@ -407,14 +443,16 @@ class StepRecorder:
     def rest(self) -> None:
         """Functions are not recorded until a model is called again."""
         self._tape.close()
+        self.reads.rest()
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
     @_harmless
-    def unscaling(self) -> None:
-        """A scaler is about to unscale gradients."""
+    def unscaling(self, optimizer: Any) -> None:
+        """A scaler is about to unscale an optimizer's gradients."""
         if not self.is_crowded:
             self._gradients.find_edited()
+            self.samples.unscaling(optimizer)
 
     @_harmless
     def unscaled(self, optimizer: Any) -> None:
@@ -422,6 +460,8 @@ class StepRecorder:
         if self._is_elsewhere():
             return
         self._gradients.left()
+        if hasattr(optimizer, "param_groups"):
+            self.samples.left([optimizer])
         self._journal.add(Unscaled(line=user_line()), id(optimizer))
 
     @_harmless
@@ -479,6 +519,41 @@ class StepRecorder:
     ) -> Program:
         return self._programs.program(optimizer, name=name, scaler=scaler, step=step, root=root, failed=self.failed)
 
+    @_harmless
+    def _asked(self, tensor: torch.Tensor) -> None:
+        """The loop has asked for a number; where it is not finite, it may leave out what has led to it."""
+        if self._is_elsewhere() or self._left_out is not None:
+            return
+        lost = self._journal.lost_behind(tensor)
+        calls = [] if lost is None else self._journal.calls_behind(lost)
+        if any(call.training for call in calls):
+            program = self.program(None, name="", scaler=None, step=0, root=lost)
+            self._left_out = program, frozenset(map(id, calls))
+
+    def left_out(self, step: int) -> Program | None:
+        """What has led a model in training to a NaN or +Inf that the loop has seen, and that no backward has used.
+
+        It is told once. An evaluation (`eval()`, `no_grad`) is none.
+
+        Args:
+            step: The attempted step in the training.
+        """
+        left, self._left_out = self._left_out, None
+        return None if left is None else replace(left[0], step=step)
+
+    def ended(self, step: int) -> Program | None:
+        """The running step where it has a number that is not finite: a loss, or the last that the loop still holds.
+
+        A device is waited for.
+
+        Args:
+            step: The attempted step in the training.
+        """
+        with unseen():
+            sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
+        root = None if sick else self._journal.last_value()
+        return self.program(None, name="", scaler=None, step=step, root=root) if sick or root is not None else None
+
     def interrupted(self, error: BaseException, step: int) -> Program | None:
         """The running step up to a forward that has returned, or was about to return, what is not finite.
 
@@ -517,6 +592,8 @@ class StepRecorder:
         self._scaled_losses.clear()
         self._raised = self._inside = None
         self._gradients.updated(optimizer, self._journal.count)
+        self.samples.updated(optimizer)
+        self.scaled_again = None
         self.models.left_behind()
         self.backwards = self._calls = 0
         self._journal.updated()
@@ -526,6 +603,7 @@ class StepRecorder:
         """A model's, or an optimizer's, gradients are cleared."""
         if self._is_elsewhere():
             return
+        self.stays()
         if self.cleared is not None:
             self.cleared(parameters_of(owner), by_hand)
         self._gradients.cleared(owner, self._journal.count)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ampdoctor.loop.hooks.number_reads import READS
 from ampdoctor.loop.inert.functions import name_of
 from ampdoctor.loop.nested import iter_tensors, map_tensors
 from ampdoctor.loop.random_state import RandomState
@@ -36,6 +38,7 @@ class Tape:
     Args:
         recorded: Told of each function that is about what is on the tape; adds it to the instructions.
         failed: Told of an error of ours, which must not reach the loop.
+        asked: Told of a tensor of which the loop has asked a number that is not a finite float.
 
     Attributes:
         instructions: What was recorded, oldest first.
@@ -45,8 +48,13 @@ class Tape:
         grad: The numbers of the made tensors that require a gradient.
     """
 
-    def __init__(self, recorded: Callable[[Op], None], failed: Callable[[Exception], None]) -> None:
-        self._recorded, self._failed = recorded, failed
+    def __init__(
+        self,
+        recorded: Callable[[Op], None],
+        failed: Callable[[Exception], None],
+        asked: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> None:
+        self._recorded, self._failed, self._asked = recorded, failed, asked
         self.instructions: list[Instruction] = []
         self.given: dict[int, torch.Tensor] = {}
         self.held_bytes = 0
@@ -58,7 +66,7 @@ class Tape:
         self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.names: dict[int, str] = {}
         self._next = 0
-        self._known: dict[Any, tuple[bool, bool, bool]] = {}
+        self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
         self._mode = _Listening(self)
         self._open: int | None = None  # the thread whose functions are told: each has modes of its own
 
@@ -182,18 +190,21 @@ class Tape:
         known = self._known.get(function)
         if known is None:
             known = self._known[function] = _known(function)
-        writes, draws, repeatable = known
+        writes, draws, repeatable, reads = known
         if not self._is_about_us(args, kwargs) and not (repeatable and _is_arithmetic(args, writes=writes)):
             if writes and args:
                 self._before_write(args[0])
             return function(*args, **kwargs)
         random = RandomState.capture() if draws else None
         result = function(*args, **kwargs)
-        if writes or isinstance(result, torch.Tensor | tuple | list | dict):
-            try:
+        try:
+            if reads:
+                if not (isinstance(result, float) and isfinite(result)):
+                    self._asked(args[0])
+            elif writes or isinstance(result, torch.Tensor | tuple | list | dict):
                 self._called(function, args, kwargs, result, random, writes=writes)
-            except Exception as error:  # noqa: BLE001 - a watched training is never harmed
-                self._failed(error)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self._failed(error)
         return result
 
     def _called(
@@ -271,13 +282,14 @@ def mode_now() -> Mode:
     )
 
 
-def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool]:
-    """Whether a function writes to its first argument, draws random numbers, and is repeatable.
+def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
+    """Whether a function writes to its first argument, draws random numbers, is repeatable, and gives Python a number.
 
-    The last: it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
+    The third: it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
     """
     name = str(getattr(function, "__name__", ""))
     writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
     )
-    return writes, any(part in name for part in _DRAWS), name not in _PICKING and name_of(function) is not None
+    repeatable = name not in _PICKING and name_of(function) is not None
+    return writes, any(part in name for part in _DRAWS), repeatable, name in READS

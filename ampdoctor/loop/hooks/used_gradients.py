@@ -64,6 +64,11 @@ class UsedGradients:
             yield
 
     @property
+    def runs(self) -> int:
+        """How often autograd's engine has run."""
+        return self._runs
+
+    @property
     def any_backward(self) -> bool:
         """Autograd's engine has run."""
         return self._runs > 0

@@ -19,7 +19,7 @@ import torch
 
 from ampdoctor.evidence.where import Source
 from ampdoctor.loop.recorded.line import recorded_line
-from ampdoctor.package import FOLDER
+from ampdoctor.package import FOLDER, working_folder
 
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -189,4 +189,4 @@ def as_source(line: tuple[str, int] | None) -> Source | None:
     """For a report: relative to where the replay was started; in an installed package relative to site-packages."""
     if line is None:
         return None
-    return Source(_shown(line[0], _BASE.get() or Path.cwd()), line[1], installed=_is_installed(line[0]))
+    return Source(_shown(line[0], _BASE.get() or working_folder()), line[1], installed=_is_installed(line[0]))

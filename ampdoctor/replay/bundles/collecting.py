@@ -14,6 +14,7 @@ from ampdoctor.loop.inert.constants import constants_of
 from ampdoctor.loop.inert.writing import NotInertError
 from ampdoctor.loop.recorded.leading import Leading
 from ampdoctor.loop.recorded.program import Program
+from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.describing import Made, code_of, described
 from ampdoctor.replay.bundles.instructions import instruction_out, relative
 from ampdoctor.replay.bundles.optimizers import optimizer_out, settings_out
@@ -50,7 +51,7 @@ class CollectedStep:
         self.doubts = program.unexplained
         self.tensors: dict[str, torch.Tensor] = {}
         self._known = known
-        base, line = Path.cwd(), program.line
+        base, line = working_folder(), program.line
         instructions: list[Any] = []
         for one in program.instructions:
             try:
@@ -110,7 +111,7 @@ class Collected:
         self._parameters = self._named(dict(model.named_parameters(remove_duplicate=False)), "parameter")
         self._buffers = self._named(dict(model.named_buffers(remove_duplicate=False)), "buffer")
         self._model = described(model, made)
-        self._made_file(Path.cwd())
+        self._made_file(working_folder())
         self._optimizer = self._of_optimizer()
 
     def _made_file(self, base: Path) -> None:

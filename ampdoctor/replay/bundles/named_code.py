@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.package import working_folder
 from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.user_code import user_code
 from ampdoctor.replay.user_modules import Spec, load_object
@@ -113,7 +114,7 @@ class NamedCode:
         sys.modules[module.__name__] = module  # dataclasses look their module up
         importing = f"importing the definitions of {file.name}"
         entered = user_code(self.argv0, what=importing, path=self.path)
-        with entered, building(importing, (Path.cwd(), *self.path), imports=True):
+        with entered, building(importing, (working_folder(), *self.path), imports=True):
             for node in _definitions(tree):
                 piece = ast.Module(body=[node], type_ignores=[])
                 try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.named_code import NamedCode
 from ampdoctor.replay.bundles.reading import Bundle
 from ampdoctor.replay.guarding.building import building
@@ -46,7 +47,7 @@ class BundleTarget:
         self._environment = environment
         with environment():
             self._code = None if model is None else NamedCode(model, app_dir)
-        here = str(Path.cwd()) if app_dir is None else str(Path(app_dir).resolve())
+        here = str(working_folder()) if app_dir is None else str(Path(app_dir).resolve())
         self.path: tuple[str, ...] = (here,) if self._code is None else self._code.path
 
     @contextlib.contextmanager
@@ -72,5 +73,5 @@ class BundleTarget:
 
     @contextlib.contextmanager
     def _making(self, what: str) -> Iterator[None]:
-        with self.user_code(what), building(what, (Path.cwd(), *self.path)):
+        with self.user_code(what), building(what, (working_folder(), *self.path)):
             yield

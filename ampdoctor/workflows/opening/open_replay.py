@@ -19,6 +19,7 @@ from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.loop.raised import is_out_of_memory
 from ampdoctor.loop.random_state import RandomState
+from ampdoctor.package import working_folder
 from ampdoctor.precision import (
     HalfProducts,
     autocast_policy,
@@ -128,7 +129,7 @@ class OpenReplay:
             if not any(said.startswith(CHANGES) for said in self.notes):
                 self.notes.append(changes_note(did, self.factory.instead))
 
-        with told_of_changes((Path.cwd(), *self.factory.path), note), self.factory.user_code(what):
+        with told_of_changes((working_folder(), *self.factory.path), note), self.factory.user_code(what):
             yield
 
     def _spill_folder(self) -> Path | None:
@@ -257,7 +258,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.callback(before.restore)
         stack.callback(ProcessState().restore)
         stack.enter_context(lasting_emulation())
-        stack.enter_context(shown_from(Path.cwd()))
+        stack.enter_context(shown_from(working_folder()))
         half_made = HalfMade()
         stack.enter_context(half_made.recording())
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())

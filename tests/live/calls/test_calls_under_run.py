@@ -255,7 +255,6 @@ def a_frozen_mask(loop):
         clips_to_a_scaled_norm,
         clips_what_is_short,
         without_the_scaler,
-        unscaled_first,
         saved,
     ],
     ids=lambda one: one.__name__,

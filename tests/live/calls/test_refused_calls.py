@@ -119,3 +119,41 @@ def test_another_error_is_no_refusal(tmp_path):
     with pytest.raises(KeyError):
         Refused(tmp_path, fails)
     assert seen[0].reports == []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_step_past_the_scaler_is_why_it_refuses_the_update(tmp_path, asks, divides):
+    seen = []
+
+    def past(parts):
+        seen.append(parts)
+        if asks:
+            parts.scaler.get_scale()
+        parts.backward()
+        if divides:
+            for parameter in parts.model.parameters():
+                parameter.grad.div_(64.0)
+        parts.optimizer.step()  # PAST
+        parts.scaler.update()
+
+    with pytest.raises(AssertionError, match="No inf checks"):
+        Refused(tmp_path, past)
+    (report,) = seen[0].reports
+    (finding,) = report.findings
+    assert (finding.code, finding.where.op, finding.where.source.line) == ("AMP407", "optimizer.step", line_of("PAST"))
+    assert finding.prescription.detail == "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
+
+
+def test_a_folder_that_the_loop_deletes_is_no_matter_of_the_watch(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+    def deletes(parts):
+        (tmp_path / "work").rmdir()
+        parts.backward()
+        parts.optimizer.step()
+
+    parts = Refused(tmp_path, deletes)
+    assert [said for said in parts.sentences if "no more" in said] == []
+    assert [report.findings[0].where.op for report in parts.reports] == ["optimizer.step"]

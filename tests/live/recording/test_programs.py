@@ -240,7 +240,7 @@ def test_a_value_that_the_loop_looked_at_last():
     with loop.recorder.watching():
         optimizer.zero_grad()
         loss = model(torch.randn(16, 6)).sub(1e9).exp().log().mean()
-        value = loop.recorder.last_value()
+        value = loop.recorder._journal.last_value()
         assert value is loss
         program = loop.recorder.program(None, name="", scaler=None, step=0, root=value)
     assert isinstance(program.instructions[-1], Ended)

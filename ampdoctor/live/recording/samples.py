@@ -1,0 +1,163 @@
+"""A few numbers of the gradients at each stage of a step: what a loop's own code makes of them in between.
+
+Counters of versions say that a gradient was written to, and not what was made of it; numbers say it whatever has
+written, and also where nothing counts (`.data`, a kernel of the loop's own).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdoctor.evidence.of_runs.handling import Change
+from ampdoctor.live.recording.gradients import parameters_of
+from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.numerics.unseen import is_plain
+
+_PARAMETERS, _ELEMENTS = 8, 64
+"""What is taken of an owner's gradients: evenly spread, so that what is done to all of them is seen."""
+_FIRST, _EVERY, _IN_A_ROW = 48, 64, 4
+"""Updates at the begin of a loop whose gradients are sampled, and then some in a row: the order of calls is a loop's
+own, and the same in each step."""
+_SAME = 1e-4
+"""Relative spread of factors up to which they are one: float32 arithmetic on one number is a hundred times below."""
+_FEWEST = 4
+"""Elements that are not zero, without which nothing is said."""
+
+
+class GradientSamples:
+    """Takes the samples; no device is waited for, but by `while_scaled` and `last`."""
+
+    def __init__(self) -> None:
+        self._updates = 0
+        self._left: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # by parameter
+        self._scaled: dict[int, _Pair] = {}  # by optimizer
+
+    @property
+    def active(self) -> bool:
+        """Whether this step is one of those that are sampled."""
+        return self._updates < _FIRST or self._updates % _EVERY < _IN_A_ROW
+
+    def left(self, owners: Iterable[Any]) -> None:
+        """Gradients are as a backward, or a scaler, has left them.
+
+        Args:
+            owners: Models or optimizers.
+        """
+        if not self.active:
+            return
+        for owner in owners:
+            parameters = parameters_of(owner)
+            for parameter in parameters[:: max(len(parameters) // _PARAMETERS, 1)]:
+                taken = _sample_of(parameter.grad)
+                if taken is not None:
+                    self._left[id(parameter)] = weakref.ref(parameter), taken
+
+    def unscaling(self, optimizer: Any) -> None:
+        """A scaler is about to divide an optimizer's gradients by its scale."""
+        pair = self._pair_of(optimizer)
+        if pair is not None:
+            self._scaled[id(optimizer)] = pair
+
+    def while_scaled(self, optimizer: Any) -> Change | None:
+        """What was done to an optimizer's gradients before they were unscaled; None where that is not known."""
+        pair = self._scaled.get(id(optimizer))
+        return None if pair is None or pair.optimizer() is not optimizer else pair.change()
+
+    def last(self, optimizer: Any) -> Change | None:
+        """What was done to an optimizer's gradients since a backward, or a scaler, has left them; None as above."""
+        pair = self._pair_of(optimizer)
+        return None if pair is None else pair.change()
+
+    def updated(self, optimizer: Any) -> None:
+        """An optimizer has used its gradients."""
+        self._updates += 1
+        self._scaled.pop(id(optimizer), None)
+        for parameter in parameters_of(optimizer):
+            self._left.pop(id(parameter), None)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._left.clear()
+        self._scaled.clear()
+
+    def _pair_of(self, optimizer: Any) -> _Pair | None:
+        if not self.active or not hasattr(optimizer, "param_groups"):
+            return None
+        before, after, gradients = [], [], []
+        for parameter in parameters_of(optimizer):
+            there, taken = self._left.get(id(parameter), (None, None))
+            if parameter.grad is not None and _is_numbers(parameter.grad):
+                gradients.append(parameter.grad)
+            if taken is None or there is None or there() is not parameter:
+                continue
+            now = _sample_of(parameter.grad)
+            if now is None or now.shape != taken.shape or now.device != taken.device:
+                return None
+            before.append(taken)
+            after.append(now)
+        if not before or len({one.device for one in before}) > 1 or len({one.device for one in gradients}) > 1:
+            return None
+        with unseen():
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])  # noqa: SLF001 - public as `clip_grad_norm_`
+            total = torch.linalg.vector_norm(norms).reshape(1)
+            return _Pair(weakref.ref(optimizer), torch.cat(before), torch.cat(after), total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Samples of an optimizer's gradients at two moments, 1-dim and float32, and the norm of all at the second."""
+
+    optimizer: weakref.ref[Any]
+    before: torch.Tensor
+    after: torch.Tensor
+    total: torch.Tensor
+
+    def change(self) -> Change | None:
+        """What has been made of them; None where that is not known. A device is waited for."""
+        with unseen():
+            before, after, norm = (one.cpu().double() for one in (self.before, self.after, self.total))
+            total = float(norm)
+            if not (math.isfinite(total) and bool(before.isfinite().all()) and bool(after.isfinite().all())):
+                return None
+            here = before != 0
+            before, after = before[here], after[here]
+            if len(before) < _FEWEST:
+                return None
+            most = float(before.abs().max())
+            factors = after / before
+            low, high = float(factors.min()), float(factors.max())
+            if high - low <= _SAME * abs(high):
+                return Change(factor=1.0 if low == high == 1.0 else (low + high) / 2, bound=None, most=most, norm=total)
+            return Change(factor=None, bound=_bound_of(before, after), most=most, norm=total)
+
+
+def _bound_of(before: torch.Tensor, after: torch.Tensor) -> float | None:
+    """The magnitude to which numbers were cut; None where something else was done to them."""
+    bound = float(after.abs().max())
+    expected = before.clamp(-bound, bound)
+    return bound if bound > 0 and bool(((after - expected).abs() <= _SAME * expected.abs()).all()) else None
+
+
+def _is_numbers(gradient: torch.Tensor) -> bool:
+    """Whether a gradient lies in this process as plain real numbers."""
+    return (
+        type(gradient) is torch.Tensor
+        and is_plain(gradient)
+        and gradient.is_floating_point()
+        and gradient.layout is torch.strided
+        and not gradient.is_meta
+    )
+
+
+def _sample_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None or not _is_numbers(gradient) or not gradient.numel():
+        return None
+    with unseen():
+        flat = gradient.detach().reshape(-1)
+        return flat[:: max(len(flat) // _ELEMENTS, 1)][:_ELEMENTS].to(torch.float32, copy=True)

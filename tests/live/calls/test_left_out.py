@@ -1,0 +1,163 @@
+"""A loss that the loop itself has seen to be not finite, and has left out or ended for, is looked at."""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+import ampdoctor
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.second(torch.log(self.first(x) * 0 + x.sum()))
+
+
+def batches(*sick):
+    for step in range(6):
+        yield torch.full((2, 4), -1.0 if step in sick else 1.0)
+
+
+class Loop:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = Model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def loss(self, x):
+        return self.model(x).square().mean()
+
+    def step(self, loss):
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def told(tmp_path, train, *sick):
+    """The watch of a whole training, as `run` ends it; and what it has said."""
+    reports, sentences = [], []
+    with suppress(SystemExit), ampdoctor.watch(folder=tmp_path / "health", tell=reports.append) as watch:
+        watch._doctor._hear = sentences.append
+        train(Loop(), batches(*sick))
+    assert [said for said in sentences if "watched no more" in said or "recorded no more" in said] == []
+    return reports, sentences
+
+
+def leaves(loop, loss):
+    return not torch.isfinite(loss)
+
+
+def sees_a_nan(loop, loss):
+    return bool(torch.isnan(loss).any())
+
+
+def asks_for_a_number(loop, loss):
+    return not math.isfinite(loss.item())
+
+
+def compares_it_with_itself(loop, loss):
+    return loss.detach() != loss
+
+
+CHECKS = [leaves, sees_a_nan, asks_for_a_number, compares_it_with_itself]
+
+
+@pytest.mark.parametrize("is_sick", CHECKS, ids=lambda one: one.__name__)
+def test_a_batch_that_is_left_out_is_a_warning_and_the_watch_goes_on(tmp_path, is_sick):
+    def train(loop, given):
+        for x in given:
+            loss = loop.loss(x)
+            if is_sick(loop, loss):
+                continue
+            loop.step(loss)
+
+    reports, sentences = told(tmp_path, train, 2, 4)
+    assert reports == []
+    (said,) = sentences
+    assert said.startswith("warning AMP202: step 2: a batch was left out by the loop's own check")
+    assert "aten.log" in said
+    assert (tmp_path / "health" / "bundle-2").is_dir()
+
+
+@pytest.mark.parametrize("is_sick", CHECKS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("ends", ["break", "return", "exit"])
+def test_a_training_that_ends_itself_is_looked_at(tmp_path, is_sick, ends):
+    def train(loop, given):
+        for x in given:
+            loss = loop.loss(x)
+            if is_sick(loop, loss):
+                if ends == "break":
+                    break
+                if ends == "return":
+                    return
+                sys.exit(0)
+            loop.step(loss)
+
+    reports, sentences = told(tmp_path, train, 3)
+    (report,) = reports
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, finding.where.step, finding.where.op) == ("AMP202", "error", 3, "aten.log")
+    assert report.verdict == "sick"
+    assert sentences == []
+
+
+# -- healthy -----------------------------------------------------------------------------------------------------------
+
+
+def evaluates(loop, given):
+    for x in given:
+        loop.step(loop.loss(x))
+        loop.model.eval()
+        if not math.isfinite(loop.loss(-x).item()):  # whoever has forgotten `no_grad`
+            loop.model.train()
+            continue
+
+
+def evaluates_without_gradients(loop, given):
+    for x in given:
+        loop.step(loop.loss(x))
+        with torch.no_grad():
+            assert math.isnan(loop.loss(-x).item())
+
+
+def masks(loop, given):
+    for x in given:
+        out = loop.model(x)
+        scores = out.masked_fill(torch.ones_like(out, dtype=torch.bool), -math.inf)
+        assert scores.max().item() == -math.inf
+        loop.step(out.square().mean())
+
+
+def looks_and_uses_it(loop, given):
+    """A loss that is finite where it counts: the rest is left out inside of it."""
+    for x in given:
+        out = loop.model(x)
+        odd = torch.where(x[:, :1] > 2, out, torch.full_like(out, math.nan))
+        torch.isnan(odd).any().item()
+        loop.step(out.square().mean())
+
+
+def ends_early(loop, given):
+    for x in given:
+        loss = loop.loss(x)
+        loop.step(loss)
+        if loss.item() < 1e9:
+            break
+
+
+@pytest.mark.parametrize(
+    "train",
+    [evaluates, evaluates_without_gradients, masks, looks_and_uses_it, ends_early],
+    ids=lambda one: one.__name__,
+)
+def test_what_is_only_looked_at_is_not_told(tmp_path, train):
+    assert told(tmp_path, train) == ([], [])
