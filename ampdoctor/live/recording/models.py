@@ -150,6 +150,8 @@ class OutermostModels:
             if not _has_parameters(module) or self._is_redirected(module):
                 return
             if id(module) not in self._known:
+                if _is_made_in_passing(module):
+                    return
                 self._meet(module)
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self._listener.fail(error)
@@ -269,6 +271,21 @@ def _has_another_forward(module: nn.Module) -> bool:
     """Whether a function stands in place of the forward, and not around it (`torch.autocast(...)(model.forward)`)."""
     forward = vars(module).get("forward")
     return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
+
+
+def _is_made_in_passing(module: nn.Module) -> bool:
+    """Whether it is a slice that the loop makes for a call, of a model that its variables lead to (`model[2:](x)`).
+
+    It is gone before the step is made, and does nothing by itself: its parts are told of in its place.
+    """
+    if type(module) is not nn.Sequential:
+        return False
+    tables = (table for frame in user_frames() for table in (frame.f_locals, frame.f_globals))
+    led_to = [value for table in tables for value in table.values() if isinstance(value, nn.Module)]
+    if any(part is module for value in led_to for part in value.modules()):
+        return False
+    held = {id(parameter) for value in led_to for parameter in value.parameters()}
+    return all(id(parameter) in held for parameter in module.parameters())
 
 
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +114,10 @@ class StepPrograms:
             yield f"{changed} of the tensors that entered it were written to afterwards"
         if any((t := tape.given[index]).requires_grad and not t.is_leaf for index in given):
             yield "a tensor that entered it hangs on what was not recorded, and gives no gradient on"
-        if any(self._has_moved(call, model) for call in calls):
+        modules = dict(model.named_modules())
+        if any(call.model not in modules for call in calls):
+            yield "a module that it calls is gone when the step is made: it cannot be run again"
+        if any(self._has_moved(call, modules) for call in calls):
             yield "weights have changed since one of its calls, which is run with what they are now"
         if failed is not None:
             yield f"the recording has ended before it ({failed})"
@@ -123,9 +126,10 @@ class StepPrograms:
         if not calls:
             yield "no call of a model was recorded"
 
-    def _has_moved(self, call: Call, model: nn.Module) -> bool:
+    def _has_moved(self, call: Call, modules: Mapping[str, nn.Module]) -> bool:
         """Whether an optimizer has updated a model's weights since its call."""
-        held = {id(p) for p in model.get_submodule(call.model).parameters()}
+        module = modules.get(call.model)
+        held = set() if module is None else {id(p) for p in module.parameters()}
         return self._gradients.have_moved(held, since=self._journal.moment(call))
 
     def is_reached(self, optimizer: Any) -> bool:
@@ -148,7 +152,8 @@ class StepPrograms:
         modules = dict(model.named_modules())
 
         def holds(call: Call) -> bool:
-            return any(id(p) in held for p in modules[call.model].parameters())
+            module = modules.get(call.model)  # none for one that the loop holds no more: it may have had any
+            return module is None or any(id(p) in held for p in module.parameters())
 
         def adds(place: int, one: Backward) -> bool:
             if one.inputs:
