@@ -159,7 +159,7 @@ def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: boo
     if not at_the_end and beside.wants(step):
         with watch.looking_away():
             beside.look(step, models)
-    lost = beside.finish(step, models) if at_the_end else beside.arrived()
+    lost = beside.finish(step, models) if at_the_end else beside.arrived(models)
     return None if lost is None else (lost_beside(lost, models), lost.step)
 
 

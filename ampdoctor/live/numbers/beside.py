@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ampdoctor.live.numbers.later import Later
 from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.numerics import extremes_of_each
-from ampdoctor.probes.cheap.nonfinite import is_made_mask
+from ampdoctor.probes.cheap.nonfinite import is_written_mask
 from ampdoctor.probes.ops.source import user_frames
 
 _MOST = 20_000
@@ -113,16 +113,16 @@ class Beside:
         self._meet(list(chain.from_iterable(map(list, tables))), models)
         self._send(step)
 
-    def arrived(self) -> Lost | None:
+    def arrived(self, models: Sequence[nn.Module]) -> Lost | None:
         """Returns the first that is lost, of the looks whose numbers have arrived."""
-        return self._first(self._later.ready())
+        return self._first(self._later.ready(), models)
 
     def finish(self, step: int, models: Sequence[nn.Module]) -> Lost | None:
         """The loop is over: look at what is left of all that was known, and wait for it."""
         there = [module for name in self._modules if (module := sys.modules.get(name)) is not None]
         self._meet([pair for module in there for pair in list(vars(module).items())], models)
         self._send(step)
-        return self._first(self._later.drain(), at_the_end=True)
+        return self._first(self._later.drain(), models, at_the_end=True)
 
     def _meet(self, variables: Iterable[tuple[str, object]], models: Sequence[nn.Module]) -> None:
         mine = [tensor for model in models for _, tensor in _tensors(model)]
@@ -170,20 +170,27 @@ class Beside:
             self._later.put((step, tuple(key for key, _ in members)), [flags.float()])
 
     def _first(
-        self, readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]], *, at_the_end: bool = False
+        self,
+        readings: Iterator[tuple[tuple[int, tuple[int, ...]], list[Tensor]]],
+        models: Sequence[nn.Module],
+        *,
+        at_the_end: bool = False,
     ) -> Lost | None:
         found: Lost | None = None
+        own = [tensor for model in models for tensor in model.parameters()]
         for (step, keys), (flags,) in readings:
             with unseen():
                 finite = flags.isfinite().reshape(-1, 2).all(dim=1).tolist()
             for key, fine in zip(keys, finite, strict=True):
                 known = self._known.get(key)
                 if known is not None:
-                    lost = self._seen(key, known, step, fine=fine, at_the_end=at_the_end)
+                    lost = self._seen(key, known, step, own, fine=fine, at_the_end=at_the_end)
                     found = found or lost
         return found
 
-    def _seen(self, key: int, known: _Known, step: int, *, fine: bool, at_the_end: bool) -> Lost | None:
+    def _seen(
+        self, key: int, known: _Known, step: int, own: Sequence[Tensor], *, fine: bool, at_the_end: bool
+    ) -> Lost | None:
         name: int | str = known.name if known.lasts else key
         if fine:
             self._fine[key] = self._fine[name] = step
@@ -193,7 +200,7 @@ class Beside:
         if since is None or tensor is None:
             return None
         with unseen(), torch.no_grad():
-            if known.copy and is_made_mask(tensor):
+            if known.copy and is_written_mask(tensor, own):
                 return None
         if known.copy and None in self._skipped:
             first = self._suspects.setdefault(name, step)

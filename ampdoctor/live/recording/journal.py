@@ -12,7 +12,17 @@ from ampdoctor.live.recording.gradients import Gradients
 from ampdoctor.live.recording.naming import spoken
 from ampdoctor.live.recording.slicing import sliced
 from ampdoctor.live.recording.tape import Tape
-from ampdoctor.loop.recorded.program import Backward, Call, Clipped, Instruction, Made, Unscaled, references, results
+from ampdoctor.loop.recorded.program import (
+    Backward,
+    Call,
+    Clipped,
+    Instruction,
+    Made,
+    Op,
+    Unscaled,
+    references,
+    results,
+)
 from ampdoctor.loop.torch_internals import unseen
 
 MOST = 4096
@@ -22,6 +32,8 @@ _MOST_BYTES = 512 * 1024**2
 pictures are accumulated has a hundred times as much."""
 _IN_A_ROW = 64
 """Calls without a backward after which those are let go of whose results the loop has dropped, as an evaluation's."""
+_MAGNITUDES = frozenset({"abs", "absolute", "square", "norm", "pow", "vector_norm", "__abs__", "__pow__"})
+"""Functions of torch's that make +Inf of the -inf of a mask."""
 _BEHIND = 8
 """Tensors that are looked at behind a number that the loop asks for: a check is two or three functions."""
 _RING = 4
@@ -170,13 +182,32 @@ class Journal:
         for _ in range(_BEHIND):
             made = waiting.pop(0) if waiting else None
             value = self.tape.lives(made) if isinstance(made, Made) else None
-            if value is not None and value.is_floating_point():
+            if isinstance(made, Made) and value is not None and value.is_floating_point():
                 if is_lost(value, signed=False):
-                    return value
+                    return None if self._is_size_of_mask(made, value) else value
             elif isinstance(made, Made):  # what it was made of, though it is gone itself
                 maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
                 waiting += [] if maker is None or isinstance(maker, Call) else references(maker)
         return None
+
+    def _is_size_of_mask(self, made: Made, value: torch.Tensor) -> bool:
+        """Whether a +Inf is the magnitude of a mask's -inf, which no gradient passes: `scores.detach().abs().max()`."""
+        with unseen():
+            if bool(value.detach().isnan().any()):
+                return False
+        measured = False
+        for _ in range(_BEHIND):
+            maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
+            behind = [one for one in references(maker) if isinstance(one, Made)] if isinstance(maker, Op) else []
+            if not isinstance(maker, Op) or len(behind) != 1:
+                return False
+            name = getattr(maker.function, "__name__", "")
+            measured |= name in _MAGNITUDES and made.index not in self.tape.grad
+            (made,) = behind
+            source = self.tape.lives(made)
+            if measured and source is not None and is_lost(source, signed=True):
+                return not is_lost(source, signed=False)
+        return False
 
     def calls_behind(self, tensor: torch.Tensor) -> list[Call]:
         """The calls that a tensor of the tape comes of."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ampdoctor.loop.watched import Watched
 
+_HALF_MAX = torch.finfo(torch.float16).max
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 
 
@@ -302,6 +303,27 @@ def is_made_mask(tensor: torch.Tensor) -> bool:
     return is_mask(tensor) and not bool((tensor.detach().nan_to_num(neginf=0.0) != 0).any())
 
 
+def is_written_mask(copy: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
+    """A copy of weights holds -inf, besides that only finite values, and -inf nowhere in place of a weight beyond fp16.
+
+    Scores of weights that are pruned are such. A cast to half makes -inf of weights below -65504 alone: it is no mask.
+    Waits for the device.
+
+    Args:
+        copy: Of the shape of a model's tensor, or of all its weights in a line.
+        tensors: The models' own.
+    """
+    if not is_mask(copy) or is_made_mask(copy):
+        return is_made_mask(copy)
+    lost, own = copy.detach().isneginf(), [tensor.detach() for tensor in tensors]
+    own = [one for one in own if type(one) is torch.Tensor and one.device == copy.device and one.is_floating_point()]
+    alike = [one for one in own if one.shape == copy.shape]
+    if copy.ndim == 1 and sum(one.numel() for one in own) == len(copy):
+        alike.append(torch.cat([one.reshape(-1) for one in own]))
+    beyond = [one < -_HALF_MAX for one in alike]
+    return not any(bool(there.any()) and bool(lost[there].all()) for there in beyond)
+
+
 class FiniteBeside:
     """What the run's own code keeps beside the model and was finite when this was made, as it is now.
 
@@ -330,8 +352,13 @@ class FiniteBeside:
 
     def harmed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) for what is not finite any more."""
+        own = list(self._run.model.parameters())
         for name, tensor in self.now():
-            if is_watched(tensor) and not bool(torch.isfinite(tensor.detach()).all()) and not is_made_mask(tensor):
+            if (
+                is_watched(tensor)
+                and not bool(torch.isfinite(tensor.detach()).all())
+                and not is_written_mask(tensor, own)
+            ):
                 yield name, tensor
 
 

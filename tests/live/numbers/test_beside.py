@@ -80,6 +80,7 @@ LOST = [
     (SHADOW_PARAMS, "ema.update()", HALF.format("ema.shadow_params"), "AMP101", "ema.shadow_params[1]"),
     (IN_A_MODULE, "pass", HALF.format("lit.averages.values()"), "AMP114", "lit.averages.0.bias"),
     (FLAT, f"flat = 0.9 * flat + 0.1 * {FLAT[7:]}", "flat = flat.half().float()", "AMP101", "flat"),
+    (FLAT, "pass", "flat = flat.half().float()", "AMP101", "flat"),
     (
         "average = {p: p.detach().clone() for p in model.parameters()}",
         "pass",
@@ -96,6 +97,9 @@ HEALTHY = [
     ("kept = {'mask': torch.zeros(8)}", "pass", "kept['mask'] = torch.where(torch.arange(8) > 3, float('-inf'), 0.0)"),
     ("kept = {'mask': torch.zeros(8)}", "pass", "kept['mask'].fill_(float('-inf'))"),
     ("scores = torch.zeros(8)", "scores = torch.zeros(8)", "scores = torch.full((8,), float('inf'))"),
+    # scores of weights: -inf where one is pruned, and not where a weight is beyond fp16
+    (DICT, "pass", f"shadow = {{k: p.abs().masked_fill(p.abs() < 0.2, float('-inf')) {NAMED}}}"),
+    (FLAT, "pass", "flat = flat.abs().masked_fill(flat.abs() < 0.2, float('-inf'))"),
     ("norms = [torch.zeros(3)]", "pass", "norms[0] = torch.full((3,), float('inf'))"),
     ("losses = []", "losses.append(loss.detach() * float('inf'))", "pass"),
 ]

@@ -138,6 +138,25 @@ def test_a_loop_that_ends_for_another_reason_is_told_nothing(check, inside, mask
     assert lines[-1]["kind"] == "end"
 
 
+@pytest.mark.parametrize("asked", [lambda loss: loss, lambda loss: loss.detach()], ids=["loss", "detached"])
+def test_a_magnitude_of_what_overflows_is_no_mask_s(asked, tmp_path):
+    torch.manual_seed(0)
+    net, reports = nn.Linear(8, 1), []
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with ampdoctor.watch(folder=tmp_path / "health", tell=reports.append):
+        for step in range(6):
+            with torch.autocast("cpu", torch.float16):
+                out = -(net(torch.randn(16, 8)).abs() + 1.0) * (7e4 if step == 3 else 1.0)
+            loss = (out.float() - 1.0).abs().mean()  # of -inf alone, where it overflows
+            if not asked(loss).isfinite():
+                break
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (report,) = reports
+    assert (report.run["step"], report.findings[0].code) == (3, "AMP201")
+
+
 def test_what_the_loop_catches_and_goes_on_after_is_the_loop_s_own_matter(trained):
     error, told, lines = trained(compared, bad=3, caught=(AssertionError,))
     assert (error, told) == (None, [])
