@@ -117,7 +117,7 @@ class StepRecorder:
         self.reads = NumberReads()
         self.scaled_again: Line = None
         self._scales = False
-        self._left_out: tuple[Program, frozenset[int]] | None = None  # what has led to a number, and by which calls
+        self._left_out: tuple[Program, int] | None = None  # what has led to a number, and what was recorded by then
         self._calls = 0
         self._gradients = Gradients(self.models)
         self._journal = Journal(self._gradients, self.fail, self._asked)
@@ -358,7 +358,10 @@ class StepRecorder:
         )
         if self._left_out is not None:
             behind = sliced(self._tape.instructions, [len(self._tape.instructions) - 1])
-            if not self._left_out[1].isdisjoint(map(id, behind)):
+            calls = [self._journal.moment(one) for one in behind if isinstance(one, Call)]
+            if (
+                calls and min(calls) < self._left_out[1]
+            ):  # the loop goes on with what it had called: it left nothing out
                 self._left_out = None
 
     @_harmless
@@ -528,12 +531,12 @@ class StepRecorder:
         calls = [] if lost is None else self._journal.calls_behind(lost)
         if any(call.training for call in calls):
             program = self.program(None, name="", scaler=None, step=0, root=lost)
-            self._left_out = program, frozenset(map(id, calls))
+            self._left_out = program, self._journal.count
 
     def left_out(self, step: int) -> Program | None:
-        """What has led a model in training to a NaN or +Inf that the loop has seen, and that no backward has used.
+        """What has led a model in training to a NaN or +Inf that the loop has seen, and then left out.
 
-        It is told once. An evaluation (`eval()`, `no_grad`) is none.
+        No backward has used a call that was made before. It is told once. An evaluation (`eval()`, `no_grad`) is none.
 
         Args:
             step: The attempted step in the training.

@@ -146,6 +146,13 @@ def looks_and_uses_it(loop, given):
         loop.step(out.square().mean())
 
 
+def logs_a_number_of_another_forward(loop, given):
+    for x in given:
+        loss = loop.loss(x)
+        assert math.isnan(loop.loss(-x).item())
+        loop.step(loss)
+
+
 def ends_early(loop, given):
     for x in given:
         loss = loop.loss(x)
@@ -156,7 +163,14 @@ def ends_early(loop, given):
 
 @pytest.mark.parametrize(
     "train",
-    [evaluates, evaluates_without_gradients, masks, looks_and_uses_it, ends_early],
+    [
+        evaluates,
+        evaluates_without_gradients,
+        masks,
+        looks_and_uses_it,
+        logs_a_number_of_another_forward,
+        ends_early,
+    ],
     ids=lambda one: one.__name__,
 )
 def test_what_is_only_looked_at_is_not_told(tmp_path, train):
