@@ -201,7 +201,7 @@ class StepEvents:
             again=again,
             held_back=again and name in self._held_back,
             past_scaler=past,
-            source=self.called_at() if again or past else None,
+            source=self.called_at(),
         )
 
     def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:

@@ -477,6 +477,9 @@ class _Search:
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
         refused, advice = session.events.refused or "", after_refusal(session, halves)
         past = refused == "update" and halves is None and advice == MISUSE_ADVICE["optimizer.step"]
+        if past:
+            steps = [event.source for event in session.events.events if event.kind == "optimizer_step"]
+            source = next((line for line in steps if line is not None), source)
         said = raised.raised
         finding = refused_call_finding(step, refused, said, source=source, advice=advice, halves=halves, past=past)
         self.findings.append(finding)

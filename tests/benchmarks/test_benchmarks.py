@@ -182,6 +182,7 @@ def test_the_runner_knows_every_script_of_speed_and_stops_at_the_first_failure(m
         "html_report.py",
         "versions.py",
         "real_runs.py",
+        "reports.py",
         "where.py",
     }
     assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - others

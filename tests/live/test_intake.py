@@ -294,7 +294,7 @@ def test_memory_is_read_now_and_then_and_never_begun_anew(monkeypatch):
     asked, now = [], [100.0]
     nested = {"allocated_bytes": {"all": {"peak": 12345}}, "num_alloc_retries": 3}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or nested)
-    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory, "monotonic", lambda: now[0])
     on_gpu = SimpleNamespace(device=torch.device("cuda:1"))
     optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": [on_gpu]}])
     readings = memory.MemoryReadings()

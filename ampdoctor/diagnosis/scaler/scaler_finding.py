@@ -77,14 +77,18 @@ def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored
 
 
 def without_a_scale() -> Prescription:
-    """The change where a scale has fallen below 1: what overflows at a scale of 1 does so under a fresh one as well."""
+    """The change where a scale has fallen below 1: what overflows at a scale of 1 does so under a fresh one as well.
+
+    A file does not show whether values overflow or batches were bad, which no format cures.
+    """
     alone = "If you must stay in fp16: a fresh scaler, once what overflows at a scale of 1 is mended."
     return Prescription(
         kind="dtype",
         value="bfloat16",
         status="not_run",
         reason=NOT_REPLAYED,
-        detail="train in bf16, without a GradScaler",
+        detail="train in bf16, without a GradScaler; if bad batches made the scale fall, leave those out instead "
+        "(ampdoctor bisect-nan shows which)",
         alternatives=(fresh_scaler(alone),),
     )
 

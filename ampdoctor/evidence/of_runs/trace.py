@@ -311,8 +311,7 @@ class StepEvent:
         held_back: The scaler had skipped the update that used them first (optimizer_step that is made again).
         past_scaler: A scaler has unscaled the gradients at the loop's own call, does not make the step, and the loop
             has not asked for a number that would tell it of an overflow (optimizer_step).
-        source: The line that makes the call, where it is known: of one that is made again, or past a scaler
-            (optimizer_step).
+        source: The line that makes the call, where it is known (optimizer_step).
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]

@@ -491,7 +491,7 @@ class Kept:
 
 def test_a_sink_that_asks_a_server_gets_a_row_a_second_with_the_worst_of_it(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("ampdoctor.health.sinks.exporting.time.monotonic", lambda: now)
+    monkeypatch.setattr("ampdoctor.health.sinks.exporting.monotonic", lambda: now)
     sink = Kept()
     exporter = Exporter(lambda _: sink, often=False)
     for step in range(100):

@@ -424,10 +424,10 @@ def refused(how):
             scaler.unscale_(optimizer)
             scaler.unscale_(optimizer)  # TWICE
         if how == "past_it":
-            optimizer.step()
+            optimizer.step()  # PAST
         else:
             scaler.step(optimizer)  # STEP
-        scaler.update()  # UPDATE
+        scaler.update()
 
     model, made = Net(), None
     if how == "half":

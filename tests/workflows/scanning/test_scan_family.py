@@ -255,25 +255,28 @@ def test_a_range_that_grows_from_checkpoint_to_checkpoint_is_foretold(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scales", "sick", "healthy"),
+    ("scales", "clean", "sick", "healthy"),
     [
-        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-9], None, "ckpt_3.pt"),
-        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-40], "ckpt_5.pt", "ckpt_3.pt"),
-        ([4096.0, 512.0, 2.0, 1.0, 1.0], None, None),
+        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-9], 900, None, "ckpt_3.pt"),  # at rest
+        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-9], 9, "ckpt_4.pt", "ckpt_3.pt"),  # falling
+        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-40], 900, "ckpt_5.pt", "ckpt_3.pt"),
+        ([4096.0, 512.0, 2.0, 1.0, 1.0], 9, None, None),
     ],
 )
-def test_a_run_is_resumed_from_before_its_scale_collapsed(tmp_path, scales, sick, healthy):
+def test_a_run_is_resumed_from_before_its_scale_collapsed(tmp_path, scales, clean, sick, healthy):
     training = Training()
     for number, scale in enumerate(scales, start=1):
         training.run(1)
         path = tmp_path / "run" / f"ckpt_{number}.pt"
         training.save(path)
         state = torch.load(path)
-        torch.save({**state, "scaler": {**state["scaler"], "scale": scale, "_growth_tracker": 9}}, path)
+        torch.save({**state, "scaler": {**state["scaler"], "scale": scale, "_growth_tracker": clean}}, path)
     report = scan(tmp_path / "run")
     assert (report.trend.first_sick, report.trend.last_healthy) == (sick, healthy)
     step = next_step(report)
-    collapsed = "In ckpt_4.pt the loss scale has collapsed; ckpt_3.pt is before that" in report.trend.summary
+    first = "the first sick one is ckpt_4.pt; ckpt_3.pt before it is healthy"
+    said = first if sick == "ckpt_4.pt" else "In ckpt_4.pt the loss scale has collapsed; ckpt_3.pt is before that"
+    collapsed = said in report.trend.summary
     assert (f"resume from {healthy}" in step.said, collapsed) == (healthy is not None, healthy is not None)
 
 
@@ -289,7 +292,7 @@ def test_a_scale_that_has_recovered_leaves_nothing_to_go_back_for(tmp_path, scal
     for number, scale in enumerate(scales, start=1):
         state = training.state() | {"global_step": number}
         scaler = state.pop("scaler")
-        saved = {} if scale is None else {"scaler": {**scaler, "scale": scale}}  # no scaler tells of no recovery
+        saved = {} if scale is None else {"scaler": {**scaler, "scale": scale, "_growth_tracker": 900}}
         torch.save(state | saved, tmp_path / f"ckpt_{number}.pt")
     report = scan(tmp_path, every_member=True)
     assert report.verdict == "healthy"
