@@ -28,10 +28,10 @@ _SHOWN_BY_CALLS = "the calls alone show it"
 
 
 class Protocol:
-    """Judges the calls of each update, by the rule that a watched test is judged by.
+    """Judges the calls of each update, by the rule that a watched test is judged by, and what became of its gradients.
 
-    A loop that has asked for its scale may scale and unscale in its own code, and is not judged: numbers would have to
-    decide. No device is waited for, but by a clipping whose norm a scaler's step has waited for already.
+    A loop that has asked for its scale may scale and unscale in its own code: samples of its gradients decide there
+    (`misuse_by_hand`), and not its calls. No device is waited for that a scaler's step has not waited for already.
 
     Args:
         watch: Of the loop.
@@ -62,14 +62,13 @@ class Protocol:
             step: The step.
         """
         halves = half_weights([] if optimizer is None else [optimizer], self._watch.recorder.names(), self.half_made)
-        advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
-        source = as_source(own_line())
+        said = describe(error)
         if method == "update" and self._past is not None and halves is None:
             step, source = self._past
-            error_ = describe(error)
             advice = MISUSE_ADVICE["optimizer.step"]
-            return refused_call_finding(step, method, error_, source=source, advice=advice, past=True)
-        return refused_call_finding(step, method, describe(error), source=source, advice=advice, halves=halves)
+            return refused_call_finding(step, method, said, source=source, advice=advice, past=True)
+        advice = HALF_WEIGHTS if halves is not None else HELP["scaler_misuse"]
+        return refused_call_finding(step, method, said, source=as_source(own_line()), advice=advice, halves=halves)
 
     def is_never_updated(self, attempt: Attempt) -> bool:
         """Whether this skip makes too many in a row between which no scaler's `update` was called."""

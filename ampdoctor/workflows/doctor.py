@@ -432,8 +432,7 @@ class Doctor:
             return
         step = max(self._lines.turn - 1, 0)
         with self._watch.looking_away():
-            parameters = dict(together(recorder.models.roots).named_parameters())
-            finding = lost_weight(parameters, step)
+            finding = lost_weight(dict(together(recorder.models.roots).named_parameters()), step)
         if finding is not None:
             self._found(finding, step, "its weights are not finite")
 

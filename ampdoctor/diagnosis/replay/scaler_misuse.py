@@ -193,7 +193,7 @@ def refused_call_finding(
         source: The line that called it, the user's own where there is one.
         advice: The change that the user has to write.
         halves: The trained weights in float16, where they are the reason.
-        past: The step was made past the scaler, at this line: that is why it refuses.
+        past: The step was made past the scaler, which is why it refuses; the line is that of the step.
     """
     op = "optimizer.step" if past else f"scaler.{method}"
     help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."

@@ -146,7 +146,8 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
     name = first.name or "the file"
     which = f"{first.nans} of {first.count} numbers {'is' if first.nans == 1 else 'are'} NaN{_end(first)}"
     what = f"{name} is NaN" if first.count == 1 else f"In {name}, {which}"
-    more = f", and so are numbers in {len(lost) - 1} more places" if len(lost) > 1 else ""
+    places = "one more place" if len(lost) == 2 else f"{len(lost) - 1} more places"
+    more = f", and so are numbers in {places}" if len(lost) > 1 else ""
     place = Where(phase="checkpoint", op="number", tensor=first.name or None, file=first.file or None)
     return checkpoint_finding(
         summary,

@@ -358,10 +358,8 @@ class StepRecorder:
         )
         if self._left_out is not None:
             behind = sliced(self._tape.instructions, [len(self._tape.instructions) - 1])
-            calls = [self._journal.moment(one) for one in behind if isinstance(one, Call)]
-            if (
-                calls and min(calls) < self._left_out[1]
-            ):  # the loop goes on with what it had called: it left nothing out
+            moments = [self._journal.moment(one) for one in behind if isinstance(one, Call)]
+            if any(moment < self._left_out[1] for moment in moments):  # the loop goes on with what it had called
                 self._left_out = None
 
     @_harmless
