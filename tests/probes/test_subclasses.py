@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ampdoctor.numerics import describe, nonfinite_flag
 from ampdoctor.numerics.elements import is_readable, parts_of
 from ampdoctor.precision.low_bit import as_plain_linears
-from tests.probes.traced import Inline, births_of, trace_of
+from ampdoctor.probes.measures.halves import HalfProbe
+from ampdoctor.probes.trace.old_casts import OldCastsProbe
+from tests.probes.traced import Inline, births_of, session_of, trace_of
 
 aten = torch.ops.aten
 
@@ -48,6 +50,8 @@ class Quantised(torch.Tensor):
             return return_and_correct_aliasing(func, args, kwargs or {}, made)
         if func is aten.mm.default:
             return func(*map(apart, args))
+        if func is aten._to_copy.default:
+            return func(apart(args[0]), **kwargs)
         raise NotImplementedError(f"attempting to run {func}, this is not supported")
 
 
@@ -136,3 +140,21 @@ def test_in_the_reference_a_quantised_layer_is_the_linear_layer_that_it_is():
         assert torch.equal(layer(x), other(x))
     assert "forward" not in vars(layer)
     assert not torch.equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("probe", [OldCastsProbe, HalfProbe])
+def test_one_without_memory_of_its_own_ends_no_search_for_casts(probe):
+    def forward(module, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = module.first(x)  # autocast keeps a copy of this weight
+            with torch.autocast("cpu", enabled=False):
+                return module.second(h.float()) + Cast.apply(h.float()).to(torch.bfloat16)
+
+    model = Inline(forward, first=nn.Linear(4, 4), second=Float8Linear(4, 4))
+    session, watching = session_of(model, loss, [torch.randn(3, 4)]), probe()
+    with session.watched(watching):
+        assert session.has_step(0)
+        session.step(0)
+    session.close()
+    seen = watching.found if probe is OldCastsProbe else watching.plan.parameters
+    assert set(seen) == (set() if probe is OldCastsProbe else {"first.weight", "first.bias"})

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.probes.measures.grad_sites import HalfPlan, observed_modules, owns_parameters
-from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.ops.tensors import memory_of, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,8 +50,8 @@ class HalfProbe:
             name = names[id(parameter)]
             if parameter.dtype in HALVES:
                 self._parameters.add(name)
-            elif parameter.layout is torch.strided and not parameter.is_meta:
-                self._storages[parameter.untyped_storage().data_ptr()] = name
+            elif memory := memory_of(parameter):
+                self._storages[memory] = name
         with ExitStack() as stack:
             for name, module in observed_modules(run):
                 stack.callback(module.register_forward_hook(self._hook(name), always_call=True).remove)
@@ -98,9 +98,7 @@ class _Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is _CAST and options.get("dtype") in HALVES:
-            source = args[0]
-            if source.layout is torch.strided and not source.is_meta:
-                name = self._storages.get(source.untyped_storage().data_ptr())
-                if name is not None:
-                    self._found.add(name)
+            name = self._storages.get(memory_of(args[0]))
+            if name is not None:
+                self._found.add(name)
         return func(*args, **options)

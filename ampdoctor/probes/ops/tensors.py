@@ -38,6 +38,13 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 of one that has none of its own (a subclass that wraps others, meta)."""
+    if not is_plain(tensor) or tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
 def takes_apart(types: Any, values: Any) -> bool:
     """Does a tensor subclass have to run this op, of others on the tensors that it consists of?
 

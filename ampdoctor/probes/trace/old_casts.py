@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.probes.ops.naming import kernel_name, reshapes
 from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.ops.tensors import memory_of, tensors_in
 
 if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
@@ -118,9 +118,11 @@ class OldCastsProbe(TorchDispatchMode):
         """Autocast keeps copies of fp32 leaves that need a gradient, and of nothing else."""
         if id(weight) not in self._names or copy.dtype not in (torch.float16, torch.bfloat16):
             return
+        if not (memory_of(weight) and memory_of(copy)):
+            return
         known = _Copy(copy, weight, weight.data_ptr())
-        self._copies.by_memory[_storage(copy)] = known
-        self._copies.of_weight.setdefault(_storage(weight), []).append(known)
+        self._copies.by_memory[memory_of(copy)] = known
+        self._copies.of_weight.setdefault(memory_of(weight), []).append(known)
 
     def _writes(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
         schema = func._schema.arguments
@@ -129,20 +131,16 @@ class OldCastsProbe(TorchDispatchMode):
                 continue
             value = args[at] if at < len(args) else kwargs.get(argument.name)
             for tensor in tensors_in(value):
-                for known in self._copies.of_weight.get(_storage(tensor), ()):
+                for known in self._copies.of_weight.get(memory_of(tensor), ()):
                     known.written = known.written or site
 
     def _reads(self, site: Site, args: Any, kwargs: Any) -> None:
         if not self._copies.by_memory:
             return
         for tensor in tensors_in([*args, *kwargs.values()]):
-            known = self._copies.by_memory.get(_storage(tensor))
+            known = self._copies.by_memory.get(memory_of(tensor))
             if known is None or not (known.written or known.replaced):
                 continue
             name = self._names[id(known.weight)]
             if not any(old.weight == name for old in self.found):
                 self.found.append(OldCast(name, site, known.written))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_nested else 0
