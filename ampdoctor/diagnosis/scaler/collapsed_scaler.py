@@ -83,7 +83,7 @@ def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float, falls: 
     message = (
         f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
         f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
-        f"{f', and the last overflow is {_ago(scaler)}' if falling else ''}."
+        f"{f', and gradients overflowed {_ago(scaler)}' if falling else ''}."
     )
     evidence = {
         "flushed_below": flushed_below,
@@ -120,7 +120,7 @@ def _is_falling(summary: CheckpointSummary, scaler: ScalerState) -> bool:
 
 def _ago(scaler: ScalerState) -> str:
     count = max(scaler.growth_tracker, 0)
-    return "one step ago" if count == 1 else f"{count} steps ago" if count else "that of the last step"
+    return "one step ago" if count == 1 else f"{count} steps ago" if count else "in the last step"
 
 
 def _growth(scaler: ScalerState) -> str:
