@@ -263,6 +263,8 @@ class OpTraceProbe(TorchDispatchMode):
             with self._aside.costing("the way to a birth", ran.kernel):
                 self._ways.pass_finite(ran, self._ops)
             return
+        if ran.bad and _shows_memory(ran) and all(map(self._is_unwritten, ran.bad)):
+            return  # a part of a buffer, which the next op may fill
         births, wide = self._parents(ran)
         born = any(self._births[index].order == self._ops for index in births)
         with self._aside.costing("the way of a birth", ran.kernel):
@@ -367,6 +369,10 @@ class OpTraceProbe(TorchDispatchMode):
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
+
+    def _is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """No op has left anything in this memory that is not finite."""
+        return storage_key(tensor) in self._blank and not self._taint.births(tensor)
 
     def _note_finite(self, tensor: torch.Tensor, ran: Ran) -> None:
         """Remember who made memory that is finite from end to end: what is not finite there later, no op has made.

@@ -312,6 +312,18 @@ def test_freed_memory_mixes_no_ancestry():
     assert {b.where.source.line for b in births if b.where.source} == {line("TRUE BIRTH")}
 
 
+def test_a_buffer_is_read_where_it_is_written_and_not_where_a_part_is_taken():
+    def chunked(m, x):
+        h = (m(x) * 0).log()
+        buffer = torch.empty(8, 64)
+        buffer.untyped_storage().copy_(torch.full((8, 64), math.nan).untyped_storage())  # as memory may be
+        tile = buffer[0, : len(h)]
+        torch.mul(h.detach(), 1.0, out=tile)
+        return (h * tile).sum()
+
+    assert {b.where.op for b in births_of(lin(), chunked)} == {"aten.log"}
+
+
 def test_two_independent_births_are_both_there():
     births = births_of(lin(), lambda m, x: (m(x)[0] / 0).abs() + (m(x)[1] * 0).log())
     assert [b.where.op for b in births[:2]] == ["aten.div", "aten.log"]
