@@ -12,6 +12,7 @@ FRAMEWORKS := .venv-frameworks
 SINKS := .venv-sinks
 DOCS := $(VENV)/.docs
 FUZZ ?= -max_total_time=600
+BROWSER ?= slow and not thorough
 TORCH ?=
 
 
@@ -36,13 +37,14 @@ test: $(STAMP)  ## Run the tests, without the slow ones
 
 thorough: $(STAMP)  ## Run all slow tests, those too that .ci/run leaves out (before a release)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --ignore=tests/browser
+	$(MAKE) browser BROWSER=thorough
 
 browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
 		if [ "$(CI)" = true ]; then apt-get update -qq && apt-get install -qq -y chromium; \
 		else echo "no Chromium here; on Debian: apt-get install chromium" >&2; exit 1; fi
-	AMPDOCTOR_BROWSER=required $(BIN)/python -m pytest -n 2 -m slow tests/browser
+	AMPDOCTOR_BROWSER=required $(BIN)/python -m pytest -n 2 -m "$(BROWSER)" tests/browser
 
 fuzz: $(STAMP)  ## Fuzz the parsers of checkpoints (FUZZ="-max_total_time=3600" for an hour; files in .fuzz)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'

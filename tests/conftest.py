@@ -20,6 +20,7 @@ from hypothesis import settings
 from ampdoctor.reports.forms.schema import schema
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict
+from tests.pairwise import leave_the_rest_to_thorough
 
 ROOT = Path(__file__).parent.parent
 FORKED = Path(__file__).with_name("forked")
@@ -30,6 +31,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind nohup, say: the 
 
 settings.register_profile("ampdoctor", deadline=None)  # a shared machine is slow now and then; that is no defect
 settings.load_profile("ampdoctor")
+
+
+def pytest_collection_modifyitems(items):
+    leave_the_rest_to_thorough(items)
 
 
 @pytest.fixture(autouse=True)

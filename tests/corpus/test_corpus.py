@@ -3,6 +3,7 @@
 Of the silent ones the first of each kind and cause is looked at with each `make test`, and so are the others that take
 less than seconds; the rest is looked at with the slow tests.
 Where CUDA's casts move what the label says, the CPU's own policy is looked at as well; elsewhere a slow test does.
+CI asks for each kind of cause in each architecture, and for both policies of each kind.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.corpus.reports import (
     diagnosed,
     of_case,
     policies,
+    sort_and_policy,
     takes_seconds,
 )
 
@@ -48,6 +50,7 @@ def each(cases):
     return quick + [of_case(case, "native", slow=True) for case in casting if "native" not in policies(case)]
 
 
+@pytest.mark.each_value_once(of=sort_and_policy)
 @pytest.mark.parametrize(("case", "policy"), each(SICK))
 def test_a_sick_run_is_diagnosed_as_labelled(case, policy):
     report = diagnosed(case, policy)
@@ -56,6 +59,7 @@ def test_a_sick_run_is_diagnosed_as_labelled(case, policy):
     assert remedied(case, report), worst_finding(report).prescription
 
 
+@pytest.mark.each_value_once(of=sort_and_policy)
 @pytest.mark.parametrize(("case", "policy"), each(HEALTHY))
 def test_a_healthy_run_raises_no_alarm(case, policy):
     report = diagnosed(case, policy)

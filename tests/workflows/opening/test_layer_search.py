@@ -23,7 +23,7 @@ from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
-from tests.corpus.reports import SICK, policies, uses_transformers
+from tests.corpus.reports import SICK, kind_and_phase, policies, uses_transformers
 from tests.corpus.reports import request_of as request_of_case
 from tests.workflows.test_bisect_nan_shapes import FILE as SHAPES_FILE
 from tests.workflows.test_bisect_nan_shapes import SHAPES
@@ -106,6 +106,7 @@ ONE_OF_A_KIND = {
 """Cases that are searched with every `make test`; a slow test searches them all, and the others beside it cost none."""
 
 
+@pytest.mark.each_value_once(of=kind_and_phase)
 @pytest.mark.xdist_group("search")
 @pytest.mark.parametrize(
     ("case", "policy"),
