@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two test workers with two threads each only disturb
 
+import functools
 import json
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import jsonschema
 import pytest
+import typer.main
 from hypothesis import settings
 
 from ampdoctor.reports.forms.schema import schema
@@ -28,6 +30,9 @@ TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TT
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind nohup, say: the processes of the tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Typer makes the commands of the program anew each time that it is run: a tenth of a second of a thousand tests
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 settings.register_profile("ampdoctor", deadline=None)  # a shared machine is slow now and then; that is no defect
 settings.load_profile("ampdoctor")

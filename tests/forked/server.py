@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -44,6 +45,11 @@ def load():
         if not module.name.endswith(NOT_LOADED):
             importlib.import_module(module.name)
     importlib.import_module("torch._dynamo")  # the first replay imports it
+    importlib.import_module("pydantic")  # Typer imports it for the first command line
+    # what Typer makes of the program, which it does once in a process
+    main = importlib.import_module("typer.main")
+    main.get_command = functools.cache(main.get_command)
+    main.get_command(importlib.import_module("ampdoctor.cli.app").app)
     sys.path.remove(ROOT)
     gc.collect()
     gc.freeze()
