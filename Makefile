@@ -74,8 +74,11 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: scalers, loops, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/batching/test_emitting.py tests/batching/test_last_window.py tests/replay/frameworks tests/replay/bundles tests/replay/positioning tests/loops/frameworks \
-		tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal -m "not thorough" \
+		$(addprefix tests/scaling/,test_real_scalers.py test_emit_frameworks.py test_rules.py) \
+		tests/batching/test_emitting.py tests/batching/test_last_window.py tests/loops/frameworks tests/replay/frameworks \
+		$(addprefix tests/replay/bundles/,test_libraries.py test_nothing_is_fetched.py test_code_of.py) \
+		tests/replay/positioning tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
 		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 
 sinks: $(SINKS)/.installed  ## Run the tests of --export beside the real libraries and promtool (Debian: apt-get install prometheus)
