@@ -12,6 +12,7 @@ FRAMEWORKS := .venv-frameworks
 SINKS := .venv-sinks
 DOCS := $(VENV)/.docs
 FUZZ ?= -max_total_time=600
+BROWSER ?= slow and not thorough
 TORCH ?=
 
 
@@ -36,13 +37,14 @@ test: $(STAMP)  ## Run the tests, without the slow ones
 
 thorough: $(STAMP)  ## Run all slow tests, those too that .ci/run leaves out (before a release)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --ignore=tests/browser
+	$(MAKE) browser BROWSER=thorough
 
 browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
 		if [ "$(CI)" = true ]; then apt-get update -qq && apt-get install -qq -y chromium; \
 		else echo "no Chromium here; on Debian: apt-get install chromium" >&2; exit 1; fi
-	AMPDOCTOR_BROWSER=required $(BIN)/python -m pytest -n 2 -m slow tests/browser
+	AMPDOCTOR_BROWSER=required $(BIN)/python -m pytest -n 2 -m "$(BROWSER)" tests/browser
 
 fuzz: $(STAMP)  ## Fuzz the parsers of checkpoints (FUZZ="-max_total_time=3600" for an hour; files in .fuzz)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
@@ -72,8 +74,11 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: scalers, loops, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/batching/test_emitting.py tests/batching/test_last_window.py tests/replay/frameworks tests/replay/bundles tests/replay/positioning tests/loops/frameworks \
-		tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal -m "not thorough" \
+		$(addprefix tests/scaling/,test_real_scalers.py test_emit_frameworks.py test_rules.py) \
+		tests/batching/test_emitting.py tests/batching/test_last_window.py tests/loops/frameworks tests/replay/frameworks \
+		$(addprefix tests/replay/bundles/,test_libraries.py test_nothing_is_fetched.py test_code_of.py) \
+		tests/replay/positioning tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
 		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 
 sinks: $(SINKS)/.installed  ## Run the tests of --export beside the real libraries and promtool (Debian: apt-get install prometheus)

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two test workers with two threads each only disturb
 
+import functools
 import json
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from tempfile import TemporaryDirectory
 
 import jsonschema
 import pytest
+import typer.main
 from hypothesis import settings
 
 from ampdoctor.reports.forms.schema import schema
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict
+from tests.pairwise import leave_the_rest_to_thorough
 
 ROOT = Path(__file__).parent.parent
 FORKED = Path(__file__).with_name("forked")
@@ -28,8 +31,15 @@ TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TT
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind nohup, say: the processes of the tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Typer makes the commands of the program anew each time that it is run: a tenth of a second of a thousand tests
+typer.main.get_command = functools.cache(typer.main.get_command)
+
 settings.register_profile("ampdoctor", deadline=None)  # a shared machine is slow now and then; that is no defect
 settings.load_profile("ampdoctor")
+
+
+def pytest_collection_modifyitems(items):
+    leave_the_rest_to_thorough(items)
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ def test_a_run_takes_its_first_steps(name, precision):
 
 
 @pytest.mark.slow
+@pytest.mark.each_value_once(of=lambda name: {name in OF_TEXT})  # that all begin to train, the test above holds
 @pytest.mark.parametrize("name", recommend.RUNS)
 def test_a_run_learns(name):
     seen, finite, _ = losses(name, 60, precision="fp32")

@@ -39,6 +39,18 @@ def half(kind):
     return [site for site in SITES if site["kind"] == kind and site["half"]]
 
 
+def on_each_width(name, viewport, scheme):
+    """Whether a view fits is a matter of its width."""
+    width = viewport["width"]
+    return {(name, width), (width, scheme)}
+
+
+def in_each_scheme(name, viewport, scheme):
+    """Contrast is a matter of the colours."""
+    return {(name, scheme), (viewport["width"], scheme)}
+
+
+@pytest.mark.each_value_once(of=on_each_width)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("name", EVERY_VIEW)
@@ -51,6 +63,7 @@ def test_every_view_opens_without_a_complaint_and_fits_its_width(name, viewport,
     assert page.evaluate("window.broken") is None
 
 
+@pytest.mark.each_value_once(of=in_each_scheme)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("name", EVERY_VIEW)

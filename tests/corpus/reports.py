@@ -63,6 +63,24 @@ def takes_seconds(case):
     return case in LONG or (uses_transformers(case) and case != "gpt2_attn_scale_after_matmul")
 
 
+def sort_of(case):
+    """The kind of cause and the architecture; an older label has none, and its case is the only one of its model."""
+    label = runs.label(case)
+    return label["kind"], label.get("architecture", case)
+
+
+def sort_and_policy(case, policy="cuda"):
+    """For `each_value_once`: each sort of case under one policy, each kind of cause under both."""
+    return {sort_of(case), (runs.label(case)["kind"], policy)}
+
+
+def kind_and_phase(case, policy="cuda"):
+    """For `each_value_once` where the architecture is of no matter: each kind of cause, in each phase."""
+    label = runs.label(case)
+    kind = label["kind"]
+    return {(kind, label.get("silent_kind")), (kind, label["phase"]), policy}
+
+
 def policies(case):
     """The policies under which the case is looked at: both where CUDA's casts move what its label says."""
     return ("cuda", "native") if runs.label(case)["cuda_policy"] == "moves" else ("cuda",)

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(
     ("precision", "policy"),
     [

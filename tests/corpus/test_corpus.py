@@ -1,8 +1,8 @@
 """Every labelled run: the label's step, phase, module, op, kind of value and cause, under CUDA's policy.
 
-Of the silent ones the first of each kind and cause is looked at with each `make test`, and so are the others that take
-less than seconds; the rest is looked at with the slow tests.
+The first of each kind is looked at with each `make test`, the rest with the slow tests.
 Where CUDA's casts move what the label says, the CPU's own policy is looked at as well; elsewhere a slow test does.
+CI asks for each kind of cause in each architecture, and for both policies of each kind.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.corpus.reports import (
     diagnosed,
     of_case,
     policies,
+    sort_and_policy,
     takes_seconds,
 )
 
@@ -38,16 +39,21 @@ pytestmark = [
 
 
 def each(cases):
-    """Each case under its policies; the CPU's own where nothing moves under CUDA's runs with the slow ones."""
-    quick = [
-        of_case(case, policy, slow=case in MORE_OF_A_KIND or takes_seconds(case))
-        for case in cases
-        for policy in policies(case)
-    ]
+    """Each case under its policies; the CPU's own where nothing moves under CUDA's runs with the slow ones.
+
+    Quick are the first of each kind, phase and number: what else there is of them differs in its architecture.
+    """
+    first = {}
+    for case in cases:
+        if case not in MORE_OF_A_KIND and not takes_seconds(case):
+            label = runs.label(case)
+            first.setdefault((label["kind"], label["phase"], label["nonfinite"]), case)
+    quick = [of_case(case, policy, slow=case not in first.values()) for case in cases for policy in policies(case)]
     casting = [case for case in cases if runs.label(case)["cuda_policy"] in CASTING]
     return quick + [of_case(case, "native", slow=True) for case in casting if "native" not in policies(case)]
 
 
+@pytest.mark.each_value_once(of=sort_and_policy)
 @pytest.mark.parametrize(("case", "policy"), each(SICK))
 def test_a_sick_run_is_diagnosed_as_labelled(case, policy):
     report = diagnosed(case, policy)
@@ -56,6 +62,7 @@ def test_a_sick_run_is_diagnosed_as_labelled(case, policy):
     assert remedied(case, report), worst_finding(report).prescription
 
 
+@pytest.mark.each_value_once(of=sort_and_policy)
 @pytest.mark.parametrize(("case", "policy"), each(HEALTHY))
 def test_a_healthy_run_raises_no_alarm(case, policy):
     report = diagnosed(case, policy)

@@ -77,6 +77,11 @@ def test_a_label_of_a_silent_kind_is_complete(case):
     assert bool(label["observed"]) == (label["kind"] != "healthy")
 
 
+def silent_kinds(cases):
+    return {(runs.label(case)["silent_kind"], runs.label(case)["kind"]) for case in cases}
+
+
+@pytest.mark.each_value_once(of=silent_kinds)
 @pytest.mark.parametrize(
     "cases",
     [

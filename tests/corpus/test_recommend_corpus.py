@@ -6,7 +6,7 @@ import pytest
 
 from fixtures.corpus import runs
 from tests.corpus.judging import remedied, worst_finding
-from tests.corpus.reports import SICK, of_case, policies, recommended
+from tests.corpus.reports import SICK, kind_and_phase, of_case, policies, recommended
 
 SCALING = ("grad_underflow", "grad_overflow", "scaler_collapse", "optimizer_precision")
 QUICK = (
@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.each_value_once(of=kind_and_phase)
 @pytest.mark.parametrize(
     ("case", "policy"),
     [of_case(case, policy, slow=case not in QUICK or policy != "cuda") for case in SCALED for policy in policies(case)]

@@ -53,6 +53,7 @@ def test_healthy_checkpoints_raise_no_alarm(name, tmp_path):
             assert alarms(state | {"model": weights}, tmp_path / "c.pt") == []
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_checkpoints_of_pure_half_training_raise_no_alarm(name, precision, tmp_path):

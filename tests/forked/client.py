@@ -29,21 +29,21 @@ def is_open(number):
     return True
 
 
-def answer(place, program, arguments):
+def answer(place, program, options, arguments):
     """Have a fork run; return its exit code, or None where there is none for such a client."""
-    on_path = arguments[0] != "-P"
     files = open_files()
     umask = os.umask(0)
     os.umask(umask)
     asked = {
-        "arguments": arguments if on_path else arguments[1:],
+        "arguments": arguments,
         "deaf": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "environment": dict(os.environ),
         "files": files,
         "folder": os.getcwd(),  # noqa: PTH109
-        "on_path": on_path,
+        "on_path": "-P" not in options,
         "program": program,
         "umask": umask,
+        "unbuffered": "-u" in options or bool(os.environ.get("PYTHONUNBUFFERED")),
     }
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(place)
@@ -56,8 +56,10 @@ def answer(place, program, arguments):
 
 
 def main(place, program, *arguments):
-    forks = arguments and (arguments[0] in {"-P", "-m", "-c"} or not arguments[0].startswith("-"))
-    code = answer(place, program, arguments) if forks else None
+    count = next((at for at, argument in enumerate(arguments) if argument not in {"-P", "-u"}), len(arguments))
+    options, rest = arguments[:count], arguments[count:]
+    forks = rest and (rest[0] in {"-m", "-c"} or not rest[0].startswith("-"))
+    code = answer(place, program, options, rest) if forks else None
     if code is None:
         os.execv(sys.executable, [sys.executable, *arguments])
     if code < 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -26,12 +27,13 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = str(Path(__file__).parents[2])
-SET_BY_OTHERS = "PYTHONPATH$|TORCHINDUCTOR_|TORCHELASTIC_|TORCH_NCCL_"
+SET_BY_OTHERS = "PYTHONPATH$|PYTHONUNBUFFERED$|TORCHINDUCTOR_|TORCHELASTIC_|TORCH_NCCL_"
 READ_ONCE = re.compile(f"(?!{SET_BY_OTHERS})(PYTHON|TORCH|OMP_|MKL_|CUDA_VISIBLE|LD_|LANG|LC_)")
 """Variables that Python or a library reads when it starts: a client whose own differ from the server's gets no fork.
 
 Not those that libraries set in whoever imports them (torch's compiler, scikit-learn): tests before it may have done so;
-nor those that torchrun gives to each of a job's processes, which are read when the process group is made.
+nor those that torchrun gives to each of a job's processes, which are read when the process group is made. torchrun's
+`-u`, and the variable that is the same, a fork's streams follow.
 """
 NOT_LOADED = ("__main__", "pytest_plugin", "pytest_guard", "integrations.hf_trainer", "integrations.lightning")
 MOST_FILES = 253  # that Linux lets one message carry
@@ -44,6 +46,11 @@ def load():
         if not module.name.endswith(NOT_LOADED):
             importlib.import_module(module.name)
     importlib.import_module("torch._dynamo")  # the first replay imports it
+    importlib.import_module("pydantic")  # Typer imports it for the first command line
+    # what Typer makes of the program, which it does once in a process
+    main = importlib.import_module("typer.main")
+    main.get_command = functools.cache(main.get_command)
+    main.get_command(importlib.import_module("ampdoctor.cli.app").app)
     sys.path.remove(ROOT)
     gc.collect()
     gc.freeze()
@@ -110,7 +117,7 @@ def become(asked, files):
         os.dup2(above + number, number)
         os.close(above + number)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = opened(number, getattr(sys, name)) if number in files else None
+        stream = opened(number, getattr(sys, name), through=asked["unbuffered"]) if number in files else None
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.chdir(asked["folder"])
@@ -122,11 +129,10 @@ def become(asked, files):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def opened(number, like):
+def opened(number, like, *, through):
     """A standard stream as Python makes it."""
-    through = like.write_through  # PYTHONUNBUFFERED
     binary = open(number, like.mode + "b", 0 if through else -1, closefd=False)  # noqa: SIM115
-    by_line = binary.isatty() or number == 2
+    by_line = not through and (binary.isatty() or number == 2)
     stream = TextIOWrapper(binary, like.encoding, like.errors, "\n", line_buffering=by_line, write_through=through)
     stream.mode, getattr(binary, "raw", binary).name = like.mode, like.name
     return stream

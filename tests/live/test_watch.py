@@ -13,6 +13,7 @@ from ampdoctor.live.watch import StepWatch
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
+from tests.corpus.reports import kind_and_phase
 
 QUICK_HEALTHY = ("healthy_initial_scale_skips", "healthy_nan_masked_by_relu", "healthy_dead_relu_zero_grads")
 QUICK_SICK = ("bce_half_backward", "exp_before_clamp", "nan_pixel_in_batch", "clip_logit_scale_overflow")
@@ -216,6 +217,7 @@ def watched_case(case, tmp_path):
     return watch.report
 
 
+@pytest.mark.each_value_once(of=kind_and_phase)
 @pytest.mark.parametrize(
     "case",
     [
@@ -228,6 +230,7 @@ def test_a_healthy_run_of_the_corpus_is_left_alone(case, tmp_path):
     assert watched_case(case, tmp_path) is None
 
 
+@pytest.mark.each_value_once(of=kind_and_phase)
 @pytest.mark.parametrize(
     "case",
     [

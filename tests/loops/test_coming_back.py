@@ -16,6 +16,7 @@ def stepped(session, index):
     return record.backwards
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(("script", "policy"), each(*SCRIPTS, fast=("gan",)))
 def test_a_step_comes_back_from_a_snapshot(script, policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

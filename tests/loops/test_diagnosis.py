@@ -22,6 +22,7 @@ def said(finding):
     return {**parts, **{name: getattr(where, name) for name in ("step", "phase", "module", "op", "tensor")}}
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(("script", "policy"), each(*SCRIPTS, fast=("vision_ema",)))
 def test_the_sick_script_is_diagnosed(script, policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -34,6 +35,7 @@ def test_the_sick_script_is_diagnosed(script, policy, tmp_path, monkeypatch):
     assert {name: said(error)[name] for name in script.sick.found} == script.sick.found
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(("script", "policy"), each(*(script for script in SCRIPTS if script.silent)))
 def test_what_stays_finite_is_seen_beside_fp32(script, policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -43,6 +45,7 @@ def test_what_stays_finite_is_seen_beside_fp32(script, policy, tmp_path, monkeyp
     assert error.prescription.verified
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(("script", "policy"), each(*SCRIPTS))
 def test_the_healthy_script_is_left_alone(script, policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ import torch
 from tests.loops.recorder import LOOPS, checksum, recording, run_bare
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("policy", ["cuda", pytest.param("native", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "script",

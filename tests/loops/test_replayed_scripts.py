@@ -37,6 +37,7 @@ def replayed(script, arguments, policy, folder, steps):
             session.close()
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("policy", ["cuda", pytest.param("native", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SCRIPTS]

@@ -18,6 +18,7 @@ import torch
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
+from tests.pairwise import THOROUGH
 
 FILE = Path(__file__).with_name("shapes.py")
 MODELS = Path(__file__).with_name("shape_models.py")
@@ -113,7 +114,7 @@ OTHERWISE = (
     "own_chunks",
 )
 """Shapes whose backward is no mirror of their forward: both are looked at with every `make test`; of the others every
-second one is with its backward, and the rest with the slow tests."""
+second one is with its backward, and the rest by `make thorough`."""
 AT_ONCE = ("lstm", "gru")
 """Their cells squash a loud batch, so the birth is in the weights and there from the first step."""
 
@@ -233,7 +234,7 @@ def process_state():
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=pytest.mark.slow if index % 2 and shape not in (*OTHERWISE, *AT_ONCE) else ())
+        pytest.param(shape, marks=THOROUGH if index % 2 and shape not in (*OTHERWISE, *AT_ONCE) else ())
         for index, shape in enumerate(SHAPES)
     ],
 )
@@ -260,7 +261,7 @@ def test_a_forward_birth(shape, shapes):
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=() if shape in OTHERWISE or index % 2 else pytest.mark.slow)
+        pytest.param(shape, marks=() if shape in OTHERWISE or index % 2 else THOROUGH)
         for index, shape in enumerate(SHAPES)
     ],
 )

@@ -38,20 +38,23 @@ def test_bash_is_offered_commands_options_choices_and_codes(typed, offered, run_
     assert result.stdout.split() == offered
 
 
+def offered_by_zsh(typed, run_cli):
+    shown = run_cli(env={"_TYPER_COMPLETE_ARGS": typed, "_AMPDOCTOR_COMPLETE": "complete_zsh"}).stdout
+    offers = [line.partition('":')[0].strip('"') for line in shown.partition("((")[2].splitlines()]
+    return [*offers[:-1], offers[-1].removesuffix("\"))'")]  # the last one ends the list, where it says no more
+
+
+def offered_by_fish(typed, run_cli):
+    asked = {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    shown = run_cli(env={**asked, "_AMPDOCTOR_COMPLETE": "complete_fish"}).stdout
+    return [line.partition("\t")[0] for line in shown.splitlines()]
+
+
+@pytest.mark.each_value_once(of=lambda shell, typed, offered: {shell, typed})
+@pytest.mark.parametrize("shell", [offered_by_zsh, offered_by_fish], ids=["zsh", "fish"])
 @pytest.mark.parametrize(("typed", "offered"), COMPLETED)
-def test_zsh_and_fish_are_offered_the_same(typed, offered, run_cli):
-    zsh = run_cli(env={"_TYPER_COMPLETE_ARGS": typed, "_AMPDOCTOR_COMPLETE": "complete_zsh"})
-    assert [line.partition('":')[0].strip('"') for line in zsh.stdout.partition("((")[2].splitlines()] == [
-        f"{offer}\"))'" if index == len(offered) - 1 and ':"' not in zsh.stdout else offer
-        for index, offer in enumerate(offered)
-    ]
-    env = {
-        "_TYPER_COMPLETE_ARGS": typed,
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "_AMPDOCTOR_COMPLETE": "complete_fish",
-    }
-    fish = run_cli(env=env)
-    assert [line.partition("\t")[0] for line in fish.stdout.splitlines()] == offered
+def test_zsh_and_fish_are_offered_the_same(shell, typed, offered, run_cli):
+    assert shell(typed, run_cli) == offered
 
 
 @pytest.mark.parametrize("words", [{}, {"COMP_WORDS": "ampdoctor scan", "COMP_CWORD": "two"}])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ampdoctor.cli.main import main
 from tests.samples import EVERY
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +23,7 @@ OWN = (sys.executable, "-m", "ampdoctor")
 CODES = {"sick": 1, "healthy": 0, "incomplete": 2, "warned": 0, "not_reproduced": 2}
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("form", ["human", "json"])
 @pytest.mark.parametrize("name", EVERY)
 def test_the_exit_code_is_that_of_the_report_in_every_format(name, form, drive, check_report):
@@ -84,14 +86,15 @@ def test_a_crash_shows_its_traceback_only_when_asked(drive):
         ["bisect-nan", "f", "--arg", "x=1", "--arg", "x=2"],
     ],
 )
-def test_bad_usage_is_said_on_stderr_and_exits_2(arguments, run_cli):
-    result = run_cli(*arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.strip()
-    assert "Traceback" not in result.stderr
-    assert "internal error" not in result.stderr
-    assert "Value error" not in result.stderr, "a word of the library behind the command line"
+def test_bad_usage_is_said_on_stderr_and_exits_2(arguments, capsys):
+    """In this process: a process of its own has each command with bad usage in test_exit_codes.py."""
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.strip()
+    assert "Traceback" not in said.err
+    assert "internal error" not in said.err
+    assert "Value error" not in said.err, "a word of the library behind the command line"
 
 
 def test_ctrl_c_is_130(python):

@@ -12,13 +12,14 @@ from ampdoctor.diagnosis.log.skip_rate import equilibrium
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
 from tests.diagnosis.log.logs import diagnosed, entry, found, history, scaled, simulated, weights
+from tests.pairwise import THOROUGH
 
 INF = math.inf
 
 
 def seeds(quick, count):
-    """So many seeds, the later ones with the slow tests."""
-    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(count)]
+    """So many seeds, the later ones by `make thorough`."""
+    return [pytest.param(seed, marks=() if seed < quick else THOROUGH) for seed in range(count)]
 
 
 DESCENT = [2.0**k for k in range(16, 8, -1)]
@@ -77,7 +78,7 @@ def test_a_fall_with_long_rests_is_no_first_descent(every_binade, every):
     assert (fall.severity, fall.evidence["binades"]) == ("warning", 16)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(3, 10))
 def test_a_fall_by_chance_with_long_rests_is_no_first_descent_either(seed):
     log = sinking(40, 2500, rng=random.Random(seed))
     assert ("AMP706", "warning") in found(log, scale=1.0)
@@ -165,7 +166,7 @@ def test_a_fall_that_the_run_has_made_up_for_is_none():
     assert alarms(falling([*FALL, 9, 10, 11, 12], [2.0, 4.0, 8.0, 16.0, 4.0, 2.0, 1.0, 1.0])) == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(3, 10))
 def test_a_halving_each_interval_and_rises_of_the_scale_are_health(seed):
     rng = random.Random(seed)
     scales = history(*[12, 13] * 8, hold=200)

@@ -116,6 +116,7 @@ def test_a_module(pair, tmp_path, typed, code):
 
 
 @OTHER
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("options", [[], ["-P"]])
 @pytest.mark.parametrize("typed", ["folder", "./folder/", "archive.zip"])
 def test_a_folder_and_an_archive(pair, tmp_path, typed, options):

@@ -81,7 +81,7 @@ SLOW = pytest.mark.slow
     ("kind", "options"),
     [
         ("sick", ()),
-        ("healthy+compiled+error", ()),
+        pytest.param("healthy+compiled+error", (), marks=SLOW),
         pytest.param("healthy", (), marks=SLOW),
         pytest.param("sick+error", (), marks=SLOW),
         pytest.param("healthy+compiled", (), marks=SLOW),

@@ -20,6 +20,7 @@ from tests.corpus.reports import (
     policies,
     recommended,
     saved_profile,
+    sort_of,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +57,7 @@ def under(case):
     return pytest.mark.parametrize("policy", [pytest.param(policy, marks=of) for policy, of in marks.items()])
 
 
+@pytest.mark.each_value_once(of=lambda case: {sort_of(case)})
 @pytest.mark.parametrize("case", [of_case(case, slow=case not in QUICK) for case in HEALTHY])
 def test_a_healthy_run_keeps_what_it_has(case, check_report):
     report = for_case(case)

@@ -16,7 +16,7 @@ from ampdoctor.reports.forms.to_markdown import render_markdown
 from ampdoctor.workflows.measuring.measure import hand_scale
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
-from tests.corpus.reports import FACTORY, HEALTHY, of_case, profiled
+from tests.corpus.reports import FACTORY, HEALTHY, of_case, profiled, sort_of
 
 ROOT = Path(__file__).parents[3]
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
@@ -40,6 +40,7 @@ QUICK = ("healthy_dead_relu_zero_grads", "healthy_initial_scale_skips", "healthy
 """Healthy cases that other tests ask for as well; the others with the slow tests."""
 
 
+@pytest.mark.each_value_once(of=lambda case: {sort_of(case)})
 @pytest.mark.parametrize("case", [of_case(case, slow=case not in QUICK) for case in HEALTHY])
 def test_a_healthy_run_has_no_error_and_no_warning(case, check_report):
     report = profiled(case)

@@ -23,8 +23,9 @@ from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
-from tests.corpus.reports import SICK, policies, uses_transformers
+from tests.corpus.reports import SICK, kind_and_phase, policies, uses_transformers
 from tests.corpus.reports import request_of as request_of_case
+from tests.pairwise import THOROUGH
 from tests.workflows.test_bisect_nan_shapes import FILE as SHAPES_FILE
 from tests.workflows.test_bisect_nan_shapes import SHAPES
 
@@ -92,7 +93,7 @@ def both(request):
 
 
 @functools.cache
-def both_in(case, policy="cuda"):
+def both_in(case, policy):
     """The same of a labelled run."""
     with tempfile.TemporaryDirectory() as folder:
         return both(request_of_case(case, policy, folder))
@@ -103,9 +104,10 @@ ONE_OF_A_KIND = {
     for case in reversed(SICK)
     if not uses_transformers(case) and (label := runs.label(case))["nonfinite"]
 }.values()
-"""Cases that are searched with every `make test`; a slow test searches them all, and the others beside it cost none."""
+"""Cases that are searched with every `make test`; `make thorough` searches them all."""
 
 
+@pytest.mark.each_value_once(of=kind_and_phase)
 @pytest.mark.xdist_group("search")
 @pytest.mark.parametrize(
     ("case", "policy"),
@@ -123,10 +125,10 @@ def test_what_the_search_finds_in_a_labelled_run_the_trace_finds_too(case, polic
     assert address(found[0]) == address(traced[0])
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("search")
-def test_the_search_seldom_has_to_give_up():
-    looked = [both_in(case) for case in SICK]
+@pytest.mark.parametrize("cases", [ONE_OF_A_KIND, pytest.param(SICK, marks=THOROUGH)], ids=["of each kind", "all"])
+def test_the_search_seldom_has_to_give_up(cases):
+    looked = [both_in(case, "cuda") for case in cases]  # as the test above has asked
     lost = [reason for one in looked if one is not None and (reason := one[1])]
     assert len(lost) <= 0.15 * sum(one is not None for one in looked)
 

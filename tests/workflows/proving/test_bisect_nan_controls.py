@@ -8,6 +8,7 @@ import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
+from tests.pairwise import THOROUGH
 
 FILE = Path(__file__).with_name("controls.py")
 MASKS = (
@@ -31,7 +32,7 @@ def everywhere():
         for turn, form in enumerate(FORMS):
             for policy in ("cuda", "native"):
                 quick = form == ("fp16", False) or (policy == "cuda") == ((at + turn) % 2 == 0)
-                yield pytest.param(mask, *form, policy, marks=() if quick else pytest.mark.slow)
+                yield pytest.param(mask, *form, policy, marks=() if quick else THOROUGH)
 
 
 @pytest.mark.parametrize(("mask", "precision", "pure", "policy"), [*everywhere()])
