@@ -85,9 +85,10 @@ def of_verdict(report: Report) -> str:
 
 
 def outcome(report: Report) -> str:
-    """Return the verdict alone, of a healthy replay with the steps that were looked at."""
+    """Return the verdict alone, of a healthy replay or recording with the steps that were looked at."""
     steps = report.run.get("steps")
-    seen = f" in {count(steps, 'replayed step')}" if report.verdict == "healthy" and isinstance(steps, int) else ""
+    what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
+    seen = f" in {count(steps, what)}" if report.verdict == "healthy" and isinstance(steps, int) else ""
     return f"{of_verdict(report)}{seen}"
 
 
