@@ -50,7 +50,7 @@ from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_cal
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed, is_at_rest
 from ampdoctor.workflows.opening.close_look import CloseLook
 from ampdoctor.workflows.opening.failed_run import failed_run, replayed_here
-from ampdoctor.workflows.opening.history import history_findings, not_said_yet
+from ampdoctor.workflows.opening.history import history_findings, not_said_yet, saved_collapse
 from ampdoctor.workflows.opening.in_half import nothing_in_half
 from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
 from ampdoctor.workflows.opening.path import module_types, path_section
@@ -213,9 +213,12 @@ class _Search:
 
     def _say_that_the_scale_collapsed(self) -> None:
         """Add what a collapsed scale of the checkpoint says, with a replay from a fresh one."""
+        severity = saved_collapse(self.replay, self.session, self.thresholds)
+        if severity is None:
+            return
         with self._telling("replaying with a fresh scaler"):
             harmed = any(finding.severity == "error" for finding in self._found())
-            collapsed = self.judge.collapsed_scale(harmed=harmed)
+            collapsed = self.judge.collapsed_scale(severity, harmed=harmed)
         self.findings += [] if collapsed is None else [collapsed]
 
     def _impossible_state(self) -> list[Finding]:

@@ -145,9 +145,25 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
     """
     ranges = merged_files(paths)
     report = _Recommendation(ranges, request, None).report()
+    if report.verdict == "healthy" and _loses(ranges, report):
+        report = replace(report, verdict="inconclusive")
     skipped = Skipped(what="replay", reason="ranges alone were given, not the run: give the factory for a replay")
     target = {**described_files(paths), **request.described_advice()}
     return replace(report, target=target, run=run_of_files(paths, ranges), skipped=(*report.skipped, skipped))
+
+
+def _loses(ranges: RangeProfile, report: Report) -> bool:
+    """Do ranges show a loss whose size only a replay beside fp32 measures?
+
+    Either another loss scale is advised because gradients are lost at this one, or no gradient is left at all.
+    """
+    if ranges.run.precision != "fp16":
+        return False
+    lost = any(finding.cause == "grad_underflow" for finding in report.findings)
+    if report.scaler is not None and report.scaler.change and lost:
+        return True
+    gradients = ranges.merged("weight_grad")
+    return bool(gradients.numel) and gradients.zeros == gradients.numel
 
 
 @dataclass(slots=True)

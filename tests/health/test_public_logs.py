@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.words import verdict
 from ampdoctor.workflows.health import health
 from ampdoctor.workflows.scan import scan
 
@@ -160,3 +161,13 @@ def test_a_norm_that_grows_once_there_is_a_usual(tmp_path):
     report = health([table(tmp_path / "climbs.csv", rows)])
     assert ("AMP741", "warning") in [(code, severity) for code, severity, _ in grave(report)]
     assert checks(report)["gradient norm"] == "found"
+
+
+def test_a_log_of_the_loss_scale_alone_says_so(tmp_path):
+    path = table(tmp_path / "scale.csv", [{"step": step, "loss_scale": 65536.0} for step in range(200)])
+    assert verdict(health([path])) == "healthy as to the loss scale alone: no loss and no gradient norm was judged"
+    whole = table(tmp_path / "whole.csv", run_of(200, scale=65536.0))
+    assert verdict(health([whole])) == "healthy"
+    assert verdict(health([path, whole])).startswith("healthy; 1 of 2 logs without a loss or a gradient norm")
+    lost = table(tmp_path / "lost.csv", [{"step": step, "loss_scale": 65536.0 / 2**step} for step in range(200)])
+    assert verdict(health([lost])).startswith("sick")

@@ -1,16 +1,20 @@
-"""AMP704: a spike in the loss or the gradient norm."""
+"""AMP704: a spike in the loss or the gradient norm, as bad as `health` calls the same step (AMP720)."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import Series, series
+from ampdoctor.diagnosis.over_time.course import LENGTH
+from ampdoctor.diagnosis.over_time.step_courses import StepMoment
+from ampdoctor.diagnosis.trends.of_steps.gradient_jump import gradient_jump
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.run_log.lines import StepLine
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 
@@ -55,6 +59,8 @@ RULE = register(
 WINDOW = 50
 """Entries before one that say what is usual (AMP704)."""
 LEAST_WINDOW = 20
+_PAST = 4 * LENGTH
+"""Entries before the first spike that are heard to know what was usual: a window, and what makes it settle."""
 LEAST_DEVIATION = 0.05
 """Standard deviation of a logarithm that is taken at least: a log of constant norms has none (AMP704)."""
 
@@ -95,12 +101,34 @@ def _spike(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Findi
     yield checkpoint_finding(
         summary,
         RULE,
-        "warning" if lasting else "note",
+        "warning" if lasting or _jumps(summary, [spike[1].step for spike in found], thresholds) else "note",
         message,
         evidence=evidence,
         phase="loss" if what == "loss" else "backward",
         global_step=entry.step,
     )
+
+
+def _jumps(summary: CheckpointSummary, steps: Sequence[int], thresholds: Thresholds) -> bool:
+    """Is one of these steps beyond whatever was usual before it, so that `health` warns of it (AMP720)?"""
+    entries = [entry for entry, _ in series(summary, lambda e: e.loss if e.grad_norm is None else e.grad_norm)]
+    first = next((at for at, entry in enumerate(entries) if entry.step >= min(steps)), 0)
+    moment, spikes = StepMoment(), frozenset(steps)
+    for entry in entries[max(0, first - _PAST) :]:
+        if entry.step > max(spikes):
+            break
+        rate = () if entry.learning_rate is None else (entry.learning_rate,)
+        line = StepLine(
+            step=entry.step,
+            loss=entry.loss,
+            gradient_norm=entry.grad_norm,
+            loss_scale=entry.scale,
+            learning_rates=rate,
+        )
+        moment.hear(line)
+        if entry.step in spikes and gradient_jump(moment, thresholds):
+            return True
+    return False
 
 
 def _outliers(values: Series, thresholds: Thresholds) -> Iterator[tuple[LogEntry, float, float]]:

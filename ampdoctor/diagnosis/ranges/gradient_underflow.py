@@ -160,9 +160,9 @@ def underflow_expected(
         thresholds: What counts as lost, and as harmful.
         measured: Relative error of the weight gradients in the shadow steps at this scale; None without any.
     """
-    harmful = weight.flushed > thresholds[FLUSHED] and not weight.overflowed
-    harmless = not harmful or weight.relative_error <= thresholds[ERROR_NOTE]  # a bias that cancels holds but noise
-    if activation.flushed <= thresholds[FLUSHED] and harmless:
+    # a normal number is rounded by 2^-11 at most: an error above the note's is that of zeros and of subnormals
+    harmful = not weight.overflowed and weight.relative_error > thresholds[ERROR_NOTE]
+    if activation.flushed <= thresholds[FLUSHED] and not harmful:
         return None
     if measured is not None and (harmful or activation.flushed > LOSSY):
         severity = severity_of_error(measured, thresholds)
@@ -174,16 +174,24 @@ def underflow_expected(
         severity or "note",
         f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
         f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
-        f"(bf16: {bf16.flushed:.2%})",
+        f"(bf16: {bf16.flushed:.2%}){_kept_in_part(weight) if harmful else ''}",
         cause="grad_underflow",
         evidence={
             "loss_scale": scale,
             "activation_grad_flushed": activation.flushed,
             "weight_grad_flushed": weight.flushed,
+            "weight_grad_subnormal": weight.subnormal,
             "weight_grad_relative_error": weight.relative_error,
             "weight_grad_relative_error_measured": measured,
             "bf16_activation_grad_flushed": bf16.flushed,
         },
+    )
+
+
+def _kept_in_part(weight: RangeFigures) -> str:
+    return (
+        f"; {weight.subnormal:.2%} of the weight gradients keep fewer bits, and rounding leaves these gradients "
+        f"{weight.relative_error:.2g} away from what they are (relative L2)"
     )
 
 

@@ -6,7 +6,7 @@ from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
 from ampdoctor.diagnosis.scaler.dead_scaler import RULE, dead_words
 from ampdoctor.diagnosis.scaler.scaler_finding import scale_text, starting_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.where import Where
 
 
@@ -75,18 +75,19 @@ def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Findi
     )
 
 
-def collapsed_scale_finding(saved: float, own: float, cure: Prescription) -> Finding:
+def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severity: Severity) -> Finding:
     """A checkpoint's loss scale that has fallen below 1, where the run's own scaler starts higher.
 
     Args:
         saved: The checkpoint's, with which the replay goes on.
         own: The scale at which the factory's scaler starts.
         cure: A fresh scaler.
+        severity: That of a scan of the same checkpoint (`collapse_severity`).
     """
     return Finding(
         code=COLLAPSED.code,
         name=COLLAPSED.name,
-        severity="warning",
+        severity=severity,
         cause="scaler_collapse",
         where=Where(step=0, phase="checkpoint", op="scaler_state"),
         message=f"the checkpoint's loss scale has collapsed to {scale_text(saved)}, where the run's own scaler starts "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, living, scale_text, scaler_finding, without_a_scale
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
-from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 
@@ -52,34 +52,56 @@ FP16_SPACING = 2.0**-24
 sqrt(12)."""
 
 
-def typical_gradient(summary: CheckpointSummary, scaler: ScalerState) -> tuple[float, int]:
-    """Magnitude of a gradient element of average size, and over how many weights the norm was spread.
+def typical_gradient(log: Iterable[LogEntry], weights: int) -> float:
+    """Magnitude of a gradient element of average size: the gradient's norm spread evenly over the weights.
 
-    The weights are those of the scaler's own file, else all.
-
-    The norm is the median of the last `LOGGED_NORMS` finite positive ones in the log, else 1, where most runs clip.
+    Args:
+        log: The training's log. The norm is the median of its last `LOGGED_NORMS` finite positive ones, else 1, where
+            most runs clip.
+        weights: Number of elements that have a gradient.
     """
-    norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
+    norms = [e.grad_norm for e in log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
     norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
+    return norm / math.sqrt(max(weights, 1))
+
+
+def collapse_severity(scaler: ScalerState, element: float, step: int | None, thresholds: Thresholds) -> Severity:
+    """How bad a scale below 1 is: an error where it is falling still, or where what it costs has harmed trainings.
+
+    Args:
+        scaler: The saved scaler; its scale is above 0 and below 1.
+        element: From `typical_gradient`.
+        step: Number of the steps that the training has made; None where nothing says it.
+        thresholds: What harms, and from which fall on (AMP402).
+    """
+    harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_ERROR]
+    return "error" if harmful or _is_falling(scaler, step, thresholds) else "warning"
+
+
+def _error_of(scaler: ScalerState, element: float) -> float:
+    """The relative error with which fp16 rounds an element at the scaler's scale."""
+    return min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
+
+
+def _weights(summary: CheckpointSummary, scaler: ScalerState) -> int:
+    """Number of the weights' elements: of those in the scaler's own file, else of all."""
     main = [t for t in summary.tensors if t.role == "weight" and not t.group]
-    beside = [t for t in main if t.file == scaler.file]
-    weights = sum(t.examined for t in beside or main)
-    return norm / math.sqrt(max(weights, 1)), weights
+    return sum(t.examined for t in [t for t in main if t.file == scaler.file] or main)
 
 
 @RULE.judges(CheckpointSummary)
 def _collapsed_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     for scaler in living(summary):
-        yield from _of(summary, scaler, thresholds[COLLAPSED_ERROR], thresholds[FALLING])
+        if 0 < scaler.scale < 1:
+            yield _of(summary, scaler, thresholds)
 
 
-def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float, falls: float) -> Iterator[Finding]:
-    if not 0 < scaler.scale < 1:
-        return
-    element, weights = typical_gradient(summary, scaler)
-    error = min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
+def _of(summary: CheckpointSummary, scaler: ScalerState, thresholds: Thresholds) -> Finding:
+    weights = _weights(summary, scaler)
+    element = typical_gradient(summary.log, weights)
+    error = _error_of(scaler, element)
     flushed_below = FP16_FLUSH_AT / scaler.scale
-    falling = _falls_below_one(scaler) >= falls and _is_falling(summary, scaler)
+    falling = _is_falling(scaler, summary.global_step, thresholds)
     message = (
         f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
         f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
@@ -91,11 +113,11 @@ def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float, falls: 
         "relative_error": error,
         "weights": weights,
     }
-    yield scaler_finding(
+    return scaler_finding(
         summary,
         scaler,
         RULE,
-        "error" if error >= harmful or falling else "warning",
+        collapse_severity(scaler, element, summary.global_step, thresholds),
         message,
         evidence,
         cause="scaler_collapse",
@@ -110,9 +132,11 @@ def _falls_below_one(scaler: ScalerState) -> float:
     return math.log(scaler.scale) / math.log(scaler.backoff_factor)
 
 
-def _is_falling(summary: CheckpointSummary, scaler: ScalerState) -> bool:
+def _is_falling(scaler: ScalerState, step: int | None, thresholds: Thresholds) -> bool:
     """Whether the scale has just fallen, and not been given its value by the user, nor grown with the last step."""
-    step, interval = summary.global_step, scaler.growth_interval
+    interval = scaler.growth_interval
+    if _falls_below_one(scaler) < thresholds[FALLING]:
+        return False
     if step == 0 or (step is not None and interval > 0 and scaler.growth_tracker == step % interval):
         return False
     return scaler.growth_tracker <= (min(JUST_FALLEN, interval // _SELDOM) if interval > 0 else JUST_FALLEN)

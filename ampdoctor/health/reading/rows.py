@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampdoctor.checkpoints.formats.log_files import step_of
@@ -11,6 +11,8 @@ from ampdoctor.evidence.run_log.lines import EndLine, Line, RunLine, Stamp, Stam
 from ampdoctor.health.reading.order import LATE, Order
 
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
+OF_A_NETWORK = "loss/"
+"""How the name of a loss begins that one of several networks minimises; each is a series of its own."""
 _LARGEST = 2.0**63
 _MOST_STEPS = 2**53
 """What is beyond is no step: numbers are kept as floats, which tell no two such steps apart."""
@@ -22,7 +24,7 @@ class Row:
 
     Attributes:
         step: Its step, as the log counts them.
-        values: Its numbers, by the names of `StepLine` or of `LogEntry`.
+        values: Its numbers, by the names of `StepLine` or of `LogEntry`, and losses of several networks by theirs.
         time_ms: Milliseconds since 1970; 0 where the log does not say.
     """
 
@@ -121,7 +123,7 @@ class RunLines:
             known.time_ms = row.time_ms or known.time_ms
             return
         if waiting and row.step <= waiting[-1].step:
-            if not row.values.keys() & _SAYS_SOMETHING:  # a rate or an average of something that has passed
+            if not says_something(row.values):  # a rate or an average of something that has passed
                 return
             yield from self.rest()
             self._attempt += 1
@@ -150,7 +152,11 @@ class RunLines:
                 if _hides_a_nan(row.values):
                     self._order.zeros.add(row.step)
                 self._last = row.time_ms
-                yield self._stamped(line, row.time_ms, self._attempt)
+                if not self._run.optimizers and (networks := _networks(row.values)):
+                    self._run = replace(self._run, optimizers=networks)
+                    yield self._stamped(self._run, row.time_ms, self._attempt)
+                for one in _of_networks(line, row.values, self._run.optimizers) or (line,):
+                    yield self._stamped(one, row.time_ms, self._attempt)
 
     def _stamped(self, line: Line, time_ms: int, attempt: int) -> Stamped:
         branch = attempt - 1 if attempt else None
@@ -167,9 +173,29 @@ def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
+def says_something(values: Mapping[str, float]) -> bool:
+    """Is one of these numbers a step's?"""
+    return not values.keys().isdisjoint(_SAYS_SOMETHING) or bool(_networks(values))
+
+
+def _networks(values: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(name.removeprefix(OF_A_NETWORK) for name in values if name.startswith(OF_A_NETWORK))
+
+
+def _of_networks(line: StepLine, values: Mapping[str, float], networks: Sequence[str]) -> list[StepLine]:
+    """Returns a step of each network that has a loss in it; what the row says of none of them is the first one's."""
+    losses = {at: loss for at, name in enumerate(networks) if (loss := values.get(OF_A_NETWORK + name)) is not None}
+    return [
+        replace(line, loss=loss, optimizer=at)
+        if at == min(losses)
+        else StepLine(step=line.step, optimizer=at, loss=loss)
+        for at, loss in losses.items()
+    ]
+
+
 def _step(row: Row) -> StepLine | None:
     values = row.values
-    if not values.keys() & _SAYS_SOMETHING:
+    if not says_something(values):
         return None
     rate, skipped = values.get("learning_rate"), values.get("skipped")
     return StepLine(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,16 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.evidence.run_log.lines import EndLine
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, kind_of_one_file, reading
-from ampdoctor.health.reading.rows import Row, SkipCount
+from ampdoctor.health.reading.rows import OF_A_NETWORK, Row, SkipCount
 from ampdoctor.health.reading.unread import Unread
+from ampdoctor.health.reading.wandb_export import metrics_of
 
 _LIGHTNING = "metrics.csv"
 _SOMETHING = frozenset({"loss", "grad_norm", "scale"})
+_NETWORKS = {"g": "g", "gen": "g", "generator": "g", "d": "d", "disc": "d", "discriminator": "d", "critic": "d"}
+"""What the networks of an adversarial training are called, and which of the two each is."""
+_BESIDE = frozenset({"loss", "losses", "train", "training", "total", "a", "b"})
+"""Words beside that name in the column of the network's whole loss; `loss_d_real` is a part of one."""
 _TRIED = 1000
 """Rows by which a file is told from one of another kind: a log says a loss, a norm or a scale within these."""
 _HEAD = 1024 * 1024
@@ -72,7 +80,7 @@ class TableRows:
         says_something: Whether it says a loss, a norm or a scale.
 
     Raises:
-        CheckpointError: It cannot be read, or has more columns than a log.
+        CheckpointError: It cannot be read, has more columns than a log, or is W&B's export of several runs.
     """
 
     def __init__(self, file: RegularFile) -> None:
@@ -81,6 +89,7 @@ class TableRows:
         self._table = _is_table(file.name) or (bool(head) and _is_header(head[0]))
         self._header: list[bytes] | None = None
         self._delimiter = ","
+        self._metrics: Mapping[str, str] = {}
         self._epochs = Epochs()
         self._count = 0
         self._skips = SkipCount()
@@ -88,7 +97,7 @@ class TableRows:
         tried = list(islice(self._parsed(iter(head), Left()), _TRIED))
         self._header = None
         fields = [_fields(row) for row in tried]
-        self.says_something = any(row.keys() & _SOMETHING for row in fields)
+        self.says_something = any(map(_says_something, fields))
         self._step: Callable[[_Values, dict[str, float]], int | None] = self._by_step
         self.has_steps = any(step_of(row) is not None for row in fields)
         self.wrong_steps = not self.has_steps and any(
@@ -135,8 +144,15 @@ class TableRows:
         if self._header is None:
             self._header = [next(lines, b"")]
             self._delimiter = _delimiter(self._name, self._header[0])
-        rows = chain(self._header, lines)
-        yield from csv_rows(rows, self._name, delimiter=self._delimiter, left=left)
+            columns = next(csv.reader([self._header[0].decode("utf-8", "replace")], delimiter=self._delimiter), [])
+            self._metrics = metrics_of(columns, self._name)
+        rows = csv_rows(chain(self._header, lines), self._name, delimiter=self._delimiter, left=left)
+        if not self._metrics:
+            yield from rows
+            return
+        for row in rows:
+            named = ((self._metrics.get(column, column), value) for column, value in row.items())
+            yield {metric: value for metric, value in named if metric}
 
     def _by_step(self, values: _Values, fields: dict[str, float]) -> int | None:
         step = step_of(fields)
@@ -147,7 +163,7 @@ class TableRows:
         return None if epoch is None or epoch < 0 or epoch != int(epoch) else int(epoch)
 
     def _by_count(self, values: _Values, fields: dict[str, float]) -> int | None:
-        if _epoch(values) is None or not fields.keys() & _SOMETHING:
+        if _epoch(values) is None or not _says_something(fields):
             return None
         self._count += 1
         return self._count
@@ -168,16 +184,39 @@ def _epoch(values: _Values) -> float | None:
 
 
 def _fields(values: _Values) -> dict[str, float]:
-    """Returns a row's fields; none of a row of an evaluation. Where the loss has parts alone, it is their sum."""
+    """Returns a row's fields; none of a row of an evaluation. Where the loss has parts alone, it is their sum.
+
+    Losses of two networks that train against each other are no parts of one.
+    """
     if _is_of_an_evaluation(values):
         return {}
     fields = known_fields(values)
+    networks = (
+        {} if "loss" in fields else {key: side for key in values if isinstance(key, str) and (side := _network(key))}
+    )
+    if len(set(networks.values())) > 1:
+        losses = {f"{OF_A_NETWORK}{key}": as_number(values[key]) for key in networks}
+        return fields | {name: loss for name, loss in losses.items() if loss is not None}
     if "loss" not in fields:
         parts = [as_number(value) for key, value in values.items() if _is_part(key)]
         known = [part for part in parts if part is not None]
         if known:
             fields["loss"] = sum(known)
     return fields
+
+
+def _says_something(fields: Mapping[str, float]) -> bool:
+    return not fields.keys().isdisjoint(_SOMETHING) or any(name.startswith(OF_A_NETWORK) for name in fields)
+
+
+@lru_cache(maxsize=1024)
+def _network(column: str) -> str:
+    """Returns which of two networks a column is the loss of, as `G_loss`, `loss_D`, `train/gen_loss`; "" for none."""
+    words = re.findall(r"[a-z]+|[A-Z](?![a-z])|[A-Z][a-z]+", column)
+    lower = [word.lower() for word in words]
+    sides = {_NETWORKS[word] for word in lower if word in _NETWORKS}
+    whole = "loss" in lower or "losses" in lower
+    return sides.pop() if whole and len(sides) == 1 and {*lower} <= _BESIDE | _NETWORKS.keys() else ""
 
 
 def _is_of_an_evaluation(values: _Values) -> bool:

@@ -54,6 +54,8 @@ _LEFT_OUT = "not judged: everything that was named is left out"
 """In place of the verdict's own words, where nothing was listed either."""
 _NOTHING_SEEN = "nothing sick was seen"
 """In place of the verdict's own words, where a training was watched."""
+_TRAINING = ("loss", "gradient norm")
+"""Checks of a log without which nothing is known of how well the training goes."""
 _TOO_FEW = "not judged: too few steps to say what is usual"
 """In place of the verdict's own words, where a log is short."""
 _PLANNED = ("no plan", "a plan that is exact and fits")
@@ -85,10 +87,36 @@ def of_verdict(report: Report) -> str:
 
 
 def outcome(report: Report) -> str:
-    """Return the verdict alone, of a healthy replay with the steps that were looked at."""
+    """Return the verdict alone, of a healthy replay or recording with the steps that were looked at.
+
+    Of a healthy log with neither a loss nor a norm it says what alone was judged.
+    """
     steps = report.run.get("steps")
-    seen = f" in {count(steps, 'replayed step')}" if report.verdict == "healthy" and isinstance(steps, int) else ""
-    return f"{of_verdict(report)}{seen}"
+    what = "recorded step" if report.run.get("replays") == 0 else "replayed step"  # a profile or a log: nothing ran
+    seen = f" in {count(steps, what)}" if report.verdict == "healthy" and isinstance(steps, int) else ""
+    return f"{of_verdict(report)}{seen}{_alone(report) if report.verdict == 'healthy' else ''}"
+
+
+def _alone(report: Report) -> str:
+    """What alone was judged of logs that lack the loss and the norm; of one log in its name, of several in a count."""
+    if report.command != "health":
+        return ""
+    logs: dict[str, dict[str, str]] = {}
+    for check in report.checks:
+        log, _, name = check.name.rpartition(": ")
+        logs.setdefault(log, {})[name] = check.result
+    bare = [checks for checks in logs.values() if not any(_is_there(checks.get(name, "")) for name in _TRAINING)]
+    if not bare:
+        return ""
+    if len(logs) > 1:
+        return f"; {len(bare)} of {len(logs)} logs without a loss or a gradient norm, which were not judged there"
+    judged = "the loss scale" if _is_there(bare[0].get("loss scale", "")) else "the steps"
+    return f" as to {judged} alone: no loss and no gradient norm was judged"
+
+
+def _is_there(result: str) -> bool:
+    """Is a number in the log, as the result of its check says?"""
+    return bool(result) and result != "not in the log" and not result.startswith("not judged: none")
 
 
 def counts(report: Report) -> str:

@@ -9,14 +9,16 @@ from ampdoctor.diagnosis.log.scale_spiral import scale_spiral
 from ampdoctor.diagnosis.log.skip_rate import skip_rate
 from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
 from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
+from ampdoctor.diagnosis.scaler.collapsed_scaler import collapse_severity, typical_gradient
 from ampdoctor.diagnosis.scaler.frozen_scaler import standing_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ampdoctor.evidence.report import Finding
+    from ampdoctor.evidence.report import Finding, Severity
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.replay.session import Session
     from ampdoctor.workflows.opening.open_replay import OpenReplay
 
 
@@ -56,6 +58,22 @@ def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding
     for find in (scale_spiral, standing_scale, skip_rate):
         for finding in find(summary, thresholds):
             yield replace(finding, severity="warning") if finding.severity == "error" else finding
+
+
+def saved_collapse(replay: OpenReplay, session: Session, thresholds: Thresholds) -> Severity | None:
+    """Returns how bad a scan calls the collapsed scale with which a checkpoint's run goes on; None without a collapse.
+
+    Args:
+        replay: A replay with or without a checkpoint.
+        session: The run, whose weights share the gradient's norm.
+        thresholds: Of AMP402.
+    """
+    resumed = replay.resumed
+    if resumed is None or resumed.scalers is None or resumed.collapsed_from is None:
+        return None
+    weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too: a scan sees no flag
+    element = typical_gradient(replay.log, weights)
+    return collapse_severity(resumed.scalers.now, element, resumed.global_step, thresholds)
 
 
 def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:

@@ -34,7 +34,7 @@ from ampdoctor.diagnosis.replay.scaler_verdict import (
 )
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
-from ampdoctor.evidence.report import ErrorNote, Finding, Prescription
+from ampdoctor.evidence.report import ErrorNote, Finding, Prescription, Severity
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.workflows.proving.changes import loss_scale
 from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
@@ -265,13 +265,14 @@ class Judge:
         """Returns the trials of step 0 for changes of the state before it."""
         return self._trials(start, 0, self._known_steps(1), settles=True)
 
-    def collapsed_scale(self, *, harmed: bool) -> Finding | None:
+    def collapsed_scale(self, severity: Severity, *, harmed: bool) -> Finding | None:
         """What is to be said of a checkpoint's scale that has collapsed; None where the run needs one as low.
 
         A run without other harm is tried with a fresh scaler: if that does not come down to a scale at which it takes
         steps, before it is below 1, the gradients are as large as that.
 
         Args:
+            severity: How bad a scan calls it.
             harmed: The run has come to harm otherwise.
         """
         if self.fresh is None or self.start is None or self.start_scale is None:
@@ -280,9 +281,9 @@ class Judge:
         if harmed:
             reason = "replayed together with the change of what overflows, not by itself"
             cure = Prescription(kind="scaler", value=value, status="not_run", reason=reason, detail=detail)
-            return collapsed_scale_finding(self.start_scale, self.fresh, cure)
+            return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity)
         cure = self.trials_of_state(self.start).attempt("scaler", value, loss_scale(self.fresh), detail)
-        return collapsed_scale_finding(self.start_scale, self.fresh, cure) if cure.verified else None
+        return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity) if cure.verified else None
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""

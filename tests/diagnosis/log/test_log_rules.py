@@ -7,7 +7,9 @@ import math
 import pytest
 
 from ampdoctor.diagnosis.optimizer.step_counters import length_at
+from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.run_log.lines import StepLine
 from tests.diagnosis.log.logs import diagnosed, entry, found, run
 
 NAN, INF = math.nan, math.inf
@@ -146,12 +148,30 @@ def test_a_fall_by_momentum_alone_is_no_recovery():
     assert [kind for kind in found(coasting) if kind[0] == "AMP702"] == [("AMP702", "warning")]
 
 
-def test_a_spike_is_a_note_and_a_warning_where_the_run_does_not_come_back():
+def heard(log):
+    """The severities with which `health` speaks of jumps in the same log."""
+    lines = [
+        StepLine(step=e.step, loss=e.loss, gradient_norm=e.grad_norm, learning_rates=(e.learning_rate,)) for e in log
+    ]
+    judge = Judge()
+    return [finding.severity for line in lines for finding in judge.hear(line) if finding.code == "AMP720"]
+
+
+def test_a_spike_is_as_bad_as_health_calls_it():
     spiked = replaced(run(), [120], norm=300.0)
-    assert found(spiked) == [("AMP704", "note")]
-    lasting = replaced(spiked, range(121, 201), loss=lambda e: e.loss + 9.0)
-    assert found(lasting) == [("AMP704", "warning")]
+    assert found(spiked) == [("AMP704", "warning")]
+    assert heard(spiked) == ["warning"]
+    heavy = replaced(run(), [20, 45, 75, 95], norm=300.0)  # a norm that has been as far before
+    heavy = replaced(heavy, [130], norm=350.0)
+    assert (found(heavy), heard(heavy)) == ([("AMP704", "note")], [])
     assert found(replaced(run(), [120], norm=8.0)) == []
+
+
+def test_a_spike_is_a_warning_where_the_run_does_not_come_back():
+    early = replaced(run(), [25], norm=300.0)  # too early for anything to be usual
+    assert (found(early), heard(early)) == ([("AMP704", "note")], [])
+    lasting = replaced(early, range(26, 201), loss=lambda e: e.loss + 9.0)
+    assert found(lasting) == [("AMP704", "warning")]
 
 
 def test_a_constant_loss():

@@ -15,7 +15,10 @@ from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import RunLine, StepLine
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.numerics import Histogram
+from ampdoctor.reports.words.words import verdict
 from ampdoctor.workflows.measuring.log_ranges import NOTE, ranges_of_log
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.recommend import recommend_from_files
 
 SCALE = 2.0
 
@@ -23,7 +26,11 @@ SCALE = 2.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The log of a small training whose gradients are too small for its loss scale."""
-    place = tmp_path_factory.mktemp("health") / "run"
+    return logged(tmp_path_factory.mktemp("health") / "run", 1e-6)
+
+
+def logged(place, factor, steps=30, look=lambda gradient: gradient):
+    """Log a training whose loss is multiplied by a factor; `look` is what its gradients become before they count."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -35,8 +42,8 @@ def folder(tmp_path_factory):
         "_growth_tracker": 0,
     }
     log = RunLog(place, RunLine(name="small", precision="fp16", autocast=True, scaler=scaler))
-    for step in range(30):
-        loss = 1e-6 * nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(4, (32,)))
+    for step in range(steps):
+        loss = factor * nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(4, (32,)))
         optimizer.zero_grad()
         (SCALE * loss).backward()
         log.write(StepLine(step=step, loss=loss.item(), loss_scale=SCALE, skipped=False))
@@ -49,7 +56,7 @@ def folder(tmp_path_factory):
                         role="gradient",
                         scale=SCALE,
                         elements=p.numel(),
-                        histogram=Histogram.of(p.grad).to_dict(),
+                        histogram=Histogram.of(look(p.grad)).to_dict(),
                     )
                     for name, p in model.named_parameters()
                 ),
@@ -76,6 +83,37 @@ def test_recommend_and_profile_take_it(folder, name, run_cli, check_report):
     assert report["run"]["notes"] == [NOTE]
     done = run_cli("profile", str(folder / name), "--format", "json")
     assert check_report(done.stdout)["run"]["steps"] == 30
+
+
+def recommended(*paths):
+    return recommend_from_files([str(path) for path in paths], ReplayRequest(factory=""))
+
+
+def half(gradient):
+    return gradient.half().float()
+
+
+@pytest.mark.parametrize("look", [half, lambda gradient: gradient], ids=["of fp16", "of fp32"])
+@pytest.mark.parametrize("factor", [1e-6, 1e-4])
+def test_gradients_that_lose_bits_are_not_healthy(tmp_path, factor, look):
+    report = recommended(logged(tmp_path / "kept", factor, look=look))
+    assert report.scaler.change
+    (found,) = [finding for finding in report.findings if finding.code == "AMP301"]
+    assert "keep fewer bits" in found.message
+    assert found.prescription.value == report.scaler.recommended.init_scale
+    assert report.verdict != "healthy"
+
+
+@pytest.mark.parametrize("look", [half, lambda gradient: gradient], ids=["of fp16", "of fp32"])
+def test_a_scale_that_could_be_higher_loses_nothing(tmp_path, look):
+    report = recommended(logged(tmp_path / "kept", 0.1, look=look))
+    assert (report.verdict, report.findings, report.scaler.change) == ("healthy", (), False)
+    assert "healthy in 30 recorded steps" in verdict(report)
+
+
+def test_a_log_whose_gradients_are_all_zero_is_not_healthy(tmp_path):
+    report = recommended(logged(tmp_path / "kept", 1e-6, look=lambda gradient: gradient * 0.0))
+    assert report.verdict == "inconclusive"
 
 
 @pytest.mark.parametrize("name", ["", "log.jsonl"])

@@ -11,6 +11,7 @@ from torch import nn
 from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.scan import scan
 
 FACTORY = "tests.workflows.opening.test_saved_scale:own_scaler"
 
@@ -105,7 +106,7 @@ def test_from_a_collapsed_scale_the_one_sick_module_is_found_and_the_collapse_is
     assert (sick.prescription.kind, sick.prescription.value) == ("fp32_modules", ["wide"])
     assert sick.prescription.verified
     assert "shown with a fresh scaler at 65536" in sick.prescription.detail
-    assert (collapsed.code, collapsed.severity, collapsed.evidence["run_scale"]) == ("AMP402", "warning", 65536.0)
+    assert (collapsed.code, collapsed.severity, collapsed.evidence["run_scale"]) == ("AMP402", "error", 65536.0)
     assert "collapsed to 2^-9" in collapsed.message
 
 
@@ -148,11 +149,14 @@ def test_a_fresh_scaler_is_the_factorys(tmp_path, load):
     assert any("0.00195312 is not loaded (--fresh-scaler)" in one.reason for one in report.skipped)
 
 
-def test_a_collapse_that_is_over_is_a_warning_with_a_proof(tmp_path):
-    report = resumed_at(2.0**-4, tmp_path, factor=64.0, clean=9)
+@pytest.mark.parametrize(("scale", "clean", "severity"), [(2.0**-4, 9, "error"), (2.0**-4, 40, "warning")])
+def test_a_collapse_is_as_bad_as_a_scan_of_the_same_file_says(tmp_path, scale, clean, severity):
+    report = resumed_at(scale, tmp_path, factor=64.0, clean=clean)
     (collapsed,) = report.findings
-    assert (collapsed.code, collapsed.severity) == ("AMP402", "warning")
+    (scanned,) = [finding for finding in scan(str(tmp_path / "checkpoint.pt")).findings if finding.code == "AMP402"]
+    assert (collapsed.code, collapsed.severity, scanned.severity) == ("AMP402", severity, severity)
     assert collapsed.prescription.verified
+    assert report.verdict == ("sick" if severity == "error" else "healthy")
 
 
 LOW = {
@@ -169,3 +173,11 @@ def test_a_low_scale_that_is_right_is_left_alone(tmp_path, case):
     report = resumed_at(scale, tmp_path, clean=9, **({"factor": 64.0} | run))
     assert [f.message for f in report.findings] == []
     assert report.verdict == "healthy"
+
+
+@pytest.mark.parametrize(("scale", "clean"), [(1.0, 0), (8.0, 0), (8.0, 30)])
+def test_a_small_scale_that_works_is_quiet_in_both(tmp_path, scale, clean):
+    """One that a short warm-up of skipped steps has left low, too."""
+    report = resumed_at(scale, tmp_path, factor=64.0, clean=clean)
+    scanned = scan(str(tmp_path / "checkpoint.pt"))
+    assert [(r.verdict, [f.message for f in r.findings]) for r in (report, scanned)] == [("healthy", [])] * 2

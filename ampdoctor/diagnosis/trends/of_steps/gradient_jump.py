@@ -52,7 +52,8 @@ RULE = register(
 
 
 @RULE.judges(StepMoment)
-def _gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+def gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    """A step whose norm or loss lies beyond whatever was usual before it."""
     least = thresholds[DEVIATIONS]
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
         return ()
