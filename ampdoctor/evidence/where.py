@@ -43,7 +43,8 @@ class Where:
         module: A name of `named_modules()`; "" is the root's own forward, or loss and loop code.
         call: Number of the module's call in the step, from 0.
         op: User-level aten op ("aten.linear"); in a backward the *forward* op whose derivative fails; or one of
-            `data`, `state:KEY`, `optimizer_state:KEY`, `scaler_state`, `unscale`, `clip_grad_norm_`, `optimizer.step`.
+            `data`, `state:KEY`, `optimizer_state:KEY`, `scaler_state`, `unscale`, `optimizer.step`, `clip_grad_norm_`;
+            `gradient clipping`, where it was not that function that cut them.
         nonfinite: What is born there.
         recompute: True if the op ran again inside a backward (activation checkpointing).
         tensor: Name of the tensor ("blocks.0.fc.weight"), if there is one.

@@ -40,7 +40,8 @@ CLEAN = (StepEvent(kind="unscale", scale=1024.0), StepEvent(kind="optimizer_step
     ("events", "ratio", "op"),
     [
         ((SCALED_STEP,), 1024.0, "optimizer.step"),
-        ((CLIPPED,), 1e-3, "clip_grad_norm_"),
+        ((CLIPPED,), 1e-3, "gradient clipping"),
+        ((replace(CLIPPED, clipped=(900.0, 1.0)),), 1e-3, "clip_grad_norm_"),
         ((CLIPPED, SCALED_STEP), 1e-3, "optimizer.step"),
         ((CLIPPED,), 1.9, None),
         ((CLIPPED,), 0.6, None),

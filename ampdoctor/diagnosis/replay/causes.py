@@ -87,6 +87,7 @@ FUSED: Mapping[tuple[str, str], str] = {
 MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
     "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "gradient clipping": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
     "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
     "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",

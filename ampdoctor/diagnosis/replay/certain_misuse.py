@@ -189,7 +189,7 @@ def _cut_scaled(at: Handling, cuts: Cuts) -> tuple[str, str] | None:
         said = f"gradients were shortened to norm {done.norm:.4g}, in this step as in others,"
     else:
         return None
-    return "clip_grad_norm_", f"{said} while they were still scaled by {at.scale:g}"
+    return "gradient clipping", f"{said} while they were still scaled by {at.scale:g}"
 
 
 def _divisions(at: Handling) -> int:

@@ -46,6 +46,7 @@ RULE = register(
 )
 
 
+_CLIPPINGS = ("clip_grad_norm_", "gradient clipping")
 _ONE_EACH = "remove the second call: one update for each backward"
 
 
@@ -258,7 +259,8 @@ def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) 
     if event is scaled:
         op, done = "optimizer.step", "stepped on its gradients while they were still scaled by"
     elif event is clipped:
-        op, done = "clip_grad_norm_", f"changed (clipped?) {event.edited} gradients while they were still scaled by"
+        op = "gradient clipping" if event.clipped is None else "clip_grad_norm_"
+        done = f"changed (clipped?) {event.edited} gradients while they were still scaled by"
     else:
         op, done = "unscale", "divided its gradients, which were unscaled already, once more by about"
     return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
@@ -272,7 +274,7 @@ def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...
         first: What `misuse` says of it.
     """
     used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
-    if first.where.op == "clip_grad_norm_" and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
+    if first.where.op in _CLIPPINGS and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
         said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
         return (_misuse_finding(comparison, changed, "unscale", said),)
     if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):

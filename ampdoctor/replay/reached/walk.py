@@ -92,6 +92,7 @@ def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[An
         put back: not what only an iterator leads to, whose own place stays where it is.
     """
     seen, ahead, within = set(stop), deque(roots), deque[Any]()
+    met = []  # an object that only this walk holds would leave its id to a later one
     for _ in range(OBJECTS):
         if not ahead and not within:
             return
@@ -100,6 +101,7 @@ def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[An
         if type(value) in PLAIN or is_a(value, np.generic) or id(value) in seen:
             continue
         seen.add(id(value))
+        met.append(value)
         if _can_change(value):
             yield value, not alone
         with suppress(Exception):  # an object that does not let itself be looked at is left as it is

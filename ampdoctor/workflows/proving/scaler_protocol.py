@@ -180,6 +180,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     changes: dict[str, Change] = {
         "optimizer.step": unscaled_on_arrival,
         "clip_grad_norm_": unscaled_on_arrival,
+        "gradient clipping": unscaled_on_arrival,
         "unscale": unscaled_by_the_step,
         "scaler.unscale_": each_unscaled_on_arrival,
         "backward": each_unscaled_on_arrival,

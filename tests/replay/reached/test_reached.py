@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampdoctor import TrainingRun
 from ampdoctor.replay.reached.state import has_moved
+from ampdoctor.replay.reached.walk import reached
 from ampdoctor.replay.session import Session
 
 COUNT = 0
@@ -375,3 +376,17 @@ def test_libraries_are_not_entered():
     before = session.reached.beyond()
     session.step(0)
     assert not has_moved(before, session.reached.beyond())
+
+
+class Kept:
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+
+def test_objects_with_slots_are_each_walked():
+    """The walk makes a description of each, and one that is gone leaves its id to the next."""
+    kept = [Kept(torch.full((2,), float(place))) for place in range(200)]
+    found = [place for place, _ in reached([lambda: kept]) if type(place) is torch.Tensor]
+    assert [int(tensor[0]) for tensor in found] == list(range(200))
