@@ -147,7 +147,8 @@ MOVED = test_change_rules.MOVED
 FLUSHING = replace(test_silent_rules.update(stalled=80), lost=0.8)
 SPIKE = test_log_rules.replaced(logs.run(), [150], norm=200.0)
 NOISY = [logs.entry(s, 2 + s % 7 / 10, math.exp(5.0 if s == 150 else (-1) ** s)) for s in range(1, 201)]
-UNSETTLED = test_log_rules.replaced(SPIKE, range(151, 201), loss=4.0)
+UNSETTLED = test_log_rules.replaced(logs.run()[:80], [30], norm=200.0)  # too early for AMP720 to judge
+UNSETTLED = test_log_rules.replaced(UNSETTLED, range(31, 81), loss=6.0)
 CONSTANT = [logs.entry(s, 2.345678901 if s > 88 else 2.0 + s / 1000, 1.0) for s in range(1, 101)]
 SMALL = [logs.entry(s, 0.012345678 if s > 80 else 2.0 + s / 1000, 1.0) for s in range(1, 101)]
 FROZEN = logs.scaled([2.0**8] * 10 + [2.0**7] * 21 + [2.0**8] * 100)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.course import HOP, LENGTH, LongCourse
@@ -18,6 +20,13 @@ UNTRIED = 500
 one at rest, as a fine-tuning's may be. A policy's value loss rises in this time with the returns that it learns of."""
 _LATER = 1000
 """A log that begins behind this step goes on with a training that fell before."""
+
+LEAST_LOSSES = 8
+"""Losses from which a fall of theirs is told from noise."""
+CLEAR_FALL = 4.0
+"""Standard errors between the mean losses of two halves: by chance once in 30,000 such logs."""
+LEAST_FALL = 0.01
+"""Share of itself by which a loss falls that is said to fall: one without noise falls by momentum's remainder too."""
 
 
 @dataclass(slots=True)
@@ -78,3 +87,19 @@ class Descent:
             began: The first step that is known.
         """
         return self.falls or self.fell or accepted >= UNTRIED or began >= _LATER
+
+
+def falls_over(values: Sequence[float]) -> bool:
+    """Whether losses, in the order of their steps, fall far beyond their noise; those that are not finite are left out.
+
+    The mean of the later half lies `CLEAR_FALL` standard errors, and `LEAST_FALL` of itself, below that of the earlier.
+    """
+    largest = max((abs(loss) for loss in values if math.isfinite(loss)), default=0.0)
+    losses = [loss / largest for loss in values if math.isfinite(loss)] if largest else []  # squares may be too large
+    if len(losses) < LEAST_LOSSES:
+        return False
+    half = len(losses) // 2
+    early, late = losses[:half], losses[-half:]
+    error = math.sqrt((statistics.variance(early) + statistics.variance(late)) / half)
+    before = statistics.fmean(early)
+    return before - statistics.fmean(late) > max(CLEAR_FALL * error, LEAST_FALL * abs(before))

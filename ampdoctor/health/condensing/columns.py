@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.diagnosis.log.log_series import falls_over
+from ampdoctor.diagnosis.over_time.descent import falls_over
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.run_log.lines import Stamped, StepLine
 

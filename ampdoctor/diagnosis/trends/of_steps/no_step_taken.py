@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
-from ampdoctor.diagnosis.log.log_series import falls_over
+from ampdoctor.diagnosis.over_time.descent import falls_over
 from ampdoctor.diagnosis.over_time.ill_steps import HOPELESS, LEAST_ROWS, SETTLING
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
