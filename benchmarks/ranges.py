@@ -37,8 +37,7 @@ from ampdoctor.precision import autocast_policy
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.measures.halves import HalfProbe
 from ampdoctor.probes.measures.ranges import RangeProbe
-from ampdoctor.ranges.collecting import Collector
-from ampdoctor.ranges.profile import EXPONENTS, RangeProfile, RunFacts, Shadow
+from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choice import choose_scale, predict
 from ampdoctor.scaling.search import search

@@ -290,7 +290,7 @@ LIGHT = [
     "ampdoctor",
     "ampdoctor.evidence.report",
     "ampdoctor.diagnosis",
-    "ampdoctor.gates.ignores",
+    "ampdoctor.gates.findings",
     "ampdoctor.reports.forms.human",
     "ampdoctor.cli.main",
 ]

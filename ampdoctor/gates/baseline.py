@@ -31,7 +31,7 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.evidence.where import Where
 from ampdoctor.gates.files import checkpoint_file, examined
-from ampdoctor.gates.severities import suppressed_worst_first
+from ampdoctor.gates.findings import suppressed_worst_first
 from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"

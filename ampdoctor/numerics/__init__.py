@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.numerics.formats import FORMATS, FloatFormat, as_format, round_to
 
 if TYPE_CHECKING:
-    from ampdoctor.numerics.distance import Distance
     from ampdoctor.numerics.histogram import Histogram
-    from ampdoctor.numerics.nonfinite import (
+    from ampdoctor.numerics.tensors import (
+        Distance,
         TensorStats,
         describe,
         extremes,
@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Distance": "ampdoctor.numerics.distance",
+    "Distance": "ampdoctor.numerics.tensors",
     "Histogram": "ampdoctor.numerics.histogram",
-    "TensorStats": "ampdoctor.numerics.nonfinite",
-    "describe": "ampdoctor.numerics.nonfinite",
-    "extremes": "ampdoctor.numerics.nonfinite",
-    "extremes_of_each": "ampdoctor.numerics.nonfinite",
-    "nonfinite_counts": "ampdoctor.numerics.nonfinite",
-    "nonfinite_flag": "ampdoctor.numerics.nonfinite",
+    "TensorStats": "ampdoctor.numerics.tensors",
+    "describe": "ampdoctor.numerics.tensors",
+    "extremes": "ampdoctor.numerics.tensors",
+    "extremes_of_each": "ampdoctor.numerics.tensors",
+    "nonfinite_counts": "ampdoctor.numerics.tensors",
+    "nonfinite_flag": "ampdoctor.numerics.tensors",
 }
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import estimates
+from ampdoctor.numerics import rounding_error
 from ampdoctor.numerics.formats import FloatFormat, as_format
-from ampdoctor.numerics.tally import BINS, COLUMNS, ROWS, Tally
+from ampdoctor.numerics.rounding_error import BINS, COLUMNS, ROWS, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ampdoctor.numerics.kernels import DeviceTally
+    from ampdoctor.numerics.counting import DeviceTally
 
 
 class Histogram:
@@ -66,9 +66,8 @@ class Histogram:
             UsageError: The dtype is not floating-point, or a meta tensor has no values to count.
         """
         # Here, so that a saved profile, a plan and a log are read without torch.
-        from ampdoctor.numerics.elements import SPARSE_LAYOUTS, dense_elements
-        from ampdoctor.numerics.kernels import check_countable, device_tally, host_tally
-        from ampdoctor.numerics.unseen import Unseen
+        from ampdoctor.numerics.counting import check_countable, device_tally, host_tally
+        from ampdoctor.numerics.tensors import SPARSE_LAYOUTS, Unseen, dense_elements
 
         if tensor.is_meta:
             raise UsageError("a meta tensor has no values to count")
@@ -183,7 +182,7 @@ class Histogram:
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that becomes zero (in E8M0: the smallest code; see `FloatFormat`)."""
         fmt, scale = as_format(fmt), _positive(scale)
-        return estimates.share_at_most(self._tally, fmt.flush_at / scale)
+        return rounding_error.share_at_most(self._tally, fmt.flush_at / scale)
 
     def subnormal(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction between the flush threshold and the smallest normal value: kept with fewer bits.
@@ -193,8 +192,8 @@ class Histogram:
         fmt, scale = as_format(fmt), _positive(scale)
         if fmt.min_subnormal == fmt.min_normal:
             return 0.0
-        below = estimates.share_below(self._tally, fmt.min_normal / scale)
-        return max(below - estimates.share_at_most(self._tally, fmt.flush_at / scale), 0.0)
+        below = rounding_error.share_below(self._tally, fmt.min_normal / scale)
+        return max(below - rounding_error.share_at_most(self._tally, fmt.flush_at / scale), 0.0)
 
     def overflowed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that the format cannot represent: it becomes Inf or NaN, or is clipped to `max`."""
@@ -202,7 +201,7 @@ class Histogram:
         tally = self._tally
         if tally.amax is None or tally.amax * scale < fmt.overflow_at:
             return 0.0
-        at_least = 1.0 - estimates.share_below(tally, fmt.overflow_at / scale)
+        at_least = 1.0 - rounding_error.share_below(tally, fmt.overflow_at / scale)
         return max(at_least, 1.0 / tally.finite_nonzero)  # the largest element is known to overflow
 
     def relative_error(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
@@ -214,7 +213,7 @@ class Histogram:
         range. Sources of up to 11 bits are rounded value by value. One overflow makes it inf, except in a saturating
         format, where it costs (x - max)^2.
         """
-        return estimates.relative_error(self._tally, as_format(fmt), _positive(scale))
+        return rounding_error.relative_error(self._tally, as_format(fmt), _positive(scale))
 
     def quantile(self, q: float) -> float | None:
         """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements.
@@ -226,7 +225,7 @@ class Histogram:
         """
         if not 0.0 <= q <= 1.0:
             raise UsageError(f"a quantile lies between 0 and 1, not at {q}")
-        return estimates.quantile(self._tally, q)
+        return rounding_error.quantile(self._tally, q)
 
     def headroom(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the binades between the largest magnitude times scale and the format's max, exact.

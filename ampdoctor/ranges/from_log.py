@@ -11,8 +11,7 @@ from ampdoctor.evidence.of_runs.ranges import PRECISIONS, Place, SiteKind, SiteP
 from ampdoctor.evidence.run_log.details import DetailLine, Role, TensorDetail
 from ampdoctor.evidence.run_log.lines import RunLine, StepLine
 from ampdoctor.numerics import Histogram
-from ampdoctor.ranges.collecting import Collector
-from ampdoctor.ranges.profile import RangeProfile, RunFacts
+from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
 _KINDS: Mapping[Role, SiteKind] = {
     "gradient": "weight_grad",

@@ -11,7 +11,7 @@ import numpy as np
 
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FP32_SHARE
-from ampdoctor.numerics.curves import powers, squared_errors
+from ampdoctor.numerics.rounding_error import powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2
 from ampdoctor.scaling.settings import ScalerSettings

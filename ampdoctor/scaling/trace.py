@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ampdoctor.evidence.of_runs.ranges import SiteKind
 from ampdoctor.numerics import FORMATS
-from ampdoctor.numerics.curves import flushed_counts, powers, squared_errors
+from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling.shifts import Shift
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ampdoctor.numerics import FORMATS, Histogram, describe, nonfinite_flag
-from ampdoctor.numerics.kernels import device_tally
-from ampdoctor.numerics.nonfinite import extremes
+from ampdoctor.numerics.counting import device_tally
+from ampdoctor.numerics.tensors import extremes
 from benchmarks.gpu_check.section import Section
 
 SMALL, LARGE = (2, 900), (600, 900)

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from ampdoctor.numerics import Histogram
-from ampdoctor.numerics.kernels import device_tally
+from ampdoctor.numerics.counting import device_tally
 from ampdoctor.precision import autocast_policy
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.replay.session import Session

@@ -10,7 +10,7 @@ import pytest
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.where import Source
-from ampdoctor.gates.ignores import Ignore, apply_ignores
+from ampdoctor.gates.findings import Ignore, apply_ignores
 from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 TODAY = date(2026, 11, 21)

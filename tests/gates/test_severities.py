@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.gates.severities import RuleSettings, apply_severities
+from ampdoctor.gates.findings import RuleSettings, apply_severities
 from tests.samples import HEALTHY, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW, WARNED
 
 

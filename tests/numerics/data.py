@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from ampdoctor.numerics import FORMATS, FloatFormat
-from ampdoctor.numerics.elements import E8M0
-from ampdoctor.numerics.tally import BINS, EDGES
+from ampdoctor.numerics.rounding_error import BINS, EDGES
+from ampdoctor.numerics.tensors import E8M0
 
 WIDE = (torch.float64, torch.float32)
 HALF = (torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.numerics import FORMATS, Histogram
-from ampdoctor.numerics.curves import flushed_counts, powers, scaled_to_fit, squared_errors
+from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 
 SCALES = np.arange(-10, 33)
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

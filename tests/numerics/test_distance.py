@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.numerics import Distance
-from ampdoctor.numerics.distance import BLOCK
+from ampdoctor.numerics.tensors import BLOCK
 
 
 def plainly(got, reference):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics import FORMATS, as_format, round_to
-from ampdoctor.numerics.elements import E8M0
+from ampdoctor.numerics.tensors import E8M0
 from tests.numerics.data import CASTABLE, EIGHT, brute_round, from_patterns
 
 NINE = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "e2m1")

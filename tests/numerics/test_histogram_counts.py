@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import Histogram, kernels
-from ampdoctor.numerics.elements import E2M1_PAIRS
-from ampdoctor.numerics.tally import EDGES
+from ampdoctor.numerics import Histogram, counting
+from ampdoctor.numerics.rounding_error import EDGES
+from ampdoctor.numerics.tensors import E2M1_PAIRS
 from tests.numerics.data import DTYPES, HALF, WIDE, brute_counts, close_tensors, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
@@ -38,20 +38,20 @@ def test_counts_and_extremes_are_brute_force(tensor):
 @given(st.sampled_from(HALF).flatmap(tensors))
 def test_the_table_of_16_bit_patterns_counts_the_same(tensor):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_SMALL_FOR_A_TABLE", 0)
+        patch.setattr(counting, "_SMALL_FOR_A_TABLE", 0)
         check(Histogram.of(tensor), tensor)
 
 
 @given(st.sampled_from(WIDE).flatmap(close_tensors), st.sampled_from([7, 1000]))
 def test_pieces_of_about_as_many_bins_as_a_byte_holds(tensor, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "CHUNK", chunk)
+        patch.setattr(counting, "CHUNK", chunk)
         check(Histogram.of(tensor), tensor)
 
 
 @given(any_tensor)
 def test_the_device_kernel_counts_the_same(tensor):
-    on_device = Histogram(kernels.device_tally(tensor))
+    on_device = Histogram(counting.device_tally(tensor))
     assert repr(on_device) == "Histogram(on device)"
     check(on_device, tensor)
     assert on_device == Histogram.of(tensor)
@@ -61,7 +61,7 @@ def test_the_device_kernel_counts_the_same(tensor):
 def test_merging_is_counting_both(first, second):
     merged = Histogram.of(first) + Histogram.of(second)
     assert merged == Histogram.of(second) + Histogram.of(first)
-    on_device = Histogram(kernels.device_tally(first)) + Histogram(kernels.device_tally(second))
+    on_device = Histogram(counting.device_tally(first)) + Histogram(counting.device_tally(second))
     assert on_device == merged
     if first.dtype == second.dtype:
         joined = torch.cat([first.view(integer_of(first)), second.view(integer_of(second))]).view(first.dtype)
@@ -170,7 +170,7 @@ def test_quantised_tensors():
     assert Histogram.of(quantised) == Histogram.of(quantised.dequantize())
 
 
-@pytest.mark.parametrize("count", [Histogram.of, lambda t: Histogram(kernels.device_tally(t))])
+@pytest.mark.parametrize("count", [Histogram.of, lambda t: Histogram(counting.device_tally(t))])
 def test_packed_fp4_is_unpacked(count):
     if not E2M1_PAIRS:
         pytest.skip("this torch has no float4_e2m1fn_x2")
@@ -223,14 +223,14 @@ def test_ten_million_elements_in_chunks_on_threads(dtype, threads):
 @pytest.mark.parametrize("thread_count", [1, 2])
 def test_special_values_in_several_chunks(dtype, small_for_a_table, thread_count, threads, monkeypatch):
     threads(thread_count)
-    monkeypatch.setattr(kernels, "CHUNK", 5)
-    monkeypatch.setattr(kernels, "MIN_CHUNK", 5)
-    monkeypatch.setattr(kernels, "_SMALL_FOR_A_TABLE", small_for_a_table)
-    monkeypatch.setattr(kernels, "DEVICE_CHUNK", 5)
+    monkeypatch.setattr(counting, "CHUNK", 5)
+    monkeypatch.setattr(counting, "MIN_CHUNK", 5)
+    monkeypatch.setattr(counting, "_SMALL_FOR_A_TABLE", small_for_a_table)
+    monkeypatch.setattr(counting, "DEVICE_CHUNK", 5)
     tensor = torch.randn(23).to(dtype)
     tensor[[0, 6, 12]] = math.inf
     tensor[[1, 22]] = -math.inf
     tensor[[2, 13, 14]] = math.nan
     tensor[15:20] = 0.0
     check(Histogram.of(tensor), tensor)
-    check(Histogram(kernels.device_tally(tensor)), tensor)
+    check(Histogram(counting.device_tally(tensor)), tensor)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics import FORMATS, FloatFormat, Histogram, round_to
-from ampdoctor.numerics.estimates import share_at_most, share_below
+from ampdoctor.numerics.rounding_error import share_at_most, share_below
 from tests.numerics.data import CASTABLE, DTYPES, POWERS, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)

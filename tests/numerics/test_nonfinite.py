@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.numerics import Histogram, describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
-from ampdoctor.numerics.elements import E2M1_PAIRS
+from ampdoctor.numerics.tensors import E2M1_PAIRS
 from tests.numerics.data import DTYPES, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)

@@ -6,9 +6,8 @@ import threading
 import pytest
 import torch
 
-from ampdoctor.numerics import Histogram, workers
-from ampdoctor.numerics.kernels import CHUNK
-from ampdoctor.numerics.workers import imap_on_workers, map_on_workers
+from ampdoctor.numerics import Histogram, counting
+from ampdoctor.numerics.counting import CHUNK, imap_on_workers, map_on_workers
 
 
 def test_the_users_thread_count_stays_as_it_was():
@@ -65,7 +64,7 @@ def test_where_threads_cannot_be_started_the_work_is_done_on_this_one(monkeypatc
         start(thread)
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(workers, "_workers", workers._Workers())
+    monkeypatch.setattr(counting, "_workers", counting._Workers())
     monkeypatch.setattr(threading.Thread, "start", limited)
     assert map_on_workers(lambda i: i * i, range(5), 3) == [0, 1, 4, 9, 16]
     assert list(imap_on_workers(lambda i: i + 1, range(5), 3)) == [1, 2, 3, 4, 5]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ampdoctor.numerics import describe, nonfinite_flag
-from ampdoctor.numerics.elements import is_readable, parts_of
+from ampdoctor.numerics.tensors import is_readable, parts_of
 from ampdoctor.precision.low_bit import as_plain_linears
 from ampdoctor.probes.measures.halves import HalfProbe
 from ampdoctor.probes.trace.old_casts import OldCastsProbe

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
-from ampdoctor.numerics import distance
+from ampdoctor.numerics import tensors
 from ampdoctor.probes.measures import updates
 from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.replay.session import Session
@@ -40,7 +40,7 @@ def by_hand(run):
 
 @pytest.mark.parametrize(("block", "sampled"), [(100, 1 << 20), (1 << 20, 1 << 20), (100, 1 << 10)])
 def test_the_figures_are_those_of_the_step_taken_by_hand(monkeypatch, block, sampled):
-    monkeypatch.setattr(distance, "BLOCK", block)
+    monkeypatch.setattr(tensors, "BLOCK", block)
     monkeypatch.setattr(updates, "SAMPLED", sampled)
     found = looked_at(runs.transformer(lr=1e-4), 1, {0})
     before, after = by_hand(runs.transformer(lr=1e-4))

@@ -6,8 +6,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.ranges.collecting import Collector
-from ampdoctor.ranges.profile import RunFacts
+from ampdoctor.ranges.profile import Collector, RunFacts
 
 
 def place(name, kind="activation_grad"):

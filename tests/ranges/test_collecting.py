@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ampdoctor.numerics import Histogram
-from ampdoctor.ranges import collecting
-from ampdoctor.ranges.packing import pack
+from ampdoctor.ranges import profile as collecting
 from ampdoctor.ranges.profile import EXPONENTS, FP8
+from ampdoctor.ranges.profile_file import pack
 from tests.ranges.known import collected, place, values
 
 OUT, GRAD, BIAS = place("fc"), place("fc.weight", "weight_grad"), place("fc.bias", "weight_grad")

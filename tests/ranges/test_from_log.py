@@ -12,10 +12,9 @@ from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import RunLine, StepLine
 from ampdoctor.numerics import Histogram
-from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.from_log import profile_from_log
-from ampdoctor.ranges.packing import pack, unpack
-from ampdoctor.ranges.profile import RunFacts
+from ampdoctor.ranges.profile import Collector, RunFacts
+from ampdoctor.ranges.profile_file import pack, unpack
 
 SCALER = {"scale": 4.0, "growth_interval": 2000, "name": "scaler"}
 HEADER = RunLine(name="test", tensors=("fc.weight", "fc"), precision="fp16", scaler=SCALER, accumulation=2)

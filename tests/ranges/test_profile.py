@@ -11,8 +11,8 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.of_runs.modules import ModuleFacts
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
-from ampdoctor.ranges.packing import pack
 from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge
+from ampdoctor.ranges.profile_file import pack
 from ampdoctor.scaling.choice import choose_scale, predict
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.workflows.measuring.range_section import profile_section

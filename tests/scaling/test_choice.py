@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
-from ampdoctor.ranges.collecting import Collector
-from ampdoctor.ranges.profile import RunFacts
+from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.scaling.choice import MAX_EXPONENT, Interval, choose_scale, predict, stab
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.scaling.shifts import Shift

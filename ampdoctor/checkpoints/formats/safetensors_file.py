@@ -26,7 +26,7 @@ from ampdoctor.checkpoints.storage.stored import (
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.evidence.unique_keys import DuplicateKeyError
-from ampdoctor.numerics.elements import E8M0
+from ampdoctor.numerics.tensors import E8M0
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; `bounded_json` refuses most headers close to it."""

@@ -10,7 +10,7 @@ import torch
 
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS, Block, HoledBlock, ReadBuffer, StoredTensor
-from ampdoctor.numerics.workers import imap_on_workers
+from ampdoctor.numerics.counting import imap_on_workers
 
 READ_AHEAD_BYTES = 64 * 1024 * 1024
 """How far ahead the system is told what will be read: from a disk that is not in the cache, the bytes arrive while

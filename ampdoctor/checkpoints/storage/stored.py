@@ -14,7 +14,7 @@ import torch
 from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.numerics.elements import E8M0
+from ampdoctor.numerics.tensors import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
 """Number of elements that are read and examined at a time: few enough to be still in the processor's cache when they

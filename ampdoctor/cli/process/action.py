@@ -40,8 +40,7 @@ from ampdoctor.workflows.opening.request import Progress, SetAside
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.baseline import Baseline
-    from ampdoctor.gates.ignores import Ignore
-    from ampdoctor.gates.severities import RuleSettings
+    from ampdoctor.gates.findings import Ignore, RuleSettings
 
 Action: TypeAlias = Callable[[], Outcome]
 Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
@@ -145,8 +144,7 @@ class Examination:
 
     def _decide(self, report: Report) -> Report:
         """The report with what the configuration says of its findings."""
-        from ampdoctor.gates.ignores import apply_ignores
-        from ampdoctor.gates.severities import apply_severities
+        from ampdoctor.gates.findings import apply_ignores, apply_severities
 
         return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
 

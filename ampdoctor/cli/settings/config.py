@@ -12,8 +12,7 @@ from ampdoctor.cli.settings.settings import EXPECTED, Kind, Setting
 from ampdoctor.errors import UsageError
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
-    from ampdoctor.gates.ignores import Ignore
-    from ampdoctor.gates.severities import RuleSettings
+    from ampdoctor.gates.findings import Ignore, RuleSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from ampdoctor.diagnosis.catalogue.moving import check_threshold
 from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.where import Source
-from ampdoctor.gates.ignores import Ignore
-from ampdoctor.gates.severities import RuleSettings, SeverityOrIgnore
+from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
 from ampdoctor.reports.words.sanitise import is_seen
 
 _MAX_IGNORES = 1000

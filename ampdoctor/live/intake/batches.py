@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampdoctor.numerics.unseen import is_plain
+from ampdoctor.numerics.tensors import is_plain
 
 _IDS = frozenset({torch.int64, torch.int32})
 

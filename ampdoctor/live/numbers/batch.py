@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.live.numbers.sampling import strided
-from ampdoctor.numerics.unseen import Unseen, is_plain
+from ampdoctor.numerics.tensors import Unseen, is_plain
 
 MOST = 512
 """Elements of a batch: the root mean square of normal ones is known within 6 % at 95 % (1.96 / sqrt(2 * 512))."""

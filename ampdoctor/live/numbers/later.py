@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 
 Tag = TypeVar("Tag")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ampdoctor.numerics.elements import dense_elements
-from ampdoctor.numerics.unseen import Unseen, is_plain
+from ampdoctor.numerics.tensors import Unseen, dense_elements, is_plain
 
 _REDUCED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 """Dtypes that torch reduces; others (float8) are widened first."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.live.numbers.norms import local
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 
 
 class Parcel:

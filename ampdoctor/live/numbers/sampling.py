@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.live.numbers.norms import local
-from ampdoctor.numerics.elements import flat
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen, flat
 
 MOST = 4096
 """Elements of a tensor: a share is known within 1.5 percentage points at 95 % (1.96 * sqrt(1/4 / 4096))."""

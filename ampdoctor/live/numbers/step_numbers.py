@@ -21,7 +21,7 @@ from ampdoctor.live.numbers.readings import DetailReading, StepReading
 from ampdoctor.live.numbers.sent import Sent, detail_of, step_of
 from ampdoctor.live.numbers.taking import add_changes, add_gradients, add_norms, add_parameters
 from ampdoctor.loop.torch_internals import unseen
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 
 EVERY = 100
 """Steps from one look at single tensors to the next."""

@@ -12,7 +12,7 @@ from ampdoctor.live.numbers.sampling import sample
 from ampdoctor.live.numbers.sent import Sent
 from ampdoctor.live.numbers.updates import Updates
 from ampdoctor.numerics import extremes_of_each
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 
 Named = Sequence[tuple[str, Tensor]]
 """Tensors and their names."""

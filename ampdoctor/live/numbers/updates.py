@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampdoctor.live.numbers.sampling import Samples, sample
 from ampdoctor.loop.torch_internals import no_modes
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

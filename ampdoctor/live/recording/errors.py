@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ampdoctor.loop.torch_internals import unseen
-from ampdoctor.numerics.unseen import is_plain
+from ampdoctor.numerics.tensors import is_plain
 
 _ABOUT_NUMBERS = re.compile(
     r"\b(nan|nans|inf|infs|infinity|infinite|nonfinite|finite|overflow(s|ed)?|diverged?|probability|cholesky)\b"

@@ -17,7 +17,7 @@ import torch
 from ampdoctor.evidence.of_runs.handling import Change
 from ampdoctor.live.recording.gradients import parameters_of
 from ampdoctor.loop.torch_internals import unseen
-from ampdoctor.numerics.unseen import is_plain
+from ampdoctor.numerics.tensors import is_plain
 
 _PARAMETERS, _ELEMENTS = 8, 64
 """What is taken of an owner's gradients: evenly spread, so that what is done to all of them is seen."""

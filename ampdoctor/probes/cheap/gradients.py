@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.numerics import Distance
-from ampdoctor.numerics.distance import together
+from ampdoctor.numerics.tensors import together
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.modules import OVERFLOWED
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen
 from ampdoctor.probes.measures.attention import attention_logits, softmax_logits
 from ampdoctor.probes.ops.naming import UNINITIALISED, is_cast, kernel_name
 from ampdoctor.probes.ops.sites import Sites

@@ -13,8 +13,7 @@ import torch
 from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Histogram, extremes
 from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
-from ampdoctor.ranges.collecting import Collector
-from ampdoctor.ranges.profile import RangeProfile, RunFacts
+from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.modules import UpdateFacts
 from ampdoctor.numerics import Histogram
-from ampdoctor.numerics.distance import blocks, squares
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen, blocks, squares
 
 if TYPE_CHECKING:
     from torch import Tensor

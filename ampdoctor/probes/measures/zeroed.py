@@ -14,8 +14,7 @@ import torch
 from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.loop.backwards import PLAIN
 from ampdoctor.numerics import Distance
-from ampdoctor.numerics.distance import blocks
-from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.numerics.tensors import Unseen, blocks
 from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 
 if TYPE_CHECKING:

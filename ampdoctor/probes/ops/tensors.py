@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.loop.torch_internals import of_transform
-from ampdoctor.numerics.elements import is_readable
-from ampdoctor.numerics.unseen import is_plain
+from ampdoctor.numerics.tensors import is_plain, is_readable
 
 _DEPTH = 8
 """Outputs nested deeper than this are not a model's outputs but an object graph."""

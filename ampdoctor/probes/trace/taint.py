@@ -10,8 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
-from ampdoctor.numerics.elements import parts_of
-from ampdoctor.numerics.unseen import is_plain
+from ampdoctor.numerics.tensors import is_plain, parts_of
 from ampdoctor.probes.ops.recompute import doubled
 
 Births = frozenset[int]

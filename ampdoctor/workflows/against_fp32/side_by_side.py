@@ -16,7 +16,7 @@ from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, Pa
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.loop.random_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
-from ampdoctor.numerics.distance import together
+from ampdoctor.numerics.tensors import together
 from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.probes.cheap.nonfinite import Observation
 from ampdoctor.workflows.against_fp32.moves import Kept, State, kept_tensors, last_place

@@ -17,8 +17,8 @@ from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensor
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.of_runs.ranges import PROFILE_MARK
-from ampdoctor.ranges.packing import pack, unpack
 from ampdoctor.ranges.profile import RangeProfile
+from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.workflows.opening.outputs import write_whole
 
 MAX_BYTES = 1 << 30

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
-from ampdoctor.numerics.distance import blocks, squares
+from ampdoctor.numerics.tensors import blocks, squares
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import StepOutcome

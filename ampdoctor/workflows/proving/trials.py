@@ -13,7 +13,7 @@ from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.numerics.distance import together
+from ampdoctor.numerics.tensors import together
 from ampdoctor.probes.cheap.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe

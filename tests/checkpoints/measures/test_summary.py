@@ -12,7 +12,7 @@ from ampdoctor.checkpoints.measures.block_facts import FULLY_COUNTED, BlockFacts
 from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS
 from ampdoctor.errors import CheckpointError
-from ampdoctor.numerics.workers import imap_on_workers
+from ampdoctor.numerics.counting import imap_on_workers
 
 LARGE = 5 * FULLY_COUNTED + 12345
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

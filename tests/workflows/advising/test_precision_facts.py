@@ -13,8 +13,7 @@ from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.emulation.policy import autocast_policy
-from ampdoctor.ranges.collecting import Collector
-from ampdoctor.ranges.profile import RunFacts
+from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choice import choose_scale
 from ampdoctor.workflows.advising.precision_facts import fp16_of, precision_facts

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save
 
 from ampdoctor.errors import OutputError, UsageError
-from ampdoctor.ranges.packing import pack, unpack
 from ampdoctor.ranges.profile import merge
+from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.measuring.profile_file import MAX_BYTES, read_profile, write_profile
 from ampdoctor.workflows.opening.request import ReplayRequest

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.gates.ignores import Ignore, apply_ignores
+from ampdoctor.gates.findings import Ignore, apply_ignores
 from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.reports.forms.to_github import render_github
 from ampdoctor.reports.forms.to_json import render_json

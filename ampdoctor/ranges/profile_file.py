@@ -18,7 +18,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, KINDS, PRECISIONS, Place, Site, SitePart
 from ampdoctor.numerics import Histogram
-from ampdoctor.numerics.tally import BEYOND_FP32, BINS, Tally
+from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, Tally
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow
 
 Arrays = dict[str, NDArray[Any]]

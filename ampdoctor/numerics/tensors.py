@@ -1,0 +1,485 @@
+"""The plain strided real tensor that holds a tensor's stored elements, whatever its layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._C import (
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    _disabled_torch_dispatch_impl,
+    _ExcludeDispatchKeyGuard,
+)
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+# Runs tensor ops that no trace sees, no autocast changes and no autograd graph records.
+
+
+def _keys(*names: str) -> DispatchKeySet:
+    keys = DispatchKeySet(getattr(DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys | DispatchKeySet(getattr(DispatchKey, name))
+    return keys
+
+
+_BELOW_AUTOGRAD = _keys(
+    "AutocastCPU",
+    "AutocastCUDA",
+    "AutogradFunctionality",
+    "AutogradOther",
+    "AutogradNestedTensor",
+    "ADInplaceOrView",
+)
+_BELOW_MODES = _BELOW_AUTOGRAD | _keys("Python", "PythonTLSSnapshot")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True if the tensor's ops run in ATen, False for a wrapper with its own (FakeTensor, DTensor, nested)."""
+    return type(tensor).__torch_dispatch__ is _disabled_torch_dispatch_impl
+
+
+class Unseen:
+    """Context manager: ops inside are hidden from function and dispatch modes, autocast and autograd.
+
+    It masks dispatch keys (1 microsecond), because `no_grad` with `_disable_current_modes` costs 8: the non-finite
+    check enters it once per module output. A wrapper tensor needs the Python key itself and takes the slower way.
+
+    Args:
+        tensor: The tensor that the ops will read.
+    """
+
+    __slots__ = ("_functions", "_keys", "_modes", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __enter__(self) -> None:
+        plain = is_plain(self._tensor)
+        self._functions = DisableTorchFunction()
+        self._functions.__enter__()
+        self._keys = _ExcludeDispatchKeyGuard(_BELOW_MODES if plain else _BELOW_AUTOGRAD)
+        self._keys.__enter__()
+        self._modes: ExitStack | None = None
+        if not plain:
+            self._modes = ExitStack()
+            self._modes.enter_context(_disable_current_modes())
+            own_mode = getattr(self._tensor, "fake_mode", None)
+            if own_mode is not None:  # new tensors beside a fake tensor must be fake as well
+                self._modes.enter_context(own_mode)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._modes is not None:
+            self._modes.close()
+        self._keys.__exit__(kind, error, trace)
+        self._functions.__exit__(kind, error, trace)
+
+
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}
+"""Layouts that store fewer elements than `numel()` says."""
+
+E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
+"""The dtype of MX scales, which torch has from 2.7 on; else none."""
+E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
+    dtype for dtype in [getattr(torch, "float4_e2m1fn_x2", None)] if dtype is not None
+)
+"""The dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none."""
+
+
+def dense_elements(tensor: Tensor) -> Tensor:
+    """Return the stored elements as one plain strided real tensor, if possible without a copy.
+
+    - complex: the real and imaginary parts are separate elements;
+    - sparse COO: the values, duplicates added up; compressed sparse: the values; unstored elements are left out;
+    - nested: the values of all constituents;
+    - quantised: the numbers that the integers represent, in float32;
+    - a distributed tensor: this process's shard, without communication;
+    - a tensor subclass with ops of its own (torchao's): what it dequantises to, else the tensors that it consists of.
+
+    A meta tensor has no values and must not be passed.
+    """
+    stored = _stored(tensor)
+    if stored is not tensor:
+        return dense_elements(stored)
+    return tensor.resolve_neg()
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Take one step from a tensor to the tensor that holds its elements; itself if there is no further step."""
+    result = tensor
+    local = getattr(tensor, "to_local", None)
+    if local is not None:
+        result = local()
+    elif tensor.is_nested or tensor.layout in _COMPRESSED:
+        result = tensor.values()
+    elif tensor.layout is torch.sparse_coo:
+        result = tensor.coalesce().values()
+    elif tensor.is_mkldnn:
+        result = tensor.to_dense()
+    elif tensor.is_quantized:
+        result = tensor.dequantize()
+    elif not is_plain(tensor) and not hasattr(tensor, "fake_mode"):
+        result = _meant_by(tensor)
+    elif tensor.is_complex():
+        result = torch.view_as_real(tensor.resolve_conj())
+    return result
+
+
+_WIDE = ("dequantize", "to_original_precision", "to_dense")
+"""Methods by which tensor subclasses give the numbers that they stand for; torchao's have one of the first two."""
+
+
+def _meant_by(tensor: Tensor) -> Tensor:
+    """Returns the numbers that a subclass with ops of its own stands for, as a plain tensor.
+
+    Raises:
+        TypeError: It gives neither these nor the tensors that it consists of.
+    """
+    for name in _WIDE:
+        try:
+            wide = getattr(tensor.detach(), name)()
+        except Exception:  # noqa: BLE001, S112 - a subclass raises what it likes for an op that it does not know
+            continue
+        if isinstance(wide, Tensor) and type(wide) is not type(tensor):
+            return wide
+    parts = [dense_elements(part).reshape(-1) for part in parts_of(tensor) if part.is_floating_point()]
+    if parts:
+        return torch.cat([part.to(torch.float64) for part in parts])
+    raise TypeError(f"a {type(tensor).__name__} gives no numbers")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors that a subclass consists of; [tensor] for a plain one, [] for one that hides them."""
+    if is_plain(tensor):
+        return [tensor]
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    names = tensor.__tensor_flatten__()[0]
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be had: those of a subclass with ops of its own only if it gives them."""
+    if is_plain(tensor) or tensor.is_meta or hasattr(tensor, "fake_mode"):
+        return True
+    try:
+        dense_elements(tensor)
+    except Exception:  # noqa: BLE001 - as above
+        return False
+    return True
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a view of a strided tensor with its dimensions in the order of memory: contiguous if it is dense."""
+    if tensor.is_contiguous():
+        return tensor
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True)
+    return tensor.permute(order)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a strided tensor's elements in one dimension, in memory order if that avoids a copy."""
+    return in_memory_order(tensor).reshape(-1)
+
+
+# Is anything non-finite? A flag for the cost of one reduction, exact counts, and a closer look.
+
+
+_BLOCK = 1 << 16
+"""Elements that are counted at a time: with their masks they stay in a processor's cache."""
+_NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
+def nonfinite_flag(tensor: Tensor) -> Tensor:
+    """Return a 0-dim tensor on the tensor's device that is non-finite if and only if some element is.
+
+    It takes one reduction per tensor (`aminmax` propagates NaN, while `isfinite().all()` writes a mask first) and does
+    not wait for the device: collect the flags and read them together. It is hidden from autocast, autograd and every
+    trace. A sum would not do: finite values can add up to infinity (a mask of `finfo.min`, fp16 activations).
+
+    Args:
+        tensor: Any shape, dtype, layout and device. Integers, booleans, empty and meta tensors are finite. Of a sparse,
+            nested, complex, quantised or distributed tensor, the elements that `dense_elements` names are examined.
+
+    Returns:
+        float32 (float64 for float64). If finite, the largest element, or 0 if there is none; do not rely on that.
+    """
+    low, high = extremes(tensor)
+    with Unseen(low):
+        # high + 0 * low: an infinite low becomes NaN, a finite one leaves high as it is, and nothing can overflow.
+        flag = torch.add(high, low, alpha=0)
+        return flag if flag.dtype in {torch.float32, torch.float64} else flag.to(torch.float32)
+
+
+def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest element as 0-dim tensors on the tensor's device.
+
+    `nonfinite_flag` is made of them, at the same cost and under the same conditions. An element is non-finite if and
+    only if one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit.
+
+    Args:
+        tensor: As for `nonfinite_flag`.
+
+    Returns:
+        In the tensor's own dtype if that has reductions, else in one that holds its elements; both 0 if no element
+        could be non-finite.
+    """
+    with Unseen(tensor):
+        return _extremes_of(tensor) if is_plain(tensor) and _is_simple(tensor) else _extremes_of_any(tensor)
+
+
+def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the `extremes` of each tensor, in their order; hiding many small tensors at once halves the time."""
+    each = [(tensor, is_plain(tensor)) for tensor in tensors]
+    plain = [tensor for tensor, is_one in each if is_one]
+    with Unseen(plain[0]) if plain else nullcontext():
+        found = iter([_extremes_of(tensor) if _is_simple(tensor) else _extremes_of_any(tensor) for tensor in plain])
+    return [next(found) if is_one else extremes(tensor) for tensor, is_one in each]
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Whether a plain tensor can be reduced as it is."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_meta:
+        return False
+    return tensor.dtype in _NATIVE and tensor.numel() > 0
+
+
+def _extremes_of(part: Tensor) -> tuple[Tensor, Tensor]:
+    # A reduction over a transposed tensor was 10 times slower than over the same elements as they lie in memory.
+    low, high = torch.aminmax(in_memory_order(part))
+    return low, high
+
+
+def _extremes_of_any(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    part = tensor if tensor.is_meta else dense_elements(tensor)
+    if part.is_meta or not part.is_floating_point() or part.dtype in E2M1_PAIRS or part.numel() == 0:
+        none = torch.zeros((), dtype=torch.float32, device="cpu" if part.is_meta else part.device)
+        return none, none
+    return _extremes_of(_native(part))
+
+
+def _native(part: Tensor) -> Tensor:
+    """Cast float8, which has no reductions, to bfloat16: that holds each value, at half the scratch of float32."""
+    return part.to(torch.bfloat16) if part.is_floating_point() and part.dtype not in _NATIVE else part
+
+
+def nonfinite_counts(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the exact numbers of NaN, +Inf and -Inf elements; waits for the device.
+
+    Args:
+        tensor: As for `nonfinite_flag`.
+    """
+    stats = describe(tensor)
+    return stats.nans, stats.pos_infs, stats.neg_infs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """A tensor's statistics as plain values.
+
+    Attributes:
+        shape: Its shape; of a nested tensor with ragged dimensions, the shape of its values.
+        dtype: Its dtype as torch names it, without "torch.".
+        nans: NaN elements.
+        pos_infs: +Inf elements.
+        neg_infs: -Inf elements.
+        finite_min: Smallest finite value, None if nothing is finite. -0.0 and 0.0 are not distinguished.
+        finite_max: Largest finite value, None if nothing is finite.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nans: int = 0
+    pos_infs: int = 0
+    neg_infs: int = 0
+    finite_min: float | None = None
+    finite_max: float | None = None
+
+    @property
+    def finite_amax(self) -> float | None:
+        """Largest finite magnitude, None if nothing is finite."""
+        if self.finite_min is None or self.finite_max is None:
+            return None
+        return max(abs(self.finite_min), abs(self.finite_max))
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of elements that are NaN or infinite."""
+        return self.nans + self.pos_infs + self.neg_infs
+
+
+def describe(tensor: Tensor) -> TensorStats:
+    """Return what a trace records about a tensor; waits for the device.
+
+    A finite tensor costs the one reduction of `nonfinite_flag`; only a non-finite one is counted.
+
+    Args:
+        tensor: As for `nonfinite_flag`; integers and booleans have a range too. A meta tensor only has a shape.
+    """
+    with Unseen(tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_meta:
+            return TensorStats(shape=tuple(tensor.shape), dtype=dtype)
+        part = dense_elements(tensor)
+        shape = tuple(part.shape) if tensor.is_nested else tuple(tensor.shape)
+        if part.dtype in E2M1_PAIRS or part.numel() == 0:
+            return TensorStats(shape=shape, dtype=dtype)
+        values = in_memory_order(_native(part))
+        low, high = (float(v) for v in torch.aminmax(values))
+        if math.isfinite(low) and math.isfinite(high):
+            return TensorStats(shape=shape, dtype=dtype, finite_min=low, finite_max=high)
+        return _counted(values, shape, dtype)
+
+
+def _counted(values: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStats:
+    """Counts what is not finite, block by block, so that the masks stay in the cache; on a GPU in one piece."""
+    counts = [0, 0, 0]
+    lows, highs = [], []
+    flat = values.reshape(-1)
+    for block in flat.split(_BLOCK if flat.device.type == "cpu" else len(flat)):
+        wrong = int(torch.count_nonzero(block.isfinite().logical_not_()))
+        if wrong:
+            above, below = (int(torch.count_nonzero(block == end)) for end in (math.inf, -math.inf))
+            counts = [sum(pair) for pair in zip(counts, (wrong - above - below, above, below), strict=True)]
+        finite = block[block.isfinite()] if wrong else block
+        if finite.numel():
+            low, high = torch.aminmax(finite)
+            lows.append(float(low))
+            highs.append(float(high))
+    return TensorStats(
+        shape=shape,
+        dtype=dtype,
+        nans=counts[0],
+        pos_infs=counts[1],
+        neg_infs=counts[2],
+        finite_min=min(lows, default=None),
+        finite_max=max(highs, default=None),
+    )
+
+
+# How far a tensor is from a reference: sums of squares and counts, block by block.
+
+
+BLOCK = 1 << 16
+"""Elements at a time: with intermediate results they stay in the cache."""
+EXACT_ENOUGH = (2.0**-90, 2.0**120)
+"""A sum of a block's fp32 squares between these has lost nothing to speak of: no square overflowed, and those below
+2^-126, which may count as 0, are together at most 2^-110, a millionth of it."""
+
+
+@dataclass(slots=True)
+class Distance:
+    """Sums over all pairs of elements that were added.
+
+    Attributes:
+        least: Below which magnitude of the reference a flushed element counts as `below`.
+        error: Of the squares of got - reference.
+        norm: Of the squares of what was got.
+        reference: Of the squares of the reference.
+        flushed_error: Of the squares of the reference's elements that are not zero where what was got is zero.
+        flushed: How many those are.
+        below: How many of those are smaller than `least`.
+        nonzero: How many elements of the reference are not zero.
+    """
+
+    least: float = 0.0
+    error: float = 0.0
+    norm: float = 0.0
+    reference: float = 0.0
+    flushed_error: float = 0.0
+    flushed: int = 0
+    below: int = 0
+    nonzero: int = 0
+
+    @property
+    def relative(self) -> float:
+        """L2 norm of the difference over the reference's; inf where one is not finite, or only the reference is 0."""
+        if self.reference == 0.0:
+            return 0.0 if self.error == 0.0 else math.inf
+        ratio = math.sqrt(self.error / self.reference) if self.error >= 0.0 else math.inf
+        return ratio if math.isfinite(ratio) else math.inf
+
+    def add(self, got: Tensor | None, reference: Tensor, *, scale: float = 1.0) -> None:
+        """Add the elements of two dense tensors of one shape; None is a tensor of zeros.
+
+        Args:
+            got: Any floating dtype.
+            reference: float32, or float64, in which the sums are then made.
+            scale: What was got is divided by it, in the reference's format.
+        """
+        if got is None:
+            for block in blocks(reference):
+                self._add_missing(block)
+            return
+        for one, other in zip(blocks(got), blocks(reference), strict=True):
+            self._add(one, other, scale)
+
+    def _add(self, got: Tensor, reference: Tensor, scale: float) -> None:
+        present = int(torch.count_nonzero(reference))
+        zero = got == 0
+        if present and bool(zero.any()):
+            lost = reference.masked_fill(~zero, 0.0)
+            flushed = int(torch.count_nonzero(lost))
+            self.flushed += flushed
+            self.flushed_error += squares(lost) if flushed else 0.0
+            if flushed and self.least:
+                self.below += int(torch.count_nonzero(lost.abs() < self.least)) - (lost.numel() - flushed)
+        self.nonzero += present
+        if scale != 1.0:
+            got = got.to(reference.dtype) / scale
+        self.error += squares(got - reference)
+        self.norm += squares(got)
+        self.reference += squares(reference)
+
+    def _add_missing(self, reference: Tensor) -> None:
+        present, size = int(torch.count_nonzero(reference)), squares(reference)
+        self.flushed += present
+        self.nonzero += present
+        self.flushed_error += size
+        self.error += size
+        self.reference += size
+
+
+def together(distances: Iterable[Distance]) -> Distance:
+    """Returns the distance of all tensors from all references."""
+    total = Distance()
+    for one in distances:
+        total.error += one.error
+        total.norm += one.norm
+        total.reference += one.reference
+        total.flushed_error += one.flushed_error
+        total.flushed += one.flushed
+        total.below += one.below
+        total.nonzero += one.nonzero
+    return total
+
+
+def blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a tensor's elements, `BLOCK` at a time.
+
+    On another device than the CPU each number that is read waits for it: large blocks.
+    """
+    flat = tensor.detach().reshape(-1)
+    return iter(flat.split(BLOCK if tensor.device.type == "cpu" else BLOCK << 10))
+
+
+def squares(values: Tensor) -> float:
+    """Returns the sum of the squares of a block's elements; not finite where one is not."""
+    if values.dtype is torch.float32:
+        total = float(torch.dot(values, values))
+        if EXACT_ENOUGH[0] <= total <= EXACT_ENOUGH[1]:
+            return total
+    return float(values.double().square_().sum())
