@@ -12,7 +12,7 @@ from ampdoctor.evidence import notebook
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
-    from ampdoctor.loop.marked import steps
+    from ampdoctor.hooks.interfaces import steps
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.training.elastic_batch import elastic_batch
@@ -54,7 +54,7 @@ _HOME = {
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
     "scan_several": "ampdoctor.workflows.scan_several",
-    "steps": "ampdoctor.loop.marked",
+    "steps": "ampdoctor.hooks.interfaces",
     "watch": "ampdoctor.workflows.watch",
 }
 

@@ -53,7 +53,7 @@ from benchmarks.overhead import make_run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ampdoctor.loop.probe import Probe
+    from ampdoctor.hooks.interfaces import Probe
 
 BARE, WATCHED, MEASURED = "bare fp32 step", "with the non-finite probe", "measured step"
 STEP_TARGET = 2.5

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ampdoctor.loop.collectives import are_several
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.process_state import are_several
+from ampdoctor.hooks.torch_internals import unseen
 
 _FLAG, _SCALE = "found_inf", "grad_scale"
 """What a fused optimizer asks itself for, and a GradScaler sets: where the flag is not 0, parameters, moments and the

@@ -23,10 +23,10 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepEvent
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.where import Where
+from ampdoctor.hooks.interfaces import describe
 from ampdoctor.live.run import LiveRun
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread
-from ampdoctor.loop.raised import describe
 from ampdoctor.probes.ops.source import as_source, user_line
 
 Sick = Callable[[Report], None]

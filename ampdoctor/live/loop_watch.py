@@ -13,17 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ampdoctor.hooks.backwards import inside_own_step
+from ampdoctor.hooks.callbacks import OptimizerHooks, told_of_scalers
+from ampdoctor.hooks.process_state import RandomState, refused
+from ampdoctor.hooks.program import Program
+from ampdoctor.hooks.scaler_events import raised_by_scaler
+from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
 from ampdoctor.live.harmless import harmless
 from ampdoctor.live.recording.kept_updates import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.collectives import refused
-from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
-from ampdoctor.loop.hooks.used_gradients import inside_own_step
-from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.recorded.program import Program
-from ampdoctor.loop.scaler_calls import told_of_scalers
-from ampdoctor.loop.scaler_events import raised_by_scaler
-from ampdoctor.loop.torch_internals import under_fake_tensors, unseen
 from ampdoctor.probes.ops.source import own_line, user_frames
 
 

@@ -17,10 +17,10 @@ from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
 from ampdoctor.evidence.where import Source, Where
+from ampdoctor.hooks.callbacks import Clip
+from ampdoctor.hooks.interfaces import describe
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
-from ampdoctor.live.numbers.clipping import Clip
-from ampdoctor.loop.raised import describe
-from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.probes.ops.half_made import HalfMade
 from ampdoctor.probes.ops.source import as_source, own_line
 

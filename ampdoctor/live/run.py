@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
-from ampdoctor.loop.scaler_events import Listener, StepEvents
+from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_parameters
+from ampdoctor.hooks.scaler_events import Listener, StepEvents
 
 
 class LiveRun:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
-from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
+from ampdoctor.hooks.nested import iter_tensors
+from ampdoctor.hooks.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
@@ -25,7 +25,7 @@ from ampdoctor.probes.trace.taint import Births, storage_key
 if TYPE_CHECKING:
     from torch import nn
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
     from ampdoctor.probes.ops.sites import Site
 
 _WRITE_LISTS = frozenset(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))

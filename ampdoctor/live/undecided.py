@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.of_runs.trace import Birth
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.probes.trace.taint import NONE, Births
 
 

@@ -16,15 +16,14 @@ import torch
 from ampdoctor.diagnosis.replay.causes import culprits
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Report
+from ampdoctor.hooks.callbacks import OptimizerHooks
+from ampdoctor.hooks.process_state import no_anomaly_mode, no_fast_path, unwarned_of_hooks
+from ampdoctor.hooks.scaler_events import Listener
+from ampdoctor.hooks.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
 from ampdoctor.live.judge import LiveJudge, Sick
 from ampdoctor.live.run import LiveRun, has_state, state_of
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
-from ampdoctor.loop.hooks.optimizer_hooks import OptimizerHooks
-from ampdoctor.loop.hooks.unwarned import unwarned_of_hooks
-from ampdoctor.loop.scaler_events import Listener
-from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
-from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
 from ampdoctor.package import working_folder
 from ampdoctor.probes.ops.source import shown_from
 

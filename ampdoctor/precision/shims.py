@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.loop import torch_internals as of_loops
+from ampdoctor.hooks import torch_internals as of_loops
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.precision.emulation import torch_internals as of_casts
 

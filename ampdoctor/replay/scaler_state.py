@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ampdoctor.loop.scaler_events import Listener
+from ampdoctor.hooks.scaler_events import Listener
 
 
 def clone(value: Any) -> Any:

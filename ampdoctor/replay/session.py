@@ -17,11 +17,10 @@ from torch import nn
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import StepOutcome
-from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
-from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
-from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.scaler_events import StepEvents
-from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
+from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_parameters
+from ampdoctor.hooks.nested import cast_floats, iter_tensors, move_batch
+from ampdoctor.hooks.process_state import RandomState, no_anomaly_mode, no_fast_path
+from ampdoctor.hooks.scaler_events import StepEvents
 from ampdoctor.precision import (
     REDUCED,
     CastInputs,
@@ -47,8 +46,8 @@ from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.probe import Probe
-    from ampdoctor.loop.recorded.leading import EarlierStep
+    from ampdoctor.hooks.interfaces import Probe
+    from ampdoctor.hooks.program import EarlierStep
     from ampdoctor.precision.masters import MasterWeights
     from ampdoctor.replay.training_run import TrainingRun
 

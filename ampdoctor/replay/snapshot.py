@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.torch_internals import default_device, reset_default_device
+from ampdoctor.hooks.process_state import RandomState
+from ampdoctor.hooks.torch_internals import default_device, reset_default_device
 from ampdoctor.replay.kept_values import Keeper, Values
 from ampdoctor.replay.reached.state import Reached
 from ampdoctor.replay.scaler_state import ScalerSnapshot, clone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.loop.nested import bytes_of, copy_batch
+from ampdoctor.hooks.nested import bytes_of, copy_batch
 from ampdoctor.replay.positioning.place import DataPlace, drawn
 from ampdoctor.replay.positioning.start import takes_start
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ampdoctor.loop.recorded.leading import EarlierStep
+    from ampdoctor.hooks.program import EarlierStep
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")

@@ -17,8 +17,7 @@ from ampdoctor.errors import (
     ReplayError,
     UserCodeError,
 )
-from ampdoctor.loop.halt import StepHalted
-from ampdoctor.loop.raised import describe, is_out_of_memory
+from ampdoctor.hooks.interfaces import StepHalted, describe, is_out_of_memory
 from ampdoctor.package import FOLDER
 from ampdoctor.replay.refusals import explained
 

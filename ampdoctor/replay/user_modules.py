@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.loop.raised import describe
+from ampdoctor.hooks.interfaces import describe
 from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
-from ampdoctor.loop.names import clean_names
+from ampdoctor.hooks.names import clean_names
 from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.in_force import within_bounds
 from ampdoctor.errors import UsageError
-from ampdoctor.loop.nested import iter_tensors, map_kind
+from ampdoctor.hooks.nested import iter_tensors, map_kind
 from ampdoctor.training.cutting import Part, parts_of
 from ampdoctor.training.elastic_sampler import ElasticSampler
 from ampdoctor.training.windows import Count, Weighing, Window

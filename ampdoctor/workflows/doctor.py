@@ -21,6 +21,11 @@ from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.report.target import Kept, Run
 from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
+from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_memory
+from ampdoctor.hooks.nested import iter_tensors
+from ampdoctor.hooks.program import Leading, Program
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.blind_steps import (
     HELD_BACK,
     SKIPPED,
@@ -37,7 +42,6 @@ from ampdoctor.live.log.facts import hardware, models_of, software
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
 from ampdoctor.live.numbers.beside import Beside
-from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 from ampdoctor.live.processes import Place, grouped, launched, restarts, run_id_of_all
@@ -47,12 +51,6 @@ from ampdoctor.live.recording.kept_updates import KeptUpdates
 from ampdoctor.live.recording.naming import named_groups, together
 from ampdoctor.live.recording.trainers import SEVERAL
 from ampdoctor.live.step_lines import StepLines
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
-from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.raised import causes_of, code_of, describe, is_out_of_memory
-from ampdoctor.loop.recorded.leading import Leading
-from ampdoctor.loop.recorded.program import Program
-from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written

@@ -13,7 +13,7 @@ import torch
 from ampdoctor.diagnosis.replay.bad_state import seen_beside, state_finding
 from ampdoctor.diagnosis.tensors.beyond_fp16 import FP16_OVERFLOW_AT
 from ampdoctor.evidence.where import Where
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
 from ampdoctor.evidence.report.target import Kept
-from ampdoctor.loop.collectives import are_several
-from ampdoctor.loop.hooks.unwarned import unwarned
-from ampdoctor.loop.raised import describe
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.interfaces import describe
+from ampdoctor.hooks.process_state import are_several, unwarned
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
 from ampdoctor.replay.bundles.describing import Made
 from ampdoctor.replay.bundles.writing import Written, write_bundle
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.hooks.program import Leading, Program
     from ampdoctor.live.processes import Place
-    from ampdoctor.loop.recorded.leading import Leading
-    from ampdoctor.loop.recorded.program import Program
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.opening.watch_request import WatchRequest

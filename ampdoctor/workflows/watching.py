@@ -63,7 +63,7 @@ def watching(
     with ExitStack() as stack:
 
         def begin() -> None:
-            from ampdoctor.loop.hooks.unwarned import unwarned
+            from ampdoctor.hooks.process_state import unwarned
 
             with unwarned():
                 from ampdoctor.workflows.doctor import Doctor

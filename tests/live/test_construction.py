@@ -7,8 +7,8 @@ import weakref
 
 from torch import nn
 
+from ampdoctor.hooks.json_values import read
 from ampdoctor.live.recording.construction import Constructions
-from ampdoctor.loop.inert.reading import read
 
 
 class Block(nn.Module):

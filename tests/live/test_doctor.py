@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.hooks.callbacks import hearing
 from ampdoctor.live.loop_watch import LoopWatch
-from ampdoctor.live.numbers.clipping import hearing
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.words import place
 from ampdoctor.workflows import doctor

@@ -10,7 +10,7 @@ from torch.distributed.nn import functional as differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from ampdoctor.errors import CollectiveError
-from ampdoctor.loop.collectives import are_several, refused
+from ampdoctor.hooks.process_state import are_several, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

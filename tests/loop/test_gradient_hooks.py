@@ -10,7 +10,7 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor import TrainingRun
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.doctor import Doctor
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -98,4 +98,4 @@ def test_a_watched_loop_passes_by_undefined_gradients(tmp_path):
 def test_every_hook_on_a_gradient_goes_through_the_one_door():
     package = Path(ampdoctor.__file__).parent
     files = [path.stem for path in package.rglob("*.py") if ".register_hook(" in path.read_text(encoding="utf-8")]
-    assert files == ["gradient_hooks"]
+    assert files == ["callbacks"]

@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.loop.inert.functions import function_named, name_of
-from ampdoctor.loop.inert.reading import UnreadableTreeError, read
-from ampdoctor.loop.inert.writing import NotInertError, written
+from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, function_named, name_of, read, written
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as users write them
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ampdoctor.loop.names import (
+from ampdoctor.hooks.names import (
     clean_name,
     clean_names,
     clean_tensor_names,

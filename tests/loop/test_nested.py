@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from ampdoctor.loop.nested import cast_floats, copy_batch, iter_tensors, map_tensors, move_batch
+from ampdoctor.hooks.nested import cast_floats, copy_batch, iter_tensors, map_tensors, move_batch
 
 
 class Point(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 
 
 def test_a_machine_s_gpu_is_not_begun_for_a_loop_that_does_not_use_it(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ampdoctor
-from ampdoctor.loop.scaler_calls import told_of_scalers
+from ampdoctor.hooks.callbacks import told_of_scalers
 
 
 class Own(torch.amp.GradScaler):

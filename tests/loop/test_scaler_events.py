@@ -8,7 +8,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.loop.scaler_events import StepEvents
+from ampdoctor.hooks.scaler_events import StepEvents
 from ampdoctor.replay.session import Session
 
 CPU = torch.device("cpu")

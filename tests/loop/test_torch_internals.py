@@ -13,7 +13,7 @@ from torch.autograd import grad as bound_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ampdoctor.loop.torch_internals import (
+from ampdoctor.hooks.torch_internals import (
     default_device,
     replaced,
     reset_default_device,
@@ -125,7 +125,7 @@ def test_a_mode_can_be_entered_again_for_what_grad_recomputes():
 
 
 def test_without_the_engines_name_a_loop_runs_unseen(monkeypatch):
-    monkeypatch.setattr("ampdoctor.loop.torch_internals._ENGINE", "_no_such_name")
+    monkeypatch.setattr("ampdoctor.hooks.torch_internals._ENGINE", "_no_such_name")
     x = leaf()
     with seen_backwards(lambda _backward, _run: pytest.fail("seen")):
         x.sum().backward()

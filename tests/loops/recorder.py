@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_leaves
 
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.precision import autocast_policy, emulate_cuda, half_products
 from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.workflows.opening.open_replay import seed_all

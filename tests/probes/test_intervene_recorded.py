@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.loop.recorded.line import called_as_recorded, recorded_at
+from ampdoctor.hooks.program import called_as_recorded, recorded_at
 from ampdoctor.probes.altering.intervene import Address, Intervention
 from ampdoctor.probes.ops.source import as_source
 

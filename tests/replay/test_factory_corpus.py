@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.loop.nested import copy_batch, iter_tensors
+from ampdoctor.hooks.nested import copy_batch, iter_tensors
 from ampdoctor.replay.factory import load_factory
 from ampdoctor.replay.resuming.resume import resume
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import Snapshot
 

@@ -12,7 +12,7 @@ from torch import nn
 import ampdoctor
 from ampdoctor import TrainingRun
 from ampdoctor.errors import AmpdoctorError, FactoryError, ReplayError, UsageError, UserCodeError
-from ampdoctor.loop import nested
+from ampdoctor.hooks import nested
 from ampdoctor.replay.factory import load_factory
 from ampdoctor.replay.user_code import describe, forget_working_folder, import_path, trimmed_traceback, user_code
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import perf_counter  # a script may put another in its place
 from typing import Any
 
-from ampdoctor.loop.torch_internals import replaced
+from ampdoctor.hooks.torch_internals import replaced
 
 
 class _Here(threading.local):

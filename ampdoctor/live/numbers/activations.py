@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampdoctor.hooks.callbacks import UncopiedHooks
+from ampdoctor.hooks.nested import iter_tensors
+from ampdoctor.hooks.torch_internals import in_backward, transforms
 from ampdoctor.live.numbers.norms import norms_of
 from ampdoctor.live.numbers.sampling import Sampled, sample
-from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
-from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.torch_internals import in_backward, transforms
 from ampdoctor.numerics import extremes_of_each
 
 MOST_ACTIVATIONS = 256

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.later import Later
-from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.probes.cheap.nonfinite import is_written_mask
 from ampdoctor.probes.ops.source import user_frames

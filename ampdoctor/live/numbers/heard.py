@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from ampdoctor.live.numbers.clipping import Clip
+from ampdoctor.hooks.callbacks import Clip
 
 
 @dataclass(slots=True, eq=False)

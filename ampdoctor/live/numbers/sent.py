@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import HALF, Returned
 from ampdoctor.live.numbers.batch import batch_of
 from ampdoctor.live.numbers.heard import Norm
@@ -17,7 +18,6 @@ from ampdoctor.live.numbers.parcel import Parcel
 from ampdoctor.live.numbers.readings import DetailReading, StepReading, TensorReading, tensor_reading
 from ampdoctor.live.numbers.sampling import Sampled, cut
 from ampdoctor.live.numbers.updates import Moved, Updates, moved
-from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.probes.measures.module_facts import FORMATS
 
 Sections = Mapping[str, Sequence[Tensor]]

@@ -10,9 +10,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ampdoctor.hooks.callbacks import Clip, hearing
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.activations import Activations
 from ampdoctor.live.numbers.batch import drawn_from, is_numbers
-from ampdoctor.live.numbers.clipping import Clip, hearing
 from ampdoctor.live.numbers.heard import Clippings
 from ampdoctor.live.numbers.incoming import Arrived, arrived
 from ampdoctor.live.numbers.later import Later
@@ -20,7 +21,6 @@ from ampdoctor.live.numbers.norms import local
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
 from ampdoctor.live.numbers.sent import Sent, detail_of, step_of
 from ampdoctor.live.numbers.taking import add_changes, add_gradients, add_norms, add_parameters
-from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.numerics.tensors import Unseen
 
 EVERY = 100

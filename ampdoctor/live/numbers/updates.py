@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ampdoctor.hooks.torch_internals import no_modes
 from ampdoctor.live.numbers.sampling import Samples, sample
-from ampdoctor.loop.torch_internals import no_modes
 from ampdoctor.numerics.tensors import Unseen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ampdoctor.loop.torch_internals import version_of
+from ampdoctor.hooks.torch_internals import version_of
 
 
 class Buffers:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ampdoctor.loop.inert.writing import NotInertError, class_name, written
-from ampdoctor.loop.torch_internals import replaced
+from ampdoctor.hooks.json_values import NotInertError, class_name, written
+from ampdoctor.hooks.torch_internals import replaced
 
 _LARGEST = 10_000
 """Arguments of a model of which more than so many were noted are no model's parts: then nothing is noted any more."""
@@ -34,7 +34,7 @@ class Constructions:
         """Returns the class of a module and its arguments; None for a module that was not seen being made.
 
         `{"class": "module:qualname", "file": str | None}` and either `args` and `kwargs` (trees, as
-        `loop.inert.writing` makes them) or `why`, what could not be written.
+        `hooks.json_values` makes them) or `why`, what could not be written.
         """
         try:
             return self._made.get(module)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.torch_internals import replaced
+from ampdoctor.hooks.torch_internals import replaced
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.numerics.tensors import is_plain
 
 _ABOUT_NUMBERS = re.compile(

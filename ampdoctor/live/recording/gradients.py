@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampdoctor.hooks.torch_internals import unseen, version_of
 from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.loop.torch_internals import unseen, version_of
 
 
 def parameters_of(owner: Any) -> list[torch.Tensor]:

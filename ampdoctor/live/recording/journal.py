@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.live.recording.errors import is_lost
-from ampdoctor.live.recording.gradients import Gradients
-from ampdoctor.live.recording.naming import spoken
-from ampdoctor.live.recording.slicing import sliced
-from ampdoctor.live.recording.tape import Tape
-from ampdoctor.loop.recorded.program import (
+from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,
@@ -23,7 +18,12 @@ from ampdoctor.loop.recorded.program import (
     references,
     results,
 )
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.torch_internals import unseen
+from ampdoctor.live.recording.errors import is_lost
+from ampdoctor.live.recording.gradients import Gradients
+from ampdoctor.live.recording.naming import spoken
+from ampdoctor.live.recording.slicing import sliced
+from ampdoctor.live.recording.tape import Tape
 
 MOST = 4096
 """Instructions without a backward that are kept: a loop that trains has far fewer between two updates."""

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.recorded.leading import Leading, updates_made
-from ampdoctor.loop.recorded.program import Call, Op, Program
-from ampdoctor.loop.torch_internals import unseen, version_of
+from ampdoctor.hooks.program import Call, Leading, Op, Program, updates_made
+from ampdoctor.hooks.torch_internals import unseen, version_of
 
 _ON_THE_WAY = 16
 """Updates that are kept besides, as their numbers may still be on their way from a device."""

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
-from ampdoctor.loop.hooks.optimizer_hooks import is_in_place
-from ampdoctor.loop.hooks.unwarned import CallersOfForwards, unwarned_of_hooks
-from ampdoctor.loop.names import wrapped_as
-from ampdoctor.loop.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
+from ampdoctor.hooks.callbacks import UncopiedHooks, is_in_place
+from ampdoctor.hooks.names import wrapped_as
+from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
+from ampdoctor.hooks.torch_internals import forget_hook, in_backward, transforms, under_fake_tensors
 from ampdoctor.probes.ops.source import user_frames
 
 

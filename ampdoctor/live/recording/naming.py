@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.nested import map_kind
-from ampdoctor.loop.recorded.program import (
+from ampdoctor.hooks.nested import map_kind
+from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,

@@ -17,24 +17,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 import torch
 from torch import nn
 
-from ampdoctor.live.recording.buffers import Buffers
-from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
-from ampdoctor.live.recording.errors import holds_nonfinite, is_about_numbers
-from ampdoctor.live.recording.gradients import Gradients, parameters_of
-from ampdoctor.live.recording.journal import MOST, Journal
-from ampdoctor.live.recording.kept_updates import KeptUpdate
-from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.live.recording.naming import prefixed, together
-from ampdoctor.live.recording.samples import GradientSamples
-from ampdoctor.live.recording.slicing import sliced
-from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
-from ampdoctor.live.recording.tape import mode_now
-from ampdoctor.live.recording.trainers import SEVERAL, Trainers
-from ampdoctor.loop.backwards import mark_scaled, scaled_within
-from ampdoctor.loop.hooks.number_reads import NumberReads
-from ampdoctor.loop.hooks.used_gradients import UsedGradients
-from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.recorded.program import (
+from ampdoctor.hooks.backwards import UsedGradients, mark_scaled, scaled_within
+from ampdoctor.hooks.callbacks import NumberReads
+from ampdoctor.hooks.process_state import RandomState
+from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,
@@ -48,8 +34,21 @@ from ampdoctor.loop.recorded.program import (
     Unscaled,
     results,
 )
-from ampdoctor.loop.torch_internals import Backward as SeenBackward
-from ampdoctor.loop.torch_internals import in_backward, seen_backwards, transforms, unseen
+from ampdoctor.hooks.torch_internals import Backward as SeenBackward
+from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, unseen
+from ampdoctor.live.recording.buffers import Buffers
+from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
+from ampdoctor.live.recording.errors import holds_nonfinite, is_about_numbers
+from ampdoctor.live.recording.gradients import Gradients, parameters_of
+from ampdoctor.live.recording.journal import MOST, Journal
+from ampdoctor.live.recording.kept_updates import KeptUpdate
+from ampdoctor.live.recording.models import OutermostModels
+from ampdoctor.live.recording.naming import prefixed, together
+from ampdoctor.live.recording.samples import GradientSamples
+from ampdoctor.live.recording.slicing import sliced
+from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
+from ampdoctor.live.recording.tape import mode_now
+from ampdoctor.live.recording.trainers import SEVERAL, Trainers
 from ampdoctor.probes.ops.source import user_line
 
 P = ParamSpec("P")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.of_runs.handling import Change
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.recording.gradients import parameters_of
-from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.numerics.tensors import is_plain
 
 _PARAMETERS, _ELEMENTS = 8, 64

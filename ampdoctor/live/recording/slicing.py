@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ampdoctor.loop.recorded.program import Backward, Call, Instruction, Made, Op, references, results
+from ampdoctor.hooks.program import Backward, Call, Instruction, Made, Op, references, results
 
 
 def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:

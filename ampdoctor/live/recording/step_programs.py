@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampdoctor.hooks.program import Backward, Call, Clipped, Ended, Given, Held, Program, references
 from ampdoctor.live.recording.gradients import Gradients, parameters_of
 from ampdoctor.live.recording.journal import Journal
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.naming import renumbered, together
 from ampdoctor.live.recording.slicing import leads_to, sliced
-from ampdoctor.loop.recorded.program import Backward, Call, Clipped, Ended, Given, Held, Program, references
 from ampdoctor.probes.ops.source import user_line
 
 _APART = (

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ampdoctor.loop.hooks.number_reads import READS
-from ampdoctor.loop.inert.functions import name_of
-from ampdoctor.loop.nested import iter_tensors, map_tensors
-from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.recorded.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
-from ampdoctor.loop.torch_internals import put_outermost, take_away, version_of
+from ampdoctor.hooks.callbacks import READS
+from ampdoctor.hooks.json_values import name_of
+from ampdoctor.hooks.nested import iter_tensors, map_tensors
+from ampdoctor.hooks.process_state import RandomState
+from ampdoctor.hooks.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
+from ampdoctor.hooks.torch_internals import put_outermost, take_away, version_of
 from ampdoctor.probes.ops.source import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")

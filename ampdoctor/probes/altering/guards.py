@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.probes.ops.recompute import NO_RESULT
 
 EPSILONS = (1e-6, 1e-3)

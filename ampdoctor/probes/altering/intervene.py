@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.where import Source
-from ampdoctor.loop.recorded.line import called_as_recorded, recorded_line
+from ampdoctor.hooks.program import called_as_recorded, recorded_line
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.nested import REDUCED
 from ampdoctor.precision.widening import wide_numbers

@@ -11,7 +11,7 @@ from ampdoctor.probes.ops.modules import ModuleStack
 from ampdoctor.probes.ops.sites import FunctionNames
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 class OwnOps(FunctionNames):

@@ -16,7 +16,7 @@ from ampdoctor.numerics.tensors import together
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 Gradients = Mapping[str, torch.Tensor]
 

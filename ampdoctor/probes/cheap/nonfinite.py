@@ -18,7 +18,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.numerics import extremes, extremes_of_each, nonfinite_counts
 from ampdoctor.probes.cheap.headroom import Tightest
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ampdoctor.loop.halt import StepHalted
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
-from ampdoctor.loop.torch_internals import in_backward, no_modes, sequence_number, sequence_of
+from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.hooks.torch_internals import in_backward, no_modes, sequence_number, sequence_of
 from ampdoctor.probes.cheap.nonfinite import trained_parameters
 from ampdoctor.probes.halving.flow import Flow
 from ampdoctor.probes.ops.exact import is_nonfinite
@@ -25,7 +25,7 @@ from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 PointKind = Literal["output", "arrival", "gradient"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.trace import Birth
-from ampdoctor.loop.halt import StepHalted
-from ampdoctor.loop.torch_internals import Backward, in_backward, no_modes, seen_backwards, sequence_number
+from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.hooks.torch_internals import Backward, in_backward, no_modes, seen_backwards, sequence_number
 from ampdoctor.probes.cheap.nonfinite import is_mask
 from ampdoctor.probes.halving.points import Point, Reached, at_point
 from ampdoctor.probes.ops.exact import is_nonfinite
@@ -24,7 +24,7 @@ from ampdoctor.probes.trace.taint import NONE, Births, union
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
     from ampdoctor.probes.ops.sites import Site
 
 

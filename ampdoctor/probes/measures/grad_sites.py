@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ampdoctor.probes.ops.source import called_by_user, own_line
 from ampdoctor.probes.ops.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from ampdoctor.probes.ops.tensors import memory_of, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is

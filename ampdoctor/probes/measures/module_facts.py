@@ -21,7 +21,7 @@ from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _WIDTH = tuple(FORMATS)

@@ -18,7 +18,7 @@ from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 class RangeProbe:

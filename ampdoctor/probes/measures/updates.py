@@ -17,7 +17,7 @@ from ampdoctor.numerics.tensors import Unseen, blocks, squares
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 SAMPLED = 1 << 14
 """Elements of a parameter and step whose ratio of update to weight is counted, drawn at random, the same in each step.

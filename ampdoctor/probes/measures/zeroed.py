@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
-from ampdoctor.loop.backwards import PLAIN
+from ampdoctor.hooks.backwards import PLAIN
 from ampdoctor.numerics import Distance
 from ampdoctor.numerics.tensors import Unseen, blocks
 from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
@@ -20,7 +20,7 @@ from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 Key = tuple[Place, int]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ampdoctor.evidence.where import Source
-from ampdoctor.loop.torch_internals import replaced
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.probes.ops.source import as_source, own_line
 
 _CASTS = ("half", "to")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.loop.torch_internals import in_backward
+from ampdoctor.hooks.torch_internals import in_backward
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 class ModuleStack:

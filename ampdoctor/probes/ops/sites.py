@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ampdoctor.evidence.where import NonFinite, Phase, Where
-from ampdoctor.loop.torch_internals import (
+from ampdoctor.hooks.torch_internals import (
     Backward,
     current_node,
     in_backward,
@@ -25,7 +25,7 @@ from ampdoctor.probes.ops.naming import function_name, user_level
 from ampdoctor.probes.ops.source import applied_line, as_source, hook_line, user_line
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 Line = tuple[str, int] | None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.where import Source
-from ampdoctor.loop.recorded.line import recorded_line
+from ampdoctor.hooks.program import recorded_line
 from ampdoctor.package import FOLDER, working_folder
 
 _OURS = f"{FOLDER}{os.sep}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.loop.torch_internals import of_transform
+from ampdoctor.hooks.torch_internals import of_transform
 from ampdoctor.numerics.tensors import is_plain, is_readable
 
 _DEPTH = 8

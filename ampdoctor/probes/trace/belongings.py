@@ -15,7 +15,7 @@ from ampdoctor.probes.ops.exact import is_nonfinite, kind_of
 from ampdoctor.probes.trace.taint import Memory, storage_key
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
     from ampdoctor.probes.ops.sites import Site
 
 _STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}

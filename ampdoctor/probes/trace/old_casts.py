@@ -15,7 +15,7 @@ from ampdoctor.probes.ops.sites import Site, Sites
 from ampdoctor.probes.ops.tensors import memory_of, tensors_in
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 @dataclass(slots=True)

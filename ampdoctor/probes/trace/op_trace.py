@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import ReplayError, UserCodeError
 from ampdoctor.evidence.of_runs.trace import Birth, Flush, Operand, Origin, Recomputation, TensorStats, Trace, Way
-from ampdoctor.loop.raised import describe
-from ampdoctor.loop.torch_internals import no_modes
+from ampdoctor.hooks.interfaces import describe
+from ampdoctor.hooks.torch_internals import no_modes
 from ampdoctor.probes.cheap.nonfinite import (
     FiniteBeside,
     holds_nan,
@@ -44,7 +44,7 @@ from ampdoctor.probes.trace.ways import Ways
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 _BLOCK = 1 << 16
 """Elements that are compared at a time: with what is computed on the way they stay in a processor's cache."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ampdoctor.loop.torch_internals import of_transform
+from ampdoctor.hooks.torch_internals import of_transform
 from ampdoctor.probes.ops.arguments import Ran, Split
 from ampdoctor.probes.ops.exact import dense
 from ampdoctor.probes.ops.naming import CONSTANTS

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.trace import LeftOut
-from ampdoctor.loop.raised import describe, is_out_of_memory
+from ampdoctor.hooks.interfaces import describe, is_out_of_memory
 
 
 class SideSearches:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.of_runs.trace import Amplified
-from ampdoctor.loop.torch_internals import in_backward, no_modes
+from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.widening import wide_numbers
 from ampdoctor.probes.ops.naming import UNINITIALISED, kernel_name, reads_layout
 from ampdoctor.probes.ops.recompute import NO_RESULT, widened
@@ -32,7 +32,7 @@ from ampdoctor.probes.trace.taint import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Source, Where
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 AMPLIFIES = 8.0
 """Factor by which an op has to enlarge a relative error. Sums, products and activations leave it as it is or make it

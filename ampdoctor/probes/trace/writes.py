@@ -18,7 +18,7 @@ from ampdoctor.probes.ops.tensors import takes_apart, tensors_in
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
-    from ampdoctor.loop.watched import Watched
+    from ampdoctor.hooks.interfaces import Watched
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import OutputError
-from ampdoctor.loop.inert.constants import constants_of
-from ampdoctor.loop.inert.writing import NotInertError
-from ampdoctor.loop.recorded.leading import Leading
-from ampdoctor.loop.recorded.program import Program
+from ampdoctor.hooks.json_values import NotInertError, constants_of
+from ampdoctor.hooks.program import Leading, Program
 from ampdoctor.package import working_folder
 from ampdoctor.replay.bundles.describing import Made, code_of, described
 from ampdoctor.replay.bundles.instructions import instruction_out, relative

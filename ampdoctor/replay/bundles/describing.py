@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ampdoctor.loop.inert.modules import module_written
-from ampdoctor.loop.inert.writing import NotInertError, class_name, written
-from ampdoctor.loop.names import wrapped_as
+from ampdoctor.hooks.json_values import NotInertError, class_name, module_written, written
+from ampdoctor.hooks.names import wrapped_as
 
 Made = Callable[[nn.Module], Mapping[str, Any] | None]
 """Returns what is known of how a module was made: see `live.recording.construction`."""

@@ -10,11 +10,19 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.loop.inert.functions import function_named, name_of
-from ampdoctor.loop.inert.reading import NOTHING, FindClass, UnreadableTreeError, read
-from ampdoctor.loop.inert.writing import NotInertError, Tree, written
-from ampdoctor.loop.random_state import RandomState
-from ampdoctor.loop.recorded.program import (
+from ampdoctor.hooks.json_values import (
+    NOTHING,
+    FindClass,
+    NotInertError,
+    Tree,
+    UnreadableTreeError,
+    function_named,
+    name_of,
+    read,
+    written,
+)
+from ampdoctor.hooks.process_state import RandomState
+from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.loop.inert.reading import UnreadableTreeError, read
-from ampdoctor.loop.inert.writing import NotInertError, class_name, written
+from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, class_name, read, written
 from ampdoctor.replay.bundles.tensors import Entry
 
 _ON_A_GPU = ("capturable",)

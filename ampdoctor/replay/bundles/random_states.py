@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 
 _PYTHON = 625
 _NUMPY = 624

@@ -14,9 +14,8 @@ import torch
 from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
-from ampdoctor.loop.inert.reading import UnreadableTreeError, read
-from ampdoctor.loop.recorded.leading import Leading
-from ampdoctor.loop.recorded.program import Call, Instruction, Program
+from ampdoctor.hooks.json_values import UnreadableTreeError, read
+from ampdoctor.hooks.program import Call, Instruction, Leading, Program
 from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
 from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
 from ampdoctor.replay.bundles.named_code import NamedCode

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
-from ampdoctor.loop.inert.modules import module_read
-from ampdoctor.loop.inert.reading import NOTHING, UnreadableTreeError, read
+from ampdoctor.hooks.json_values import NOTHING, UnreadableTreeError, module_read, read
 from ampdoctor.replay.bundles.classes import configuration, finding, library_of, lora_fields
 from ampdoctor.replay.bundles.describing import HEADS, code_of
 from ampdoctor.replay.bundles.named_code import NamedCode

@@ -19,9 +19,8 @@ from typing import Any, Literal
 import torch
 
 from ampdoctor.errors import OutputError
-from ampdoctor.loop.inert.writing import class_name, written
-from ampdoctor.loop.recorded.leading import Leading
-from ampdoctor.loop.recorded.program import Program
+from ampdoctor.hooks.json_values import class_name, written
+from ampdoctor.hooks.program import Leading, Program
 from ampdoctor.package import version
 from ampdoctor.replay.bundles.collecting import Collected, bytes_of, shown
 from ampdoctor.replay.bundles.describing import Made

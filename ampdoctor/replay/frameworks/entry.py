@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ampdoctor.loop.torch_internals import replaced
+from ampdoctor.hooks.torch_internals import replaced
 
 Original = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.loop.halt import StepHalted
+from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.replay.guarding.changes import told_of_changes, users_line
 
 _FACTORY = (

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ampdoctor.loop.nested import bytes_of, copy_batch
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.hooks.nested import bytes_of, copy_batch
+from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.precision import as_written, without_overrides
 from ampdoctor.replay.reached.places import Restore, restore_of
 from ampdoctor.replay.reached.walk import PLAIN, RANDOM, is_a, reached

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.nested import map_tensors
-from ampdoctor.loop.recorded.program import Call, Mode, Program
+from ampdoctor.hooks.nested import map_tensors
+from ampdoctor.hooks.program import Call, Mode, Program
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.loop.nested import copy_batch, move_batch
-from ampdoctor.loop.recorded.leading import updates_made
+from ampdoctor.hooks.nested import copy_batch, move_batch
+from ampdoctor.hooks.program import updates_made
 from ampdoctor.replay.recorded.stepping import RecordedStep
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.recorded.leading import EarlierStep, Leading
-    from ampdoctor.loop.recorded.program import Program
+    from ampdoctor.hooks.program import EarlierStep, Leading, Program
 
 AGREE = 1e-3
 """Relative difference of a loss up to which it is the same: other machines and numbers of threads round otherwise."""

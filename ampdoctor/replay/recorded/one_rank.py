@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ampdoctor.errors import CollectiveError
-from ampdoctor.loop.collectives import are_joined, is_by_horovod, refused
-from ampdoctor.loop.hooks.unwarned import is_ours
+from ampdoctor.hooks.process_state import are_joined, is_by_horovod, is_ours, refused
 
 _DDP, _FSDP = "DistributedDataParallel", ("FullyShardedDataParallel", "FSDPModule")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ampdoctor.loop.nested import iter_kind
-from ampdoctor.loop.recorded.program import Call, Given, Line, Op, Program, Reference
+from ampdoctor.hooks.nested import iter_kind
+from ampdoctor.hooks.program import Call, Given, Line, Op, Program, Reference
 from ampdoctor.replay.recorded.stepping import RecordedStep, mode_of
 from ampdoctor.replay.training_run import TrainingRun
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.loop.nested import iter_tensors, map_kind
-from ampdoctor.loop.recorded.line import called_as_recorded, recorded_at
-from ampdoctor.loop.recorded.program import (
+from ampdoctor.hooks.nested import iter_tensors, map_kind
+from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,
@@ -28,6 +27,8 @@ from ampdoctor.loop.recorded.program import (
     Reference,
     Scaled,
     Unscaled,
+    called_as_recorded,
+    recorded_at,
     references,
     results,
 )

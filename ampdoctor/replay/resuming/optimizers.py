@@ -15,7 +15,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.loop.nested import copy_batch
+from ampdoctor.hooks.nested import copy_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.loop.names import clean_tensor_names, common_prefix_fit, match_keys
+from ampdoctor.hooks.names import clean_tensor_names, common_prefix_fit, match_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampdoctor.loop.raised import describe
+from ampdoctor.hooks.interfaces import describe
 from ampdoctor.replay.guarding.changes import is_users_file
 from ampdoctor.replay.reached.walk import cell_contents
 from ampdoctor.replay.scripts.seam import Body

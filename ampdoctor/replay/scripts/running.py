@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.loop.halt import StepHalted
-from ampdoctor.loop.marked import told_of_marks
-from ampdoctor.loop.raised import describe
+from ampdoctor.hooks.interfaces import StepHalted, describe, told_of_marks
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import ADAPTERS
 from ampdoctor.replay.guarding.changes import users_line

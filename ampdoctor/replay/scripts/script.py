@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay.factory import Environment
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND, Anew

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from ampdoctor.loop.halt import StepHalted
+from ampdoctor.hooks.interfaces import StepHalted
 
 Items = Callable[[], Iterable[Any]]
 """Makes what a loop runs over, anew; None in its place for a `while`."""

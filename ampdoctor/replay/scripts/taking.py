@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ampdoctor.loop.backwards import scaled_within
-from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
+from ampdoctor.hooks.backwards import scaled_within
+from ampdoctor.hooks.torch_internals import Backward, seen_backwards, unseen
 from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND
 from ampdoctor.replay.scripts.files import Files
 from ampdoctor.replay.scripts.header import bound_by

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.loop.torch_internals import Backward, seen_backwards
+from ampdoctor.hooks.torch_internals import Backward, seen_backwards
 from ampdoctor.replay.scripts.anew import Anew
 from ampdoctor.replay.scripts.copies import Copies
 from ampdoctor.replay.scripts.made import Made

@@ -28,7 +28,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import StepOutcome
-    from ampdoctor.loop.random_state import RandomState
+    from ampdoctor.hooks.process_state import RandomState
     from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import Snapshot

@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnatio
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription, Skipped
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.probes.cheap.gradients import distances
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe

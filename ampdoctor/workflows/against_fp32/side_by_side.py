@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.replay.forward_precision import error_of
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
 from ampdoctor.probes.cheap.gradients import GradientProbe

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome, Trace
-from ampdoctor.loop.halt import StepHalted
+from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.halving.points import OrderProbe, Point, PointProbe
 from ampdoctor.probes.halving.window import Interval, IntervalTrace, UpdateTrace
 from ampdoctor.replay.snapshot import ProcessState
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.probe import Probe
+    from ampdoctor.hooks.interfaces import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 

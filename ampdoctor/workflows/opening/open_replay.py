@@ -16,9 +16,9 @@ import torch
 from ampdoctor.checkpoints import load_state
 from ampdoctor.errors import FactoryError, ReplayError
 from ampdoctor.evidence.report import Finding, Skipped
-from ampdoctor.loop.names import other_names, scripted_modules
-from ampdoctor.loop.raised import is_out_of_memory
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.interfaces import is_out_of_memory
+from ampdoctor.hooks.names import other_names, scripted_modules
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.package import working_folder
 from ampdoctor.precision import (
     HalfProducts,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.hooks.callbacks import on_gradient
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.backwards import Backwards
+    from ampdoctor.hooks.backwards import Backwards
     from ampdoctor.replay.session import Session
 
 

@@ -13,8 +13,8 @@ from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report.refusals import HALF_WEIGHTS, WITHOUT_GRADIENTS
-from ampdoctor.loop.backwards import mark_scaled, scaled_within
-from ampdoctor.loop.hooks.gradient_hooks import on_gradient
+from ampdoctor.hooks.backwards import mark_scaled, scaled_within
+from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.workflows.proving.trials import AFTER
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.random_state import RandomState
+    from ampdoctor.hooks.process_state import RandomState
     from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import Snapshot
 

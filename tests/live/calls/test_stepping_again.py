@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import ampdoctor
+from ampdoctor.hooks.callbacks import hearing
 from ampdoctor.live.loop_watch import LoopWatch
-from ampdoctor.live.numbers.clipping import hearing
 from ampdoctor.live.watch import StepWatch
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
-from ampdoctor.live.numbers.clipping import hearing
+from ampdoctor.hooks.callbacks import hearing
 
 NAMES = ((clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"))
 PUBLIC = ((utils, "get_total_norm"), (utils, "clip_grads_with_norm_"))

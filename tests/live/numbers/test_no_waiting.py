@@ -8,9 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
+from ampdoctor.hooks.torch_internals import no_modes
 from ampdoctor.live.numbers.later import Later
 from ampdoctor.live.numbers.step_numbers import StepNumbers
-from ampdoctor.loop.torch_internals import no_modes
 
 
 class Copy:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampdoctor.hooks.program import Program
 from ampdoctor.live.recording import kept_updates
 from ampdoctor.live.recording.kept_updates import KeptUpdate, KeptUpdates
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.recorded.program import Program
 
 
 def update(step, *given, optimizer="optimizer", buffers=None):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.hooks.callbacks import UncopiedHooks
 from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.loop.hooks.module_hooks import UncopiedHooks
 
 
 class Heard:

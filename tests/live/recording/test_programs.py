@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
+from ampdoctor.hooks.callbacks import told_of_scalers
+from ampdoctor.hooks.program import Call, Clipped, Ended, Op
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.recorded.program import Call, Clipped, Ended, Op
-from ampdoctor.loop.scaler_calls import told_of_scalers
 from ampdoctor.replay.recorded.running import run_of
 from ampdoctor.replay.session import Session
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from ampdoctor.hooks.program import Call, Op
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.recorded.program import Call, Op
 from ampdoctor.replay.recorded.running import run_of
 
 

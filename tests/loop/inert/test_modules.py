@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.loop.inert.modules import module_read, module_written
-from ampdoctor.loop.inert.reading import UnreadableTreeError
-from ampdoctor.loop.inert.writing import NotInertError
+from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, module_read, module_written
 
 
 class Agent(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.cuda.amp
 
-from ampdoctor.loop.torch_internals import reset_default_device
+from ampdoctor.hooks.torch_internals import reset_default_device
 from ampdoctor.precision.emulation.cuda_emulation import emulate_cuda
 from ampdoctor.precision.emulation.policy import autocast_policy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ampdoctor.hooks.callbacks import told_of_scalers
 from ampdoctor.live.recording.construction import Constructions
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.loop.scaler_calls import told_of_scalers
 
 
 class Loop:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ampdoctor.errors import AmpdoctorError, CheckpointError, FactoryError
-from ampdoctor.loop.inert.reading import UnreadableTreeError, read
+from ampdoctor.hooks.json_values import UnreadableTreeError, read
 from ampdoctor.replay.bundles.reading import load_bundle
 
 EVIL = "subprocess:Popen"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.loop.inert.constants import constants_of
+from ampdoctor.hooks.json_values import constants_of
 from ampdoctor.replay.bundles.reading import load_bundle
 from ampdoctor.replay.bundles.writing import write_bundle
 from tests.replay.bundles.steps import gradients, replayed, same

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ampdoctor import TrainingRun
-from ampdoctor.loop.nested import copy_batch
+from ampdoctor.hooks.nested import copy_batch
 from ampdoctor.precision import autocast_policy, half_products
 
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.loop.random_state import RandomState
+from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay import tape
 from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.reports.forms.human import render_human

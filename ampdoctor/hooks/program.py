@@ -7,17 +7,20 @@ come from, so that it can be run in place or, once written to a file, elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.loop.nested import iter_kind
+from ampdoctor.hooks.nested import iter_kind
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ampdoctor.loop.random_state import RandomState
+    from ampdoctor.hooks.process_state import RandomState
+
 
 Line = tuple[str, int] | None
 """File and line of the user's, as Python names them."""
@@ -247,3 +250,70 @@ def results(instruction: Instruction) -> tuple[Made, ...]:
     if isinstance(instruction, Call | Op):
         return tuple(instruction.results.values())
     return (instruction.result,) if isinstance(instruction, Scaled) else ()
+
+
+# What leads up to a recorded step whose weights are not known: a checkpoint from before it, and the updates since.
+
+
+if TYPE_CHECKING:
+    EarlierStep = tuple[str, Callable[[nn.Module, Any], None]]
+    """A step that is made again before those of a run: what it is, and what makes it, of model and scaler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Leading:
+    """The recorded updates before a step; its weights and its optimizer's state are those of a checkpoint.
+
+    Attributes:
+        steps: The programs of the last updates before it, oldest first, none left out.
+        losses: The sum of each one's losses in the training; None where it is not known.
+        made: How many updates its optimizer had made before it, as its state counts them; None where it does not.
+        left_out: Why there are no more of them, in sentences.
+    """
+
+    steps: tuple[Program, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    made: int | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def updates_made(optimizer: torch.optim.Optimizer) -> int | None:
+    """Returns how many updates an optimizer has made, as its state counts them; None where it counts none.
+
+    That of the parameter with the most: some have no gradient in every step. A device is waited for.
+    """
+    counted = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
+    return max((number for one in counted if (number := _whole(one)) is not None), default=None)
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, not finite, or several
+        return None
+
+
+# The line of the user's that was recorded for what runs now, where a recorded step is run again without its loop.
+
+
+_LINE: ContextVar[tuple[str, int] | None] = ContextVar("_LINE", default=None)
+
+
+@contextmanager
+def recorded_at(line: tuple[str, int] | None) -> Iterator[None]:
+    """What runs inside and has no user's frame of its own was at this line (file, number) when it was recorded."""
+    token = _LINE.set(line)
+    try:
+        yield
+    finally:
+        _LINE.reset(token)
+
+
+def recorded_line() -> tuple[str, int] | None:
+    """The line; None where nothing recorded runs."""
+    return _LINE.get()
+
+
+def called_as_recorded(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function in the place of the line: what looks for the user's frame takes this one for it."""
+    return function(*args, **kwargs)

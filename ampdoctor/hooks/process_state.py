@@ -1,0 +1,347 @@
+"""What a process has beside its loop: random generators, warnings, switches of torch, its process group."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.errors import CollectiveError
+from ampdoctor.hooks.torch_internals import replaced
+
+# The states of the random generators that training code draws from.
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The state of every random generator that training code commonly draws from."""
+
+    python: Any
+    torch_cpu: torch.Tensor
+    torch_cuda: tuple[torch.Tensor, ...]
+    numpy: Any
+    own: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+
+    @classmethod
+    def capture(cls, generators: tuple[torch.Generator, ...] = (), like: RandomState | None = None) -> RandomState:
+        """Copy the current states of Python's, torch's (CPU and each CUDA device) and numpy's global generators.
+
+        CUDA is not begun for it: without a context, its generators are as their seed makes them.
+
+        Args:
+            generators: Generators of the user's own (a DataLoader's); their states are kept as well.
+            like: An earlier state; equal parts are shared with it, because 30 kB a step add up over a long run.
+        """
+        import numpy as np
+
+        # asking for a state begins CUDA: memory of a GPU that the loop does not use, and none for what it forks
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+        python, cpu = random.getstate(), torch.get_rng_state()
+        numpy = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
+        if like is not None:
+            python = like.python if like.python == python else python
+            cpu = like.torch_cpu if torch.equal(like.torch_cpu, cpu) else cpu
+            numpy = like.numpy if _same_numpy(like.numpy, numpy) else numpy
+        return cls(python, cpu, cuda, numpy, tuple((own, own.get_state()) for own in generators))
+
+    def restore(self) -> None:
+        """Restore the generators' states."""
+        import numpy as np
+
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda:
+            torch.cuda.set_rng_state_all(list(self.torch_cuda))
+        elif torch.cuda.is_initialized():  # begun since: as it begins, with the seed that the CPU has been given
+            torch.cuda.manual_seed_all(torch.initial_seed())
+        np.random.set_state(self.numpy)  # noqa: NPY002 - see capture
+        for own, state in self.own:
+            own.set_state(state)
+
+
+def _same_numpy(here: Any, there: Any) -> bool:
+    """Are two states of numpy's global generator equal: its name, its words, and three numbers?"""
+    import numpy as np
+
+    return all(
+        np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
+        for mine, theirs in zip(here, there, strict=True)
+    )
+
+
+# Keeps switches of torch off in a replay: each would hide a step's ops, or end the step before anyone can look.
+
+
+@contextmanager
+def no_anomaly_mode() -> Iterator[None]:
+    """Keep anomaly mode off inside, even if the user's code turns it on; afterwards it is as it was before.
+
+    Only `torch.set_anomaly_enabled` is replaced: `detect_anomaly` and `set_detect_anomaly` both call it.
+    """
+    enabled, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    switch = torch.set_anomaly_enabled
+    switch(False, checks_nan)
+
+    def ignored(*_args: Any, **_kwargs: Any) -> None:
+        """Ignore the user's own anomaly mode."""
+
+    torch.set_anomaly_enabled = ignored
+    try:
+        yield
+    finally:
+        torch.set_anomaly_enabled = switch
+        switch(enabled, checks_nan)
+
+
+@contextmanager
+def no_fast_path() -> Iterator[None]:
+    """Run attention layers unfused, as written. A trace switches torch's fusion off anyway, and that changes bits."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+# Collectives of `torch.distributed`: whether there is anybody to run them with, and a guard that refuses them.
+#
+# A look at one rank's step runs code that the other ranks do not run. A collective that one rank starts alone hangs the
+# job, or pairs with another one of a rank that is further: none may be started, by whatever way.
+
+
+_NAMESPACES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
+)
+"""Of the ops that communicate: each way that torch has ends in one of them, the reducer's of DDP in C++ as well."""
+_LOCAL = ("wait_tensor", "wrap_tensor")
+"""In the names of those that only wait for, or mark, what was started before."""
+_PAST_DISPATCH = (
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "gather", "scatter", "alltoall", "alltoall_base"),
+    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "shrink"),
+)
+"""Methods of torch's `Backend` in C++: who takes it out of its group (`group._get_backend(device)`) calls no op."""
+_NEW_GROUP = "_new_group_with_tag"
+"""Of `torch.distributed.distributed_c10d`, since 2.0: waits for the others at the store, and is no op."""
+
+
+def are_joined() -> bool:
+    """Whether this process is in a process group, be it of one."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def are_several() -> bool:
+    """Whether other processes are in this one's process group, and may have a part in its gradients."""
+    return are_joined() and torch.distributed.get_world_size() > 1
+
+
+def is_by_horovod() -> bool:
+    """Whether other processes have a part in the gradients by Horovod, whose collectives are not torch's."""
+    horovod: Any = sys.modules.get("horovod.torch")
+    try:
+        return horovod is not None and horovod.size() > 1
+    except ValueError:  # it has not been initialised
+        return False
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Inside, a collective that this thread, or a backward of it, would start raises before it is launched.
+
+    What other threads do is not touched. Where there is no process group nothing is in place.
+
+    Raises:
+        CollectiveError: What runs inside starts one.
+    """
+    if not are_joined():
+        yield
+        return
+    with _Refusing(), _without_what_is_no_op():
+        yield
+
+
+class _Refusing(TorchDispatchMode):
+    """`ProcessGroup`'s methods, functional collectives and DDP's reducer all go by the dispatcher."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace = getattr(func, "namespace", "")
+        if namespace in _NAMESPACES and not any(name in str(func) for name in _LOCAL):
+            raise CollectiveError(_sentence(str(func).removesuffix(".default")))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_what_is_no_op() -> Iterator[None]:
+    """Inside, this thread starts no collective past the dispatcher, as far as this torch has the ways for it."""
+    from torch._C import _distributed_c10d as in_c
+    from torch.distributed import distributed_c10d
+
+    ways: list[tuple[Any, str]] = [(in_c.Backend, name) for name in _PAST_DISPATCH]
+    ways += [(in_c.ProcessGroup, "_start_coalescing"), (distributed_c10d, _NEW_GROUP)]
+    with ExitStack() as stack:
+        for owner, name in ways:
+            if name in vars(owner):
+                stack.enter_context(_refusing(owner, name))
+        yield
+
+
+@contextmanager
+def _refusing(owner: Any, name: str) -> Iterator[None]:
+    made, here = getattr(owner, name), threading.get_ident()
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here:
+            raise CollectiveError(_sentence(name.lstrip("_")))
+        return made(*args, **kwargs)
+
+    setattr(owner, name, refusing)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is refusing:
+            setattr(owner, name, made)
+
+
+def _sentence(what: str) -> str:
+    return (
+        f"the step runs a collective ({what}), which one rank must not run alone: it can be run again where all ranks "
+        "run it, and not here"
+    )
+
+
+# A watch gives no warnings, takes none away, and has none shown twice.
+
+
+_CHANGED = ("_filters_mutated", "_filters_mutated_lock_held")
+"""What `warnings` calls when its filters have changed, up to Python 3.13 and from 3.14 on."""
+_ANY_GLOBAL = "_has_any_global_hook"
+"""Of `torch.nn.modules.module`: a compiled module asks it, and warns where there is one."""
+_GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
+
+
+class _OnThisThread:
+    """Of a filter, which asks it whether it is for a warning's text: any text, on one thread."""
+
+    __slots__ = ("_thread",)
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def match(self, _: str) -> bool:
+        """As of a pattern."""
+        return threading.get_ident() == self._thread
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Inside, this thread's warnings are neither shown nor raised, and are not remembered as shown.
+
+    Python shows most warnings once a line, until filters change: then each is shown once more. What runs inside may
+    change filters, as much of torch does while it looks at itself (`warnings.catch_warnings`): the script's warnings
+    do not begin anew for it.
+    """
+    ours = ("ignore", _OnThisThread(), Warning, None, 0)
+    lists = [_filters()]
+    with ExitStack() as stack:
+        for name in _CHANGED:
+            if hasattr(warnings, name):
+                stack.enter_context(_unchanged(name))
+        lists[0].insert(0, ours)
+        try:
+            yield
+        finally:
+            lists.append(_filters())  # another thread may have put a copy in its place
+            for filters in lists:
+                if ours in filters:
+                    filters.remove(ours)
+
+
+@contextmanager
+def unwarned_of_hooks() -> Iterator[None]:
+    """Inside, a compiled module warns of global hooks where there are others than ampdoctor's."""
+    before = getattr(modules, _ANY_GLOBAL, None)
+    if before is None:
+        yield
+        return
+    with replaced(modules, _ANY_GLOBAL, _has_hooks_of_others):
+        yield
+
+
+class CallersOfForwards:
+    """The two lines of torch's that call a forward: one where there are hooks, the other where there are none.
+
+    A forward that warns of its caller (`stacklevel=2`) is remembered with that line, and would be shown once for each.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[int, int] = {}
+        if not any(getattr(modules, name, {}) for name in _GLOBAL):  # with which torch has one line for all
+            plain, hooked = (_line_that_calls(hooked=hooked) for hooked in (False, True))
+            self._lines = {plain: hooked, hooked: plain}
+
+    def remember(self) -> None:
+        """What was shown for one line has been shown for the other."""
+        shown = vars(modules).get("__warningregistry__") or {}
+        for key in list(shown):
+            if isinstance(key, tuple) and key[-1] in self._lines:
+                shown.setdefault((*key[:-1], self._lines[key[-1]]), shown[key])
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether ampdoctor has made a hook."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _has_hooks_of_others() -> bool:
+    return any(not is_ours(hook) for name in _GLOBAL for hook in getattr(modules, name, {}).values())
+
+
+def _line_that_calls(*, hooked: bool) -> int:
+    asked = _Asked()
+    if hooked:
+        asked.register_forward_pre_hook(lambda *_: None)
+    line: int = asked()
+    return line
+
+
+class _Asked(modules.Module):
+    def forward(self) -> int:
+        """Returns the line of its caller."""
+        return sys._getframe(1).f_lineno  # noqa: SLF001 - a traceback would be slow
+
+
+def _filters() -> list[Any]:
+    return warnings.filters  # type: ignore[return-value]  # a list, where the stubs have a sequence
+
+
+@contextmanager
+def _unchanged(name: str) -> Iterator[None]:
+    changed, here, over = getattr(warnings, name), threading.get_ident(), False
+
+    def told() -> None:
+        if over or threading.get_ident() != here:
+            changed()
+
+    with replaced(warnings, name, told):
+        try:
+            yield
+        finally:
+            over = True

@@ -1,1 +1,0 @@
-"""Hooks on tensors and modules of a loop that is somebody else's."""

@@ -1,1 +1,0 @@
-"""A step of a loop as data: what can be run again without the loop."""
