@@ -2,21 +2,336 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.training.changes import plan
-from ampdoctor.training.parts import Training
-from ampdoctor.training.wanted import wanted_of
+from ampdoctor.hooks.names import clean_names
+from ampdoctor.precision import (
+    REDUCED,
+    AutocastOverride,
+    CastInputs,
+    Island,
+    half_dtype,
+    island_of,
+    island_on,
+    let_compile_see_hooks,
+    resolve_islands,
+    widen_islands,
+)
+from ampdoctor.training.apply_request import dtype_of, wanted_of, yours
+from ampdoctor.training.dtypes import (
+    ISLAND,
+    WHOLE_MODEL,
+    Training,
+    half_by_nature,
+    hold_dtype,
+    holds,
+    put,
+    refuse_unseen,
+    to_change,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# The changes that `apply` can make: each is checked as a whole, then made, and can be undone.
+
+
+Change = Callable[[ExitStack], None]
+"""Makes a change that was checked, and puts the undoing of each part on the stack."""
+
+MOST_SCALE = 2.0**127
+"""A larger scale becomes infinite in fp32 the next time it grows."""
+_SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def plan(prescription: Prescription, training: Training) -> Change:
+    """Check that a change can be made, and return the function that makes it; nothing is changed yet.
+
+    Raises:
+        UsageError: The change cannot be made, or its value makes no sense.
+    """
+    value = prescription.value
+    if prescription.kind == "fp32_modules":
+        return _fp32_modules(value, training)
+    if prescription.kind == "dtype":
+        return _dtype(value, training)
+    if prescription.kind == "init_scale":
+        return _scaler({"init_scale": value}, training)
+    if prescription.kind == "scaler":
+        return _scaler(value, training)
+    if prescription.kind == "optimizer":
+        return _optimizer(value, training)
+    raise UsageError(yours(prescription))
+
+
+def modules_named(model: nn.Module, names: Sequence[Any]) -> dict[str, nn.Module]:
+    """Returns the modules that a prescription names, under names without the parts that DDP, compile and others add.
+
+    A container without a forward stands for its children.
+
+    Raises:
+        UsageError: The model has no such module; the sentence suggests similar names.
+    """
+    real: dict[str, str] = {}
+    for name, clean in clean_names(model).items():
+        if len(name) > len(real.get(clean, "")):  # a wrapper and its module share a clean name: take the inner one
+            real[clean] = name
+        real.setdefault(clean, name)
+    known = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in real and name not in known:
+            near = difflib.get_close_matches(str(name), real, n=3)
+            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+            raise UsageError(f"the model has no module called {name!r}{hint}: nothing was changed")
+    return resolve_islands(model, [real.get(name, name) for name in names])
+
+
+# -- fp32 modules ------------------------------------------------------------------------------------------------
+
+
+def _fp32_modules(value: Any, training: Training) -> Change:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(n, str) for n in value):
+        raise UsageError(f"fp32_modules is a list of module names, not {value!r}")
+    if not value:
+        raise UsageError("fp32_modules names no module: there is nothing to apply")
+    model = training.model
+    chosen = modules_named(model, value)
+    everything = {
+        **chosen,
+        **{name: model.get_submodule(name) for name in widen_islands(model, chosen, half_by_nature)},
+    }
+    for name, module in everything.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(f"{name} is a scripted module, whose precision cannot be changed from outside")
+    halves = [tensor for module in everything.values() for tensor in half_by_nature(module)]
+    refuse_unseen(halves, torch.float32, training, ISLAND)
+    return partial(_make_islands, list(everything.values()), halves, training)
+
+
+def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
+    let_compile_see_hooks()
+    for module in modules:
+        below = (inner for inner in module.modules() if inner is not module)
+        _hold_base(below, None, undo, rank=ISLAND)  # their surroundings are fp32 now: their outputs are not narrowed
+        put(undo, module, "island", True, read=partial(island_on, module), write=partial(_set_island, module))
+    hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo, rank=ISLAND)
+
+
+def _set_island(module: nn.Module, on: bool) -> None:  # noqa: FBT001 - a value to write
+    if not on:
+        _unhook(module, lambda hook: isinstance(getattr(hook, "__self__", None), Island))
+    elif not island_on(module):
+        Island(_base(module)).attach(module)
+
+
+def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack, *, rank: int) -> None:
+    """Set the output dtype of the islands among the modules, and of modules that may become islands."""
+    for module in modules:
+        if _base(module) is not None or holds(module, "base"):
+            read, write = partial(_base, module), partial(_set_base, module)
+            put(undo, module, "base", dtype, read=read, write=write, rank=rank)
+
+
+def _base(module: nn.Module) -> torch.dtype | None:
+    """Returns the half dtype of a module's surroundings; None if they are not half. Call it before tensors are cast."""
+    island, held = island_of(module), holds(module, "base")
+    if island is not None:
+        return island.dtype
+    return held[-1].value if held else half_dtype(module)
+
+
+def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
+    island = island_of(module)
+    if island is not None:
+        island.dtype = dtype
+
+
+def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
+    """Remove the hooks for which `ours` is true. Copies of a model have copies of the hooks, and no handle on them."""
+    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
+    after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
+    kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
+    for hooks, *notes in kinds:
+        for key in [key for key, hook in hooks.items() if ours(hook)]:
+            for those in (hooks, *notes):
+                those.pop(key, None)
+
+
+# -- another compute format --------------------------------------------------------------------------------------
+
+
+def _dtype(value: Any, training: Training) -> Change:
+    dtype = dtype_of(value)
+    if dtype is None:
+        raise UsageError(f"dtype is bfloat16 or float32, not {value!r}")
+    model = training.model
+    if dtype is torch.bfloat16:
+        on_cuda = any(tensor.device.type == "cuda" for tensor in model.parameters())
+        if on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UsageError("this GPU has no bfloat16 (that begins with compute capability 8.0): nothing was changed")
+    others = to_change(half_by_nature(model), dtype)
+    refuse_unseen(others, dtype, training, WHOLE_MODEL)
+    return partial(_make_dtype, dtype, others, training)
+
+
+def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, undo: ExitStack) -> None:
+    model, scaler = training.model, training.scaler
+    if tensors:
+        base = dtype if dtype in REDUCED else None  # islands give their outputs the dtype that the model computes in
+        _hold_base(model.modules(), base, undo, rank=WHOLE_MODEL)
+        put(undo, model, "inputs", dtype, read=partial(_input_cast, model), write=partial(_set_input_cast, model))
+    hold_dtype(tensors, dtype, model, training.optimizers, undo=undo, rank=WHOLE_MODEL)
+    undo.callback(AutocastOverride(None if dtype is torch.float32 else dtype).remove)
+    if scaler is not None:  # torch offers no public switch after the scaler is built
+        read, write = partial(getattr, scaler, "_enabled"), partial(setattr, scaler, "_enabled")
+        put(undo, scaler, "enabled", False, read=read, write=write)
+
+
+def _input_cast(model: nn.Module) -> torch.dtype | None:
+    hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - see island_on
+    return next((hook.dtype for hook in hooks if isinstance(hook, CastInputs)), None)
+
+
+def _set_input_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    _unhook(model, lambda hook: isinstance(hook, CastInputs))
+    if dtype is not None:
+        CastInputs(dtype).attach(model)
+
+
+# -- loss scale and optimizer ------------------------------------------------------------------------------------
+
+
+def _scaler(value: Any, training: Training) -> Change:
+    if not isinstance(value, Mapping) or not value:
+        raise UsageError(f"scaler is an object of GradScaler arguments, not {value!r}")
+    for name, number in value.items():
+        if name not in _SCALER_SETTINGS:
+            raise UsageError(f"GradScaler has no setting {name!r}: it has {', '.join(_SCALER_SETTINGS)}")
+        if not _number(number) or number <= 0:
+            raise UsageError(f"{name} must be a finite number above 0, not {number!r}")
+    if not DEAD_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE:
+        raise UsageError(f"init_scale {value['init_scale']:g} is too large or too small for a loss scale in fp32")
+    if value.get("growth_interval", 1) != int(value.get("growth_interval", 1)):
+        raise UsageError(f"growth_interval is a number of steps, not {value['growth_interval']!r}")
+    if value.get("growth_factor", 2.0) <= 1.0 or value.get("backoff_factor", 0.5) >= 1.0:
+        raise UsageError("a growth_factor must be above 1 and a backoff_factor below it")
+    arguments = ", ".join(f"{name}={number}" for name, number in value.items())
+    scaler = training.scaler
+    if scaler is None:
+        raise UsageError(
+            f"the change is one of the loss scaler: pass scaler=...; a training without one needs "
+            f'torch.amp.GradScaler("cuda", {arguments}), and a loop that scales its loss and steps with it'
+        )
+    if not scaler.is_enabled():
+        raise UsageError(
+            f"the scaler is disabled, so that no scale can be set: build it with enabled=True, {arguments}"
+        )
+    return partial(_set_scaler, scaler, value)
+
+
+def _set_scaler(scaler: torch.amp.GradScaler, settings: Mapping[str, Any], undo: ExitStack) -> None:
+    names = {"init_scale": "scale"}
+    wanted = {names.get(name, name): number for name, number in settings.items()}
+    for key, number in {**wanted, "_growth_tracker": 0}.items():
+        put(undo, scaler, key, number, read=partial(_setting, scaler, key), write=partial(_set, scaler, key))
+
+
+def _setting(scaler: torch.amp.GradScaler, key: str) -> Any:
+    with _enabled(scaler):
+        return scaler.state_dict()[key]
+
+
+def _set(scaler: torch.amp.GradScaler, key: str, number: Any) -> None:
+    with _enabled(scaler):
+        scaler.load_state_dict({**scaler.state_dict(), key: number})
+
+
+@contextmanager
+def _enabled(scaler: torch.amp.GradScaler) -> Iterator[None]:
+    """Enable the scaler inside: while it is off (by another change) it neither shows nor takes its settings."""
+    was, scaler._enabled = scaler._enabled, True  # noqa: SLF001 - there is no public switch
+    try:
+        yield
+    finally:
+        scaler._enabled = was  # noqa: SLF001
+
+
+def _optimizer(value: Any, training: Training) -> Change:
+    if not isinstance(value, Mapping) or not value:
+        raise UsageError(f"optimizer is an object of settings, not {value!r}")
+    if "reset_state" in value:
+        raise UsageError(
+            "the optimizer's state of the parameters that it names is to be dropped before the run is "
+            "resumed: `del optimizer.state[parameter]` after load_state_dict"
+        )
+    if not training.optimizers:
+        arguments = ", ".join(f"{name}={number}" for name, number in value.items())
+        raise UsageError(f"the change is one of the optimizer ({arguments}): pass optimizer=...")
+    places = []
+    for name, number in value.items():
+        if not _number(number) or number < 0:
+            raise UsageError(f"{name} must be a finite number, 0 or above, not {number!r}")
+        found = [
+            (optimizer, group, name, number)
+            for optimizer in training.optimizers
+            for group in (*range(len(optimizer.param_groups)), None)
+            if _number(_group(optimizer, group).get(name))
+        ]
+        if not found:
+            kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in training.optimizers))
+            raise UsageError(f"{kinds} has no setting {name!r} that is a number: nothing was changed")
+        places += found
+    return partial(_set_all, places)
+
+
+def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitStack) -> None:
+    for optimizer, group, name, number in places:
+        place = optimizer, group, name
+        put(undo, optimizer, (group, name), number, read=partial(_option, *place), write=partial(_set_option, *place))
+    hold = partial(_hold_options, [(group, name) for _, group, name, _ in places])
+    for optimizer in {id(place[0]): place[0] for place in places}.values():
+        if isinstance(optimizer, Optimizer):  # others only look like one
+            undo.callback(optimizer.register_load_state_dict_post_hook(hold).remove)
+
+
+def _hold_options(keys: list[tuple[int | None, str]], optimizer: Optimizer) -> None:
+    """Write the held settings again after a checkpoint has brought its own."""
+    for group, name in keys:
+        held = holds(optimizer, (group, name))  # () if the setting belongs to another optimizer
+        if held and not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # a scheduler moves that one
+            _set_option(optimizer, group, name, held[-1].value)
+
+
+def _group(optimizer: Optimizer, group: int | None) -> dict[str, Any]:
+    """Returns a parameter group's settings; for None, the defaults of groups that are added later."""
+    return optimizer.defaults if group is None else optimizer.param_groups[group]
+
+
+def _option(optimizer: Optimizer, group: int | None, name: str) -> Any:
+    return _group(optimizer, group)[name]
+
+
+def _set_option(optimizer: Optimizer, group: int | None, name: str, number: Any) -> None:
+    _group(optimizer, group)[name] = number
+
+
+def _number(value: Any) -> bool:
+    """Is the value a finite number that a float can hold? True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class Applied:

@@ -1,9 +1,10 @@
-"""Keeps parameters and buffers of a user's training in another dtype for as long as a change holds them there."""
+"""Values of a user's training in another dtype, or another value, for as long as changes hold them there."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdoctor.errors import UsageError
 from ampdoctor.precision import REDUCED, InPlaceCast, moments, parameters_and_buffers
-from ampdoctor.training.holds import holds, original, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,7 +22,81 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ampdoctor.training.parts import Training
+
+# Several changes may hold one value: taken back in any order, they leave what was there before the first.
+
+
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """One change of one value, for example of a parameter's dtype.
+
+    Attributes:
+        before: What the change covers: the value of the hold beneath it, or the original value.
+        value: The value that it sets.
+        rank: It is in force over holds of a lower rank, and over earlier ones of the same rank.
+    """
+
+    before: Any
+    value: Any
+    rank: int
+
+
+_HOLDS = WeakIdKeyDictionary()
+"""Object -> key -> its holds, the one in force last. They live as long as the object: a change without a handle stays
+for good, and others may come and go above and beneath it."""
+
+
+def holds(owner: object, key: Hashable) -> tuple[_Hold, ...]:
+    """Returns the holds on one value of `owner`, the one in force last."""
+    return tuple(_HOLDS.get(owner, {}).get(key, ()))
+
+
+def original(owner: object, key: Hashable, now: Any) -> Any:
+    """Returns the value before the first hold; `now`, the present value, if nothing holds it."""
+    return next((hold.before for hold in holds(owner, key)), now)
+
+
+def put(
+    undo: ExitStack,
+    owner: object,
+    key: Hashable,
+    value: Any,
+    *,
+    read: Callable[[], Any],
+    write: Callable[[Any], None],
+    rank: int = 0,
+) -> None:
+    """Hold one value of `owner` at `value` until `undo` is closed.
+
+    Args:
+        undo: The stack that releases the hold when it is closed.
+        owner: The object that is changed; it is not kept alive.
+        key: Names the value within the owner.
+        value: The new value; neither it nor the original one may refer to the owner.
+        read: Reads the present value.
+        write: Writes a value.
+        rank: See `_Hold`.
+    """
+    stack = _HOLDS.setdefault(owner, {}).setdefault(key, [])
+    at = sum(hold.rank <= rank for hold in stack)
+    above = stack[at] if at < len(stack) else None
+    hold = _Hold(before=read() if above is None else above.before, value=value, rank=rank)
+    if above is None:
+        write(value)
+    else:
+        above.before = value
+    stack.insert(at, hold)
+    undo.callback(partial(_release, stack, hold, write))
+
+
+def _release(stack: list[_Hold], hold: _Hold, write: Callable[[Any], None]) -> None:
+    at = stack.index(hold)
+    del stack[at]
+    if at < len(stack):
+        stack[at].before = hold.before
+    else:
+        write(hold.before)
+
 
 _DTYPE = "dtype"
 WHOLE_MODEL, ISLAND = 0, 1
@@ -151,3 +225,21 @@ def _flatten(model: nn.Module) -> None:
 def _optimizers_alive() -> list[Optimizer]:
     # torch keeps no list of optimizers; type() because isinstance() asks proxies and lazy objects for their __class__
     return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+
+
+# The parts of a user's training that `apply` was given.
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The parts of a user's training that `apply` was given.
+
+    Attributes:
+        model: The model.
+        optimizers: Its optimizers; () where none was given.
+        scaler: Its loss scaler, if one was given.
+    """
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    scaler: torch.amp.GradScaler | None

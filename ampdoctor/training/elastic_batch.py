@@ -1,25 +1,301 @@
-"""The same global batch on whatever number of ranks a job wakes up with."""
+"""The same global batch on whatever number of ranks a job wakes up with: sampler, micro-batches, weights of losses."""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import index
 from types import UnionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Sampler
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.in_force import within_bounds
 from ampdoctor.errors import UsageError
 from ampdoctor.hooks.nested import iter_tensors, map_kind
-from ampdoctor.training.cutting import Part, parts_of
-from ampdoctor.training.elastic_sampler import ElasticSampler
-from ampdoctor.training.windows import Count, Weighing, Window
+
+# Which samples of an optimizer step belong to which rank, and to which of its micro-batches.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The samples of one micro-batch, `begin` to `end`, counted from the step's first.
+
+    Attributes:
+        counts: False for a rank that a small last window leaves without a sample: its part repeats the first one, so
+            that it takes part in the reduce, with weight 0.
+    """
+
+    begin: int
+    end: int
+    counts: bool = True
+
+
+def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Iterator[Part]:
+    """Yields a rank's micro-batches of a step that has this many samples.
+
+    The step is cut into ranks x accumulation slots that differ by one sample at most, and ranks take them in order: a
+    cluster on which that product is the same cuts the same micro-batches, in a last step that is smaller as well. A
+    slot without a sample is no micro-batch.
+
+    Args:
+        samples: Of the whole step, at least 1: the global batch, or less at the end of the data.
+        rank: From 0.
+        ranks: The number of data parallel ranks.
+        accumulation: The most micro-batches of a rank.
+    """
+    slots, empty = ranks * accumulation, True
+    for slot in range(rank * accumulation, (rank + 1) * accumulation):
+        begin, end = samples * slot // slots, samples * (slot + 1) // slots
+        if begin < end:
+            empty = False
+            yield Part(begin=begin, end=end)
+    if empty:
+        yield Part(begin=0, end=1, counts=False)
+
+
+# The micro-batches of one optimizer step, each with the weight of its loss.
+
+
+Count = Callable[[Any], Any]
+"""How many things a micro-batch's loss is summed over: the tokens whose label is not ignored, say. A whole number, or a
+tensor of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward takes.
+
+    Attributes:
+        data: The samples.
+        weight: The factor of its loss.
+        last: True for the rank's last one in this step: the only one whose backward needs to reduce.
+    """
+
+    data: Any
+    weight: float
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One optimizer step of this rank; iterates over its micro-batches.
+
+    Attributes:
+        step: Its number in the epoch, the same on every rank and at every world size.
+        samples: How many samples all ranks together see: the global batch, or what is left of the epoch.
+        micro_batches: This rank's.
+    """
+
+    step: int
+    samples: int
+    micro_batches: tuple[MicroBatch, ...]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """How losses are weighted so that the mean over ranks of the summed gradients is that of the whole step.
+
+    Attributes:
+        ranks: D, over which DDP and FSDP take the mean.
+        group: Their process group; None for the default one.
+        count: None: a loss is a mean over samples, and its weight D n / k for n of the step's k samples. Otherwise a
+            loss is a sum over what `count` counts, and its weight D / N for the N of all micro-batches of all ranks.
+    """
+
+    ranks: int
+    group: dist.ProcessGroup | None
+    count: Count | None = None
+
+    def counting(self, count: Count | None) -> Weighing:
+        """Returns the same with another count.
+
+        Raises:
+            UsageError: Several ranks are to be counted together, and they have not joined a process group.
+        """
+        if count is not None and self.ranks > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise UsageError("counting over several ranks needs torch.distributed.init_process_group() before it")
+        return replace(self, count=count)
+
+    def window(self, step: int, samples: int, parts: Sequence[Part], data: Sequence[Any]) -> Window:
+        """Returns the step; where things are counted, all ranks have to come here together.
+
+        Args:
+            step: Its number.
+            samples: k.
+            parts: This rank's parts.
+            data: What is in them.
+        """
+        weights = self._by_samples(samples, parts) if self.count is None else self._by_count(self.count, parts, data)
+        last = len(parts) - 1
+        made = zip(data, weights, strict=True)
+        return Window(
+            step=step,
+            samples=samples,
+            micro_batches=tuple(
+                MicroBatch(data=value, weight=weight, last=index == last) for index, (value, weight) in enumerate(made)
+            ),
+        )
+
+    def _by_samples(self, samples: int, parts: Sequence[Part]) -> list[float]:
+        return [self.ranks * (part.end - part.begin) * part.counts / samples for part in parts]
+
+    def _by_count(self, count: Count, parts: Sequence[Part], data: Sequence[Any]) -> list[float]:
+        own = sum(_whole(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
+        total = self._of_all_ranks(own)
+        # a step in which nothing counts is the mean of nothing, and moves nothing
+        return [self.ranks / total if part.counts and total else 0.0 for part in parts]
+
+    def _of_all_ranks(self, own: int) -> int:
+        if self.ranks == 1:
+            return own
+        found: list[int] = [0] * self.ranks
+        dist.all_gather_object(found, own, group=self.group)  # objects, because only the backend knows its device
+        return sum(found)
+
+
+def _whole(counted: Any) -> int:
+    """Returns what `count` has counted; a fraction is refused, because the weight 1 / N of a rounded N is wrong."""
+    try:
+        number = counted.item() if hasattr(counted, "item") else counted
+    except (RuntimeError, ValueError):  # a tensor or an array of several numbers
+        number = None
+    is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+    if not is_whole or isinstance(number, bool) or number < 0:
+        said = f"a {type(counted).__name__} of several" if hasattr(counted, "item") and number is None else repr(number)
+        raise UsageError(f"count gives a whole number of at least 0 for each micro-batch, not {said}")
+    return int(number)
+
+
+# The order of a data set's samples, cut into the micro-batches of one rank, for a DataLoader's `batch_sampler`.
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """Yields the sample numbers of this rank's micro-batches, step after step; made by `ElasticBatch.sampler`.
+
+    The order depends on `seed` and the epoch alone, and step k of an epoch has the samples k G to (k + 1) G of it (G is
+    the global batch), however many ranks there are. It is that of `DistributedSampler` with the same seed, whose steps
+    have the same samples, but nothing is repeated at the end of an epoch to make it even.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        global_batch: int,
+        accumulation: int,
+        rank: int,
+        weighing: Weighing,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self._length = length // global_batch * global_batch if drop_last else length
+        self._samples = length
+        self._global_batch = global_batch
+        self._accumulation = accumulation
+        self._rank = rank
+        self._weighing = weighing
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+        self._start = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch, at any world size."""
+        return -(-self._length // self._global_batch)
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch to be iterated next.
+
+        Args:
+            epoch: Its number; each has an order of its own.
+            start: The optimizer steps of it that are done already, as a checkpoint says.
+
+        Raises:
+            UsageError: The epoch has fewer steps, or one of them is no whole number.
+        """
+        try:
+            epoch, start = index(epoch), index(start)
+        except TypeError:
+            raise UsageError(f"an epoch and its steps are whole numbers, not {epoch} and {start}") from None
+        if not 0 <= start <= self.steps_per_epoch:
+            raise UsageError(f"an epoch has {self.steps_per_epoch} steps: it cannot start at step {start}")
+        self._epoch, self._start = epoch, start
+
+    def __len__(self) -> int:
+        steps = self.steps_per_epoch - self._start
+        if not steps:
+            return 0
+        return (steps - 1) * len(self._parts(self._global_batch)) + len(self._parts(self._samples_in(-1)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        for step, _, parts in self._windows():
+            first = step * self._global_batch
+            for part in parts:
+                yield order[first + part.begin : first + part.end]
+
+    def steps(self, loader: Iterable[Any], *, count: Count | None = None) -> Iterator[Window]:
+        """Yields the epoch's optimizer steps, each with its micro-batches as the loader gives them.
+
+        Args:
+            loader: The DataLoader that has this sampler as its `batch_sampler`.
+            count: If given, a micro-batch's loss is a sum over what this function counts in its data, and not a mean
+                over its samples; all ranks iterate together then.
+
+        Raises:
+            UsageError: The loader has another sampler, or more or fewer batches than this one.
+        """
+        if getattr(loader, "batch_sampler", self) is not self:
+            raise UsageError(
+                "the loader has another batch_sampler: make it with DataLoader(..., batch_sampler=sampler)"
+            )
+        weighing = self._weighing.counting(count)
+        batches = iter(loader)
+        for step, samples, parts in self._windows():
+            data = list(islice(batches, len(parts)))
+            if len(data) < len(parts):
+                raise UsageError(f"the loader ended in step {step}: its batches are not those of this sampler")
+            yield weighing.window(step, samples, parts, data)
+        if next(batches, self) is not self:
+            raise UsageError("the loader has more batches than its sampler: they are not those of this sampler")
+
+    def _windows(self) -> Iterator[tuple[int, int, list[Part]]]:
+        """Yields the number, the samples and this rank's parts of each step that is left of the epoch."""
+        for step in range(self._start, self.steps_per_epoch):
+            samples = self._samples_in(step)
+            yield step, samples, self._parts(samples)
+
+    def _samples_in(self, step: int) -> int:
+        """Returns the samples of a step; all but an epoch's last have the global batch."""
+        return min(self._global_batch, self._length - step % self.steps_per_epoch * self._global_batch)
+
+    def _parts(self, samples: int) -> list[Part]:
+        cut = parts_of(samples, rank=self._rank, ranks=self._weighing.ranks, accumulation=self._accumulation)
+        return list(cut)
+
+    def _order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._samples))
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+        return order
+
 
 _NUMBER = re.compile("[0-9]{1,9}")
 """Of a process, as torchrun writes it."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 import ampdoctor
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.errors import UsageError
-from ampdoctor.training.cutting import parts_of
+from ampdoctor.training.elastic_batch import parts_of
 
 WORLDS = (1, 2, 3, 4, 6)
 
