@@ -34,7 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ampdoctor.hooks.callbacks import hearing  # the repository is on the path only now
-from ampdoctor.live.numbers.later import Later
+from ampdoctor.live.numbers.async_reader import Later
 from ampdoctor.live.numbers.step_numbers import EVERY, StepNumbers
 from benchmarks.overhead import Transformer, language_model_loss
 from benchmarks.peers.monitoring import (

@@ -12,7 +12,7 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.live.watch import StepWatch
+from ampdoctor.live.op_watch import StepWatch
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.workflows.bisect_nan import bisect_nan

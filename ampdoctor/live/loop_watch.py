@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import monotonic  # a script may put another in its place
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -19,10 +20,44 @@ from ampdoctor.hooks.process_state import RandomState, refused
 from ampdoctor.hooks.program import Program
 from ampdoctor.hooks.scaler_events import raised_by_scaler
 from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
-from ampdoctor.live.harmless import harmless
-from ampdoctor.live.recording.kept_updates import KeptUpdate
+from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.probes.ops.source import own_line, user_frames
+
+# What is called from inside somebody's loop, and raises nothing into it.
+
+
+class MayFail(Protocol):
+    """Something that watches.
+
+    Attributes:
+        broken: Whether it has failed, and watches no more.
+    """
+
+    broken: bool
+
+    def failed(self, error: Exception) -> None:
+        """It has failed: `broken` is true from now on."""
+
+
+P = ParamSpec("P")
+W = TypeVar("W", bound=MayFail)
+
+
+def harmless(method: Callable[Concatenate[W, P], Any]) -> Callable[Concatenate[W, P], Any]:
+    """What fails inside is ours: it is told once, and the loop goes on unwatched. A broken one does nothing."""
+
+    @functools.wraps(method)
+    def guarded(self: W, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if self.broken:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a watched training is never harmed
+            self.failed(error)
+            return None
+
+    return guarded  # type: ignore[return-value]  # a method stays one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

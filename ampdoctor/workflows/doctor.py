@@ -26,31 +26,19 @@ from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_m
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.program import Leading, Program
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.blind_steps import (
-    HELD_BACK,
-    SKIPPED,
-    UNREAD,
-    BlindSteps,
-    LateNews,
-    too_late,
-    ways_out,
-)
-from ampdoctor.live.guard import Guard
-from ampdoctor.live.harmless import harmless
-from ampdoctor.live.intake.intake import Intake
-from ampdoctor.live.log.facts import hardware, models_of, software
+from ampdoctor.live.data_stats import Intake
+from ampdoctor.live.log.facts import Place, grouped, hardware, launched, models_of, restarts, run_id_of_all, software
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch
-from ampdoctor.live.numbers.beside import Beside
+from ampdoctor.live.log.step_lines import StepLines
+from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch, harmless
+from ampdoctor.live.numbers.other_modules import Beside
 from ampdoctor.live.numbers.readings import StepReading
 from ampdoctor.live.numbers.step_numbers import StepNumbers
-from ampdoctor.live.processes import Place, grouped, launched, restarts, run_id_of_all
-from ampdoctor.live.protocol import Protocol, past_its_scaler, unguarded
-from ampdoctor.live.recording.construction import Constructions
-from ampdoctor.live.recording.kept_updates import KeptUpdates
-from ampdoctor.live.recording.naming import named_groups, together
-from ampdoctor.live.recording.trainers import SEVERAL
-from ampdoctor.live.step_lines import StepLines
+from ampdoctor.live.recording.journal import named_groups, together
+from ampdoctor.live.recording.models import SEVERAL, Constructions
+from ampdoctor.live.recording.programs import KeptUpdates
+from ampdoctor.live.scaler_protocol import Protocol, past_its_scaler, unguarded
+from ampdoctor.live.unread_steps import HELD_BACK, SKIPPED, UNREAD, BlindSteps, Guard, LateNews, too_late, ways_out
 from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.ops.source import as_source
 from ampdoctor.replay.bundles.writing import Written

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding, Report
     from ampdoctor.evidence.where import NonFinite
     from ampdoctor.live.loop_watch import Attempt, LoopWatch
-    from ampdoctor.live.numbers.beside import Beside, Lost
+    from ampdoctor.live.numbers.other_modules import Beside, Lost
 
 _SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
 """Settings that a sentence names, of the optimizers that have them."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.hooks.program import Leading, Program
-    from ampdoctor.live.processes import Place
+    from ampdoctor.live.log.facts import Place
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.opening.watch_request import WatchRequest

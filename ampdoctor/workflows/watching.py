@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from ampdoctor.live.script.imported import when_imported
+from ampdoctor.live.script import when_imported
 from ampdoctor.workflows.opening.health_folder import give_back
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.health import following
 from ampdoctor.health.following import Follower
 from ampdoctor.health.reading.opening import find_log
-from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.live.judge import LiveJudge
+from ampdoctor.live.op_watch import LiveJudge
 from ampdoctor.reports.forms.to_json import render_json
 
 

@@ -8,7 +8,7 @@ import weakref
 from torch import nn
 
 from ampdoctor.hooks.json_values import read
-from ampdoctor.live.recording.construction import Constructions
+from ampdoctor.live.recording.models import Constructions
 
 
 class Block(nn.Module):

@@ -15,9 +15,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampdoctor.evidence.run_log.lines import DetailLine, RunLine, StepLine
 from ampdoctor.evidence.run_log.text import line_of
-from ampdoctor.live.intake import memory
-from ampdoctor.live.intake.batches import Batches
-from ampdoctor.live.intake.data_wait import DataWait
+from ampdoctor.live import data_stats
+from ampdoctor.live.data_stats import Batches, DataWait
 from ampdoctor.workflows.doctor import Doctor
 from ampdoctor.workflows.opening.watch_request import WatchRequest
 
@@ -294,10 +293,10 @@ def test_memory_is_read_now_and_then_and_never_begun_anew(monkeypatch):
     asked, now = [], [100.0]
     nested = {"allocated_bytes": {"all": {"peak": 12345}}, "num_alloc_retries": 3}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or nested)
-    monkeypatch.setattr(memory, "monotonic", lambda: now[0])
+    monkeypatch.setattr(data_stats, "monotonic", lambda: now[0])
     on_gpu = SimpleNamespace(device=torch.device("cuda:1"))
     optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": [on_gpu]}])
-    readings = memory.MemoryReadings()
+    readings = data_stats.MemoryReadings()
     found = []
     for _ in range(6):
         found.append(readings.of(optimizer))
@@ -305,7 +304,7 @@ def test_memory_is_read_now_and_then_and_never_begun_anew(monkeypatch):
     assert asked == [torch.device("cuda:1")] * 2
     assert [one.most_bytes for one in found] == [12345, None, None, 12345, None, None]
     assert found[3].retries == 3
-    assert memory.MemoryReadings().of(sgd(nn.Linear(1, 1))) == memory.Memory()
+    assert data_stats.MemoryReadings().of(sgd(nn.Linear(1, 1))) == data_stats.Memory()
 
 
 class Block(nn.Module):

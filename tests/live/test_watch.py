@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ampdoctor.live.watch import StepWatch
+from ampdoctor.live.op_watch import StepWatch
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.live.watch import StepWatch
+from ampdoctor.live.op_watch import StepWatch
 
 
 class SickError(BaseException):

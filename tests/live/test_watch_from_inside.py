@@ -13,7 +13,7 @@ from torch import nn
 import ampdoctor
 from ampdoctor.errors import SickTrainingError, UsageError
 from ampdoctor.evidence.report.scaler import ScalerArguments
-from ampdoctor.live.numbers.later import Later
+from ampdoctor.live.numbers.async_reader import Later
 from ampdoctor.workflows.doctor import Doctor, standing
 from ampdoctor.workflows.health import health
 

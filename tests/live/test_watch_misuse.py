@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from ampdoctor.live.watch import StepWatch
+from ampdoctor.live.op_watch import StepWatch
 
 SCALE = 1024.0
 

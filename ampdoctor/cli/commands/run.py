@@ -21,7 +21,7 @@ from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_
 from ampdoctor.cli.suggesting.launchers import no_script
 from ampdoctor.cli.suggesting.near import near_file
 from ampdoctor.errors import UsageError
-from ampdoctor.live.script.target import Script, script_at
+from ampdoctor.live.script import Script, script_at
 from ampdoctor.workflows.opening.health_folder import usual_folder
 from ampdoctor.workflows.opening.watch_request import USUAL_EVERY, Look, OnSick, WatchRequest
 

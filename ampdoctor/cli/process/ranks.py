@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.live.processes import launched
+from ampdoctor.live.log.facts import launched
 
 _NUMBER = re.compile("[0-9]{1,9}")
 """Of a process; `int` itself refuses thousands of digits with an error of its own."""

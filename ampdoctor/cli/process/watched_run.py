@@ -23,9 +23,8 @@ from ampdoctor.cli.process.streams import STDOUT, note, report_on_stderr
 from ampdoctor.errors import AmpdoctorError, ForkedChildError
 from ampdoctor.evidence.report import Report
 from ampdoctor.health.sinks.table import Export
-from ampdoctor.live.processes import exit_code_ends_others
-from ampdoctor.live.script.running import run_script
-from ampdoctor.live.script.target import Script
+from ampdoctor.live.log.facts import exit_code_ends_others
+from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.words.sanitise import sentence
 from ampdoctor.workflows.opening.request import Progress, SetAside
 from ampdoctor.workflows.opening.watch_request import WatchRequest

@@ -1,9 +1,15 @@
-"""What `run.json` says of the machine: the facts that `ampdoctor env` lists."""
+"""The facts of a run: the machine, the models, and which of a job's processes this is. No torch."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.evidence.software import machine, packages, variables
@@ -45,3 +51,100 @@ def models_of(roots: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
         }
         for name, root in roots
     ]
+
+
+# Which of a job's processes this is: as its process group has it, else as what has launched it says.
+
+
+_NUMBER = re.compile("[0-9]{1,9}")
+"""Of a process; `int` itself refuses thousands of digits with an error of its own."""
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""What starts the processes of a job, and the variables in which each finds its number and how many they are.
+
+In this order, as each of them starts its processes by way of those after it: mpirun one daemon a node by srun.
+Of Slurm the size of a step, which srun alone sets: a batch script is one process, and has `SLURM_PROCID` 0 and the
+`SLURM_NTASKS` of its allocation.
+"""
+_JOBS = (
+    ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+    ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID"),
+)
+"""What these say of the job, the same to all of its processes."""
+_KEY = "ampdoctor/run_id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The place of this process in its job.
+
+    Attributes:
+        rank: Its number, from 0.
+        world: Number of processes.
+        launcher: What has started them ("torchrun", "srun", "mpirun"); None where none is known.
+    """
+
+    rank: int = 0
+    world: int = 1
+    launcher: str | None = None
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Place:
+    """Returns what torchrun, Slurm or Open MPI has put into the environment; rank 0 of 1 where none of them has."""
+    known = os.environ if environment is None else environment
+    for launcher, number, several in _LAUNCHERS:
+        rank, size = known.get(number, ""), known.get(several, "")
+        if _NUMBER.fullmatch(rank) and _NUMBER.fullmatch(size) and int(rank) < int(size):
+            return Place(rank=int(rank), world=int(size), launcher=launcher)
+    return Place()
+
+
+def restarts() -> int:
+    """How often torchrun has started the job's processes anew."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if _NUMBER.fullmatch(text) else 0
+
+
+def grouped() -> Place | None:
+    """Returns the place in the process group; None as long as there is none. No collective is run."""
+    distributed = _distributed()
+    if distributed is None:
+        return None
+    return Place(rank=distributed.get_rank(), world=distributed.get_world_size(), launcher=launched().launcher)
+
+
+def exit_code_ends_others() -> bool:
+    """Whether something waits for this process's exit code, and ends or starts anew the others where it is not 0."""
+    place = grouped() or launched()
+    return place.world > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_id_of_all() -> str:
+    """Returns an id of the run, the same in all of its processes.
+
+    The first of them that asks puts it into the store by which the process group was made: no collective is run, and
+    none waits for another. Without a group it is made of what the launcher says of the job; for a single process it is
+    a random one.
+    """
+    made = secrets.token_hex(8)
+    distributed = _distributed()
+    if distributed is not None and distributed.get_world_size() > 1:
+        with suppress(Exception):  # a backend without a store, or one that is gone
+            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other way
+            return bytes(store.compare_set(_KEY, "", made)).decode("ascii")
+    if launched().world > 1:
+        known = [os.environ.get(name, "") for names in _JOBS for name in names]
+        if any(known):
+            return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+    return made
+
+
+def _distributed() -> Any:
+    distributed: Any = sys.modules.get("torch.distributed")
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if joined else None

@@ -15,10 +15,8 @@ from typing import Any
 
 from ampdoctor.evidence.run_log.files import log_name
 from ampdoctor.evidence.run_log.lines import Line, RunLine, Stamp, Stamped
-from ampdoctor.live.log.limits import Limits
-from ampdoctor.live.log.listening import Hear, Listening
-from ampdoctor.live.log.tray import Handed, Make, Tray
-from ampdoctor.live.log.writer import Writer
+from ampdoctor.live.log.files import Limits
+from ampdoctor.live.log.thread import Handed, Hear, Listening, Make, Tray, Writer
 from ampdoctor.package import version
 
 

@@ -1,29 +1,318 @@
-"""What a loop's tape holds, for how long, and what is known of each of its instructions."""
+"""What a loop's tape holds, and for how long: instructions, gradients that add up, names, and one step's part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from ampdoctor.hooks.nested import map_kind
 from ampdoctor.hooks.program import (
     Backward,
     Call,
     Clipped,
+    Ended,
+    Given,
+    Held,
     Instruction,
     Made,
     Op,
+    Reference,
+    Scaled,
     Unscaled,
     references,
     results,
 )
-from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.recording.errors import is_lost
-from ampdoctor.live.recording.gradients import Gradients
-from ampdoctor.live.recording.naming import spoken
-from ampdoctor.live.recording.slicing import sliced
-from ampdoctor.live.recording.tape import Tape
+from ampdoctor.hooks.torch_internals import unseen, version_of
+from ampdoctor.live.recording.models import OutermostModels
+from ampdoctor.live.recording.tape import Tape, is_lost
+
+# Whose gradients add up, since when, and whether they are still what a backward has left.
+
+
+def parameters_of(owner: Any) -> list[torch.Tensor]:
+    """Returns those of a model, or of an optimizer."""
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [p for group in owner.param_groups for p in group["params"]]
+
+
+class Gradients:
+    """Who holds gradients, and what was done to them. Moments are counts: of what was recorded before.
+
+    Args:
+        models: The loop's.
+    """
+
+    def __init__(self, models: OutermostModels) -> None:
+        self._models = models
+        self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: when its last update was
+        self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner: when they were cleared
+        self._filled: set[int] = set()  # owners that held some after the last backward
+        self._as_left: dict[int, tuple[int, int]] = {}  # by parameter: its gradient, and how often that was written to
+        self._edited: set[int] = set()  # parameters whose gradient the loop itself has changed since
+
+    # -- what happens to them ----------------------------------------------------------------------------------------
+
+    def filled(self) -> None:
+        """A backward has added to them."""
+        self._filled = {id(owner) for owner in self.owners() if _hold_gradients(owner)}
+        self.left()
+
+    def left(self) -> None:
+        """They are as a backward, or a scaler, has left them."""
+        self._as_left = {
+            id(p): (id(gradient), version_of(gradient))
+            for owner in self.owners()
+            for p in parameters_of(owner)
+            if (gradient := p.grad) is not None
+        }
+
+    def unreadable(self) -> None:
+        """Nobody may read them now."""
+        self._filled.clear()
+        self._as_left.clear()
+
+    def clipped(self, gradients: Collection[int]) -> None:
+        """These are about to be written to by what is recorded.
+
+        Args:
+            gradients: The `id` of each.
+        """
+        self._as_left = {
+            key: (gradient, version + (gradient in gradients)) for key, (gradient, version) in self._as_left.items()
+        }
+
+    def updated(self, optimizer: torch.optim.Optimizer, at: int) -> None:
+        """An optimizer has used its own."""
+        self._stepped[id(optimizer)] = weakref.ref(optimizer), at
+        self._filled.clear()
+        self._forget(optimizer)
+
+    def cleared(self, owner: Any, at: int) -> None:
+        """A model's, or an optimizer's, were cleared."""
+        self._cleared[id(owner)] = weakref.ref(owner), at
+        self._filled.discard(id(owner))
+        self._forget(owner)
+
+    def _forget(self, owner: Any) -> None:
+        for p in parameters_of(owner):
+            self._as_left.pop(id(p), None)
+            self._edited.discard(id(p))
+
+    def find_edited(self) -> None:
+        """Notes whose gradients are no more as they were left."""
+        for owner in self.owners() if self._as_left else ():
+            for p in parameters_of(owner):
+                left, gradient = self._as_left.get(id(p)), p.grad
+                if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
+                    self._edited.add(id(p))
+
+    # -- what is known of them ---------------------------------------------------------------------------------------
+
+    def is_edited(self, parameter: int) -> bool:
+        """Whether the loop itself has changed a parameter's gradient.
+
+        Args:
+            parameter: Its `id`.
+        """
+        return parameter in self._edited
+
+    def emptied(self) -> Iterator[Any]:
+        """Yields who held some after the last backward and holds none now."""
+        for owner in self.owners():
+            if id(owner) in self._filled and not _hold_gradients(owner):
+                yield owner
+
+    def owners(self) -> list[Any]:
+        """Who holds gradients: the optimizers, or before the first update the models."""
+        optimizers = [there for reference, _ in self._stepped.values() if (there := reference()) is not None]
+        return optimizers or [root for _, root in self._models.roots]
+
+    def oldest_update(self) -> int:
+        """Returns the earliest of the optimizers' last updates: what was recorded before it adds up no more."""
+        return min((count for there, count in self._stepped.values() if there() is not None), default=0)
+
+    def were_cleared_after(self, moment: int) -> bool:
+        """Whether anybody's were cleared after this moment."""
+        return any(count > moment for _, count in self._cleared.values())
+
+    def began(self, held: set[int], optimizer: Any) -> int:
+        """Returns when these parameters' gradients began to add up: they were used or cleared then.
+
+        Args:
+            held: The `id` of each.
+            optimizer: Who uses them; None for any.
+        """
+        if optimizer is None:
+            begun = max((count for _, count in self._stepped.values()), default=0)
+        else:
+            begun = self._stepped[id(optimizer)][1] if id(optimizer) in self._stepped else 0
+        for owner, count in self._cleared.values():
+            there = owner()
+            if there is None or count <= begun:
+                continue
+            if held <= {id(p) for p in parameters_of(there)}:
+                begun = count
+        return begun
+
+    def have_moved(self, held: set[int], since: int) -> bool:
+        """Whether an optimizer has updated one of these parameters after a moment.
+
+        Args:
+            held: The `id` of each.
+            since: The moment.
+        """
+        return any(
+            count > since
+            and (optimizer := there()) is not None
+            and any(id(p) in held for p in parameters_of(optimizer))
+            for there, count in self._stepped.values()
+        )
+
+
+def _hold_gradients(owner: Any) -> bool:
+    """Whether an owner's gradients are there, and are not all zeros, which a device would have to be waited for."""
+    with unseen():
+        return any(
+            (gradient := p.grad) is not None
+            and (gradient.device.type != "cpu" or type(gradient) is not torch.Tensor or _any(gradient))
+            for p in reversed(parameters_of(owner))
+        )
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    return gradient.layout != torch.strided or bool(gradient.any())
+
+
+# The names of a loop's models in one module that holds them, and instructions that speak of tensors by other names.
+
+
+def prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the models with what their names begin with in `together`.
+
+    Of several by one name the newest has it: the loop's variable, as that of a function that trains twice, is that one.
+    """
+    if len(roots) == 1:
+        yield "", roots[0][1]
+        return
+    taken: list[str] = []
+    for name, _ in reversed(roots):
+        free = name.replace(".", "_") or "model"
+        while free in taken or hasattr(nn.Module, free):
+            free += "_"
+        taken.append(free)
+    yield from zip(reversed(taken), (root for _, root in roots), strict=True)
+
+
+def together(roots: list[tuple[str, nn.Module]]) -> nn.Module:
+    """Returns the model, or a module that is never called and has several as children, under their names."""
+    named = list(prefixed(roots))
+    if len(named) == 1:
+        return named[0][1]
+    holder = nn.Module()
+    for name, root in named:
+        holder.add_module(name, root)
+    return holder
+
+
+def renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruction:
+    """The instruction, with given tensors by their place in the program."""
+
+    def other(reference: Any) -> Any:
+        return Given(indices[reference.index]) if isinstance(reference, Given) else reference
+
+    return _with_references(instruction, other)
+
+
+def spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instruction:
+    """The instruction, with models, parameters and buffers by other names; itself where it speaks of none."""
+    if isinstance(instruction, Call):
+        instruction = replace(instruction, model=renamed(instruction.model))
+    if any(isinstance(reference, Held) for reference in references(instruction)):
+        return _with_references(instruction, lambda one: Held(renamed(one.name)) if isinstance(one, Held) else one)
+    return instruction
+
+
+def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> Instruction:
+    if isinstance(instruction, Call | Op):
+        args, kwargs = (map_kind(Reference, other, part) for part in (instruction.args, instruction.kwargs))
+        return replace(instruction, args=args, kwargs=kwargs)
+    if isinstance(instruction, Scaled):
+        return replace(instruction, loss=other(instruction.loss))
+    if isinstance(instruction, Ended):
+        return replace(instruction, value=other(instruction.value))
+    if isinstance(instruction, Clipped):
+        return replace(instruction, parameters=tuple(map(other, instruction.parameters)))
+    if isinstance(instruction, Backward):
+        roots, seeds, inputs = (
+            tuple(map(other, p)) for p in (instruction.roots, instruction.seeds, instruction.inputs)
+        )
+        return replace(instruction, roots=roots, seeds=seeds, inputs=inputs)
+    return instruction
+
+
+def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Each parameter of each of an optimizer's groups, with its name.
+
+    Args:
+        optimizer_name: Which names those of a parameter that has none.
+        optimizer: The optimizer.
+        names: Of parameters, by their id.
+    """
+    return [
+        [(names.get(id(p), f"{optimizer_name}.group{g}.param{i}"), p) for i, p in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+# The part of a tape that one optimizer's step hangs on.
+
+
+def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
+    """Returns the instructions at the places `wanted` and those that they hang on, in order.
+
+    A function that returns nothing (an assignment into a tensor) belongs to what it writes to.
+    """
+    needed: set[int] = set()
+    places = set(wanted)
+    for place in range(len(instructions) - 1, -1, -1):
+        one = instructions[place]
+        makes = {made.index for made in results(one)}
+        written = isinstance(one, Op) and not makes and bool({made.index for made in _made(one)[:1]} & needed)
+        if place in places or makes & needed or written:
+            places.add(place)
+            needed |= {made.index for made in _made(one)}
+    return [instructions[place] for place in sorted(places)]
+
+
+def leads_to(
+    instructions: Sequence[Instruction], backward: Backward, grad: set[int], holds: Callable[[Call], bool]
+) -> bool:
+    """Whether a backward reaches one of the calls that `holds` is true of.
+
+    Args:
+        instructions: All that were recorded.
+        backward: One of them.
+        grad: The numbers of the tensors that require a gradient: it flows through no others.
+        holds: Of a call.
+    """
+    needed = {made.index for made in _made(backward)} & grad
+    for one in reversed(instructions):
+        if {made.index for made in results(one)} & needed:
+            if isinstance(one, Call) and holds(one):
+                return True
+            needed |= {made.index for made in _made(one)} & grad
+    return False
+
+
+def _made(instruction: Instruction) -> list[Made]:
+    return [reference for reference in references(instruction) if isinstance(reference, Made)]
+
 
 MOST = 4096
 """Instructions without a backward that are kept: a loop that trains has far fewer between two updates."""

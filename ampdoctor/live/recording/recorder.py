@@ -36,19 +36,18 @@ from ampdoctor.hooks.program import (
 )
 from ampdoctor.hooks.torch_internals import Backward as SeenBackward
 from ampdoctor.hooks.torch_internals import in_backward, seen_backwards, transforms, unseen
-from ampdoctor.live.recording.buffers import Buffers
-from ampdoctor.live.recording.doors import before_backwards, told_of_zeroed
-from ampdoctor.live.recording.errors import holds_nonfinite, is_about_numbers
-from ampdoctor.live.recording.gradients import Gradients, parameters_of
-from ampdoctor.live.recording.journal import MOST, Journal
-from ampdoctor.live.recording.kept_updates import KeptUpdate
-from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.live.recording.naming import prefixed, together
+from ampdoctor.live.recording.journal import MOST, Gradients, Journal, parameters_of, prefixed, sliced, together
+from ampdoctor.live.recording.models import SEVERAL, OutermostModels, Trainers
+from ampdoctor.live.recording.programs import KeptUpdate, StepPrograms, with_changed_buffers
 from ampdoctor.live.recording.samples import GradientSamples
-from ampdoctor.live.recording.slicing import sliced
-from ampdoctor.live.recording.step_programs import StepPrograms, with_changed_buffers
-from ampdoctor.live.recording.tape import mode_now
-from ampdoctor.live.recording.trainers import SEVERAL, Trainers
+from ampdoctor.live.recording.tape import (
+    Buffers,
+    before_backwards,
+    holds_nonfinite,
+    is_about_numbers,
+    mode_now,
+    told_of_zeroed,
+)
 from ampdoctor.probes.ops.source import user_line
 
 P = ParamSpec("P")

@@ -16,7 +16,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.handling import Change
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.recording.gradients import parameters_of
+from ampdoctor.live.recording.journal import parameters_of
 from ampdoctor.numerics.tensors import is_plain
 
 _PARAMETERS, _ELEMENTS = 8, 64

@@ -1,14 +1,22 @@
-"""What happens to tensors outside the models: a tape of torch's functions, while anything lives that a model made."""
+"""What happens outside the models: torch's functions on tape, buffers before a call, what an error says of numbers."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import re
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import isfinite
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from ampdoctor.hooks.callbacks import READS
@@ -16,7 +24,8 @@ from ampdoctor.hooks.json_values import name_of
 from ampdoctor.hooks.nested import iter_tensors, map_tensors
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
-from ampdoctor.hooks.torch_internals import put_outermost, take_away, version_of
+from ampdoctor.hooks.torch_internals import put_outermost, replaced, take_away, unseen, version_of
+from ampdoctor.numerics.tensors import is_plain
 from ampdoctor.probes.ops.source import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
@@ -293,3 +302,141 @@ def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
     )
     repeatable = name not in _PICKING and name_of(function) is not None
     return writes, any(part in name for part in _DRAWS), repeatable, name in READS
+
+
+# The buffers of a loop's models as they were before each call: a call may write to what it reads.
+
+
+class Buffers:
+    """Copies buffers, each once for each time that it was written to."""
+
+    def __init__(self) -> None:
+        self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}  # by id: its version, a copy
+
+    def watch(self, model: nn.Module) -> None:
+        """The buffers are those of this model from now on, and go by the names that they have in it."""
+        self._modules = [(name, weakref.ref(part)) for name, part in model.named_modules() if _own(part)]
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Returns what they are, by their names."""
+        found: dict[str, torch.Tensor] = {}
+        for module_name, there in self._modules:
+            module = there()
+            silent = module is not None and module.training and isinstance(module, _NormBase)
+            for last, buffer in () if module is None else _own(module).items():
+                if buffer is None:
+                    continue
+                known = self._copies.get(id(buffer))
+                version = version_of(buffer)
+                # batch norm's kernel writes to its buffers and raises no version
+                if silent or known is None or known[0]() is not buffer or known[1] != version:
+                    known = weakref.ref(buffer), version, buffer.detach().clone()
+                    self._copies[id(buffer)] = known
+                found[f"{module_name}.{last}" if module_name else last] = known[2]
+        return found
+
+
+def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Those that a module has registered itself; `buffers()` walks its children too, which costs at each call."""
+    return module._buffers  # noqa: SLF001
+
+
+# Doors of torch's that a recorder stands in: what has no hook is put back as it was.
+
+
+@contextmanager
+def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, `tell` is called before a backward comes to a mode, from within which no mode can be left."""
+    to: Callable[[], None] | None = tell
+    with ExitStack() as stack:
+        for owner in (torch.Tensor, torch.autograd):
+            original = getattr(owner, "backward")  # noqa: B009 - the types of the two differ
+
+            def backward(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                if to is not None:
+                    to()
+                return _original(*args, **kwargs)
+
+            stack.enter_context(replaced(owner, "backward", functools.wraps(original)(backward)))
+        try:
+            yield
+        finally:
+            to = None
+
+
+@contextmanager
+def told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, a model's or an optimizer's `zero_grad` is told, whatever it is to set gradients to."""
+    to: Callable[[Any], None] | None = told
+    with ExitStack() as stack:
+        for owner in (nn.Module, torch.optim.Optimizer):
+            original = owner.zero_grad
+
+            def zero_grad(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                if to is not None:
+                    to(self)
+                return _original(self, *args, **kwargs)
+
+            stack.enter_context(replaced(owner, "zero_grad", zero_grad))
+        try:
+            yield
+        finally:
+            to = None
+
+
+# What an error that has ended a step tells of numbers: by its text, and by the tensors in the frames behind it.
+
+
+_ABOUT_NUMBERS = re.compile(
+    r"\b(nan|nans|inf|infs|infinity|infinite|nonfinite|finite|overflow(s|ed)?|diverged?|probability|cholesky)\b"
+    r"|invalid (numeric|values?)|numeric(al)?ly|constraint|positive-definite|singular|converge",
+    re.IGNORECASE,
+)
+"""Words of what torch, SciPy, NumPy and loops say about numbers that are not finite: `torch.multinomial`,
+`torch.distributions`, `linear_sum_assignment`, `torch.linalg`, and checks by hand."""
+_MOST = 64
+"""Items of a list or a dict that are looked at."""
+
+
+def is_about_numbers(error: BaseException) -> bool:
+    """Whether an error, or what it came of, is one of arithmetic or speaks of numbers."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        if isinstance(one, ArithmeticError) or _ABOUT_NUMBERS.search("".join(traceback.format_exception_only(one))):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
+
+
+def holds_nonfinite(error: BaseException) -> bool:
+    """Whether a tensor in a variable of a frame that an error has left is not finite. A device is waited for."""
+    return any(is_lost(tensor, signed=False) for tensor in _of_frames(error))
+
+
+def is_lost(tensor: torch.Tensor, *, signed: bool) -> bool:
+    """Whether a tensor holds NaN or +Inf.
+
+    Args:
+        tensor: Any.
+        signed: -Inf counts as well, which masks are made of.
+    """
+    if not is_plain(tensor) or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_meta or not tensor.numel():
+        return False
+    with unseen():
+        low, high = torch.aminmax(tensor.detach())
+        return not bool(high < math.inf) or (signed and not bool(low.isfinite()))
+
+
+def _of_frames(error: BaseException) -> Iterator[torch.Tensor]:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_locals is frame.f_globals:  # a script's variables, of which the tape knows those that count
+            continue
+        for value in list(frame.f_locals.values()):
+            inner = value.values() if isinstance(value, dict) else value
+            inner = inner if isinstance(value, dict | list | tuple) else (value,)
+            yield from (one for one in itertools.islice(inner, _MOST) if isinstance(one, torch.Tensor))

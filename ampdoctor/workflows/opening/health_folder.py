@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ampdoctor.live.processes import grouped
-from ampdoctor.live.processes import launched as launched_as
+from ampdoctor.live.log.facts import grouped
+from ampdoctor.live.log.facts import launched as launched_as
 
 FOLDERS = "ampdoctor-health"
 """Where they lie, from the working directory."""

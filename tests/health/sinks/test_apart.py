@@ -18,7 +18,7 @@ from ampdoctor.evidence.run_log.lines import RunLine, StepLine
 from ampdoctor.health.sinks.apart import Apart
 from ampdoctor.health.sinks.exporting import export
 from ampdoctor.health.sinks.table import export_of
-from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.workflows.exporting import export_while_it_runs
 from tests.health.sinks.lines import a_run

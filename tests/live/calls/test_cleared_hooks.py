@@ -11,7 +11,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 import ampdoctor
-from ampdoctor.live.watch import StepWatch
+from ampdoctor.live.op_watch import StepWatch
 
 TABLES = (
     *(optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks),

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 import ampdoctor
 from ampdoctor.hooks.callbacks import hearing
 from ampdoctor.live.loop_watch import LoopWatch
-from ampdoctor.live.watch import StepWatch
+from ampdoctor.live.op_watch import StepWatch
 
 
 class Told:

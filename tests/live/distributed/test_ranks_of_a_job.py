@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ampdoctor.live.processes import exit_code_ends_others, launched
+from ampdoctor.live.log.facts import exit_code_ends_others, launched
 
 DAEMON = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}  # of mpirun's: srun has started one on each node
 SPAWNED = """

@@ -13,8 +13,8 @@ import pytest
 
 from ampdoctor.evidence.run_log.lines import StepLine
 from ampdoctor.evidence.run_log.text import line_of
-from ampdoctor.live.log import segments
-from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log import files
+from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, steps, texts, until
 
@@ -69,7 +69,7 @@ def test_a_full_disk(begin, said, tmp_path, monkeypatch):
         room -= written
         return written
 
-    monkeypatch.setattr(segments.os, "write", write)
+    monkeypatch.setattr(files.os, "write", write)
     log = begin()
     for step in range(100):
         log.write(StepLine(step=step, loss=1.0))
@@ -82,7 +82,7 @@ def test_a_full_disk(begin, said, tmp_path, monkeypatch):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_device_that_is_full(begin, said, monkeypatch):
     really = os.open
-    monkeypatch.setattr(segments.os, "open", lambda *_: really("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(files.os, "open", lambda *_: really("/dev/full", os.O_WRONLY))
     goes_on(begin(), said, "No space left on device")
 
 
@@ -102,7 +102,7 @@ def test_a_disk_that_is_read_only(begin, said, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(segments.os, "open", refuse)
+    monkeypatch.setattr(files.os, "open", refuse)
     goes_on(begin(), said, "Read-only file system")
 
 
@@ -131,7 +131,7 @@ def test_a_sink_that_hangs(begin, said, tmp_path, monkeypatch):
         go.wait(30)
         return really(file, data)
 
-    monkeypatch.setattr(segments.os, "write", write)
+    monkeypatch.setattr(files.os, "write", write)
 
     def handed_over():
         began = time.perf_counter()
@@ -163,7 +163,7 @@ def test_a_close_waits_for_a_bounded_time_and_says_what_is_missing(begin, said, 
     go = threading.Event()
     log = begin()
     assert log.flush()
-    monkeypatch.setattr(segments.os, "write", lambda _, data: go.wait(30) and len(data))
+    monkeypatch.setattr(files.os, "write", lambda _, data: go.wait(30) and len(data))
     for step in range(10):
         log.write(StepLine(step=step))
     began = time.monotonic()

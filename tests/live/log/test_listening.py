@@ -11,7 +11,7 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, RunLine, StepLine
 from ampdoctor.evidence.where import Where
-from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, read, until
 from tests.live.log.test_processes import ended

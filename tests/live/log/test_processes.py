@@ -18,7 +18,7 @@ BEGIN = """
 import os, signal, sys, time
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine, StepLine
-from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 
 log = RunLog(sys.argv[1], RunLine(name="script"), limits=Limits(file_bytes=200_000))

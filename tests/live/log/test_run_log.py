@@ -14,9 +14,9 @@ from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import EndLine, LostLine, RunLine, StepLine
 from ampdoctor.evidence.run_log.schema import schema
 from ampdoctor.evidence.run_log.text import line_of, text_of
-from ampdoctor.live.log.limits import Limits
+from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.live.log.writer import AT_ONCE
+from ampdoctor.live.log.thread import AT_ONCE
 from tests.live.log.logs import HEADER, lines, read, steps, texts, until
 
 

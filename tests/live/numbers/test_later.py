@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.live.numbers.later import Later
+from ampdoctor.live.numbers.async_reader import Later
 
 
 class Device:

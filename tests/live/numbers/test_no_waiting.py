@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from ampdoctor.hooks.torch_internals import no_modes
-from ampdoctor.live.numbers.later import Later
+from ampdoctor.live.numbers.async_reader import Later
 from ampdoctor.live.numbers.step_numbers import StepNumbers
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from torch.distributed.tensor.placement_types import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ampdoctor.live.numbers.norms import local, norms_of, total
+from ampdoctor.live.numbers.norms_and_samples import local, norms_of, total
 
 
 def by_name(found):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.live.numbers.parcel import Parcel
+from ampdoctor.live.numbers.async_reader import Parcel
 
 
 def test_sections_come_out_as_they_went_in():

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from ampdoctor.live.numbers import sampling
-from ampdoctor.live.numbers.incoming import arrived
+from ampdoctor.live.numbers import norms_and_samples
+from ampdoctor.live.numbers.activations import arrived
+from ampdoctor.live.numbers.norms_and_samples import MOST, Updates, cut, moved, sample, stride_of
 from ampdoctor.live.numbers.readings import tensor_reading
-from ampdoctor.live.numbers.sampling import MOST, cut, sample, stride_of
-from ampdoctor.live.numbers.updates import Updates, moved
 
 
 def test_small_tensors_are_counted_whole_and_large_ones_in_all_columns():
@@ -30,7 +29,7 @@ def test_a_stride_leaves_few_enough_and_shares_no_factor(elements):
 
 
 def test_many_tensors_share_a_bound(monkeypatch):
-    monkeypatch.setattr(sampling, "MOST_TOGETHER", 100)
+    monkeypatch.setattr(norms_and_samples, "MOST_TOGETHER", 100)
     (samples,) = sample([(str(i), torch.ones(1000)) for i in range(10)])
     assert samples.buffer.numel() <= 100
 

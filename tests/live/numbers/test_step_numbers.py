@@ -126,7 +126,7 @@ def test_a_skipped_step_says_so_and_names_the_gradients():
 def test_what_clipping_computes_is_not_computed_again(fused, monkeypatch):
     told, bare = Told(every=0), Told(every=0)
     train(3, *model_and(fused=fused), bare.numbers, scaler=scaler_of(64.0), max_norm=0.05, fused=fused)
-    monkeypatch.setattr("ampdoctor.live.numbers.taking.norms_of", lambda *_, **__: pytest.fail("computed again"))
+    monkeypatch.setattr("ampdoctor.live.numbers.step_numbers.norms_of", lambda *_, **__: pytest.fail("computed again"))
     with told.numbers.watching():
         norms = train(3, *model_and(fused=fused), told.numbers, scaler=scaler_of(64.0), max_norm=0.05, fused=fused)
     assert told.numbers.failed is None

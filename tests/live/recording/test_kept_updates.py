@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.hooks.program import Program
-from ampdoctor.live.recording import kept_updates
-from ampdoctor.live.recording.kept_updates import KeptUpdate, KeptUpdates
+from ampdoctor.live.recording import programs
+from ampdoctor.live.recording.programs import KeptUpdate, KeptUpdates
 from ampdoctor.live.recording.recorder import StepRecorder
 
 
@@ -158,7 +158,7 @@ def test_to_keep_an_update_waits_for_no_device_and_copies_nothing(monkeypatch):
             return keepable(*args, **kwargs)
 
     monkeypatch.setattr(StepRecorder, "keepable", hearing)
-    monkeypatch.setattr(kept_updates, "unseen", torch.no_grad)  # which no mode would see
+    monkeypatch.setattr(programs, "unseen", torch.no_grad)  # which no mode would see
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     recorded(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)))
     assert not heard.ops & SYNCHRONISES

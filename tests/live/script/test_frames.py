@@ -8,7 +8,7 @@ from types import FunctionType
 
 import pytest
 
-from ampdoctor.live.script.frames import cut_our_frames
+from ampdoctor.live.script import cut_our_frames
 from ampdoctor.package import FOLDER
 
 HOOK = str(FOLDER / "live" / "hook.py")

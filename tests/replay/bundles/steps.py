@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ampdoctor.hooks.callbacks import told_of_scalers
-from ampdoctor.live.recording.construction import Constructions
+from ampdoctor.live.recording.models import Constructions
 from ampdoctor.live.recording.recorder import StepRecorder
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ampdoctor.hooks.torch_internals import unseen
-from ampdoctor.live.numbers.later import Later
+from ampdoctor.live.numbers.async_reader import Later
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.probes.cheap.nonfinite import is_written_mask
 from ampdoctor.probes.ops.source import user_frames

@@ -1,4 +1,4 @@
-"""The files of a log: one that grows, and those before it.
+"""The files of a log, and what they may take: one that grows, and those before it, thinned out in time.
 
 A file is never appended to by another process than the one that began it: what a killed process has left, its torn last
 line included, stays as it is under the next number.
@@ -7,12 +7,107 @@ line included, stays as it is under the next number.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ampdoctor.evidence.run_log.files import log_name, logs_in, place_of, run_name
-from ampdoctor.live.log.limits import Limits
-from ampdoctor.live.log.thinning import details_in, replace_whole, thinned
+from ampdoctor.evidence.run_log.text import kind_of
+
+# Takes old details out of a finished file of the log; everything else in it stays, byte for byte.
+
+
+_STEP = re.compile(rb',"step":([0-9]+)')
+_FIRED = re.compile(rb',"reason":"')
+_HEAD = 512
+"""Bytes of a line in which its step and the reason stand: stamp and figures come before the tensors."""
+
+
+def thinned(path: Path, *, also_fired: bool) -> int:
+    """Takes the details of every other step out of a file, and returns how many lines that were.
+
+    The file is replaced as a whole. Its last step's details stay, so that in the end none go.
+
+    Args:
+        path: A file that nobody writes.
+        also_fired: Take out also those of steps at which something had fired; else only what was sampled.
+
+    Raises:
+        OSError: The file cannot be read or replaced; it is as it was.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    steps = {step for line in lines if (step := _step(line, also_fired=also_fired)) is not None}
+    out = set(sorted(steps)[-2::-2])
+    kept = [line for line in lines if _step(line, also_fired=also_fired) not in out]
+    if len(kept) < len(lines):
+        replace_whole(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+def details_in(path: Path) -> int:
+    """Returns the bytes of a file that are details.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    return sum(len(line) for line in path.read_bytes().splitlines(keepends=True) if kind_of(line) == "detail")
+
+
+def _step(line: bytes, *, also_fired: bool) -> int | None:
+    """The step of a detail that may be taken out."""
+    if kind_of(line) != "detail":
+        return None
+    head = line[:_HEAD].partition(b',"tensors":')[0]
+    step = _STEP.search(head)
+    return None if step is None or (_FIRED.search(head) and not also_fired) else int(step[1])
+
+
+def replace_whole(path: Path, data: bytes) -> None:
+    """Writes a file completely or not at all.
+
+    Raises:
+        OSError: It cannot be written; its earlier contents are still there.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.unlink(missing_ok=True)  # of a process that had this number, or a link that somebody has put there
+        with beside.open("xb") as file:  # "x" follows no link
+            file.write(data)
+        beside.replace(path)
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+# What a log may take.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of a log.
+
+    Attributes:
+        file_bytes: From here on a new file is begun. A file of this size is read in a second.
+        detail_bytes: Of details in finished files, from where on old ones are thinned. Steps are kept: a million have
+            some 150 MB.
+        lines: Lines that wait at most, but for details: of a step in 1 ms those of 20 seconds, in some 10 MB.
+        details: Details that wait at most; each may hold a histogram of every tensor.
+        last: Steps that are remembered for a bundle.
+        hung_seconds: A sink that has not taken a line for so long is given up: a network's disk may pause for seconds.
+        heard_details: Lines of details that wait at most for a listener, of up to 100 kB each; of others `lines`.
+        farewell_seconds: How long listeners have at the end, all of them together: a server of metrics wants its rest.
+    """
+
+    file_bytes: int = 16 * 1024 * 1024
+    detail_bytes: int = 512 * 1024 * 1024
+    lines: int = 20_000
+    details: int = 16
+    last: int = 256
+    hung_seconds: float = 30.0
+    heard_details: int = 64
+    farewell_seconds: float = 10.0
+
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
 _FLAGS |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)

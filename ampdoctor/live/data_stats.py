@@ -1,16 +1,27 @@
-"""How many samples and tokens a loop has trained on, counted from what its models are called with."""
+"""What a loop takes in, counted on the host: samples and tokens, the wait for data, the memory of its devices."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import (
+    monotonic,  # a script may put another in its place
+    perf_counter,  # a script may put another in its place
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.numerics.tensors import is_plain
+
+# How many samples and tokens a loop has trained on, counted from what its models are called with.
+
 
 _IDS = frozenset({torch.int64, torch.int32})
 
@@ -156,3 +167,154 @@ def _is_fsdp(model: nn.Module) -> bool:
 
 def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
+
+
+# How long a loop waits for its DataLoaders, heard at the one door that all their iterators go through.
+
+
+class _Here(threading.local):
+    """What a thread has waited: a loop does not wait for what another thread draws ahead of it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.batches = 0
+        self.inside = False
+
+
+class DataWait:
+    """Adds up the time in the `__next__` of DataLoaders' iterators, by thread."""
+
+    def __init__(self) -> None:
+        self._here = _Here()
+        self._marks: dict[str, tuple[float, int]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, waits are heard; afterwards the door is as it was."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        original, here, listens = _BaseDataLoaderIter.__next__, self._here, [True]
+
+        @functools.wraps(original)
+        def drawn(iterator: Any) -> Any:
+            if here.inside or not listens:  # a dataset that draws from a loader of its own: that is in the time already
+                return original(iterator)
+            here.inside, began = True, perf_counter()
+            try:
+                return original(iterator)
+            finally:
+                here.seconds += perf_counter() - began
+                here.batches += 1
+                here.inside = False
+
+        with replaced(_BaseDataLoaderIter, "__next__", drawn):
+            try:
+                yield
+            finally:
+                listens.clear()  # whoever has wrapped ours keeps it
+
+    def since(self, optimizer: str) -> float | None:
+        """Returns the seconds that this thread has waited since it was asked for the same optimizer.
+
+        None where it has drawn nothing since, or was not asked before: the loop may have its data from elsewhere.
+        """
+        here = self._here
+        seconds, batches = self._marks.get(optimizer, (0.0, here.batches))
+        self._marks[optimizer] = here.seconds, here.batches
+        return here.seconds - seconds if here.batches > batches else None
+
+
+# What a device's allocator says of itself: counters on the host, for which no device is waited for.
+
+
+_PAUSE_S = 0.05
+"""From one reading to the next: one costs tens of microseconds, and memory changes over many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An allocator's counters.
+
+    Attributes:
+        most_bytes: The most that tensors have held since the process, or the loop itself, began to count.
+        retries: How often it had to free its cache and try again.
+    """
+
+    most_bytes: int | None = None
+    retries: int | None = None
+
+
+_NONE = Memory()
+
+
+class MemoryReadings:
+    """Reads the allocator of the device that trains, now and then.
+
+    The count of the most is never begun anew, as that would be seen by a loop that reads it as well.
+    """
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Returns the counters of an optimizer's device; none on a CPU, and none so soon after the last time."""
+        first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
+        if first is None or first.device.type != "cuda":
+            return _NONE
+        now = monotonic()
+        if now - self._last < _PAUSE_S:
+            return _NONE
+        self._last = now
+        counters = torch.cuda.memory_stats_as_nested_dict(first.device)
+        held = counters.get("allocated_bytes", {}).get("all", {}).get("peak")
+        return Memory(most_bytes=held, retries=counters.get("num_alloc_retries"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenIn:
+    """Of one step.
+
+    Attributes:
+        counted: Samples and tokens of all ranks, from the beginning to this step.
+        data_seconds: Waited for data since the optimizer's step before; None where that was not seen.
+        memory: Of the device.
+    """
+
+    counted: Counted
+    data_seconds: float | None
+    memory: Memory
+
+
+class Intake:
+    """Hears what a loop takes in.
+
+    Args:
+        world_size: Number of processes.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._batches = Batches(world_size)
+        self._wait = DataWait()
+        self._memory = MemoryReadings()
+
+    def world_is(self, size: int) -> None:
+        """So many processes there are; told before the first update."""
+        self._batches.world_size = size
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, waits for data are heard; afterwards nothing is left in place."""
+        with self._wait.watching():
+            yield
+
+    def called(self, model: nn.Module, args: Any, kwargs: Any, *, backwards: int) -> torch.Tensor | None:
+        """The loop has called a model, after so many backwards of the running step; returns a new batch of it."""
+        return self._batches.called(model, args, kwargs, backwards=backwards)
+
+    def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> TakenIn:
+        """An optimizer of this name is about to step, or its scaler to skip: once a step."""
+        return TakenIn(
+            counted=self._batches.stepping(name),
+            data_seconds=self._wait.since(name),
+            memory=self._memory.of(optimizer),
+        )

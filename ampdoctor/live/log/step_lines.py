@@ -8,7 +8,7 @@ from typing import Any
 
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import StepLine
-from ampdoctor.live.intake.intake import Intake, TakenIn
+from ampdoctor.live.data_stats import Intake, TakenIn
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import DetailReading, StepReading

@@ -1,1 +1,0 @@
-"""Somebody's script, run in this process as Python itself would run it."""
