@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.adapter import Adapter
-from ampdoctor.replay.frameworks.table import adapter_of
-from ampdoctor.replay.guarding.building import building
+from ampdoctor.replay.frameworks.adapters import Adapter, adapter_of
 from ampdoctor.replay.training_run import TrainingRun, kind_of
 from ampdoctor.replay.user_code import forget_working_folder, user_code
+from ampdoctor.replay.user_files import building
 from ampdoctor.replay.user_modules import Spec, load_object, makes_run
 
 Environment = Callable[[], AbstractContextManager[Any]]

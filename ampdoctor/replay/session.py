@@ -33,16 +33,14 @@ from ampdoctor.precision import (
     override_autocast,
 )
 from ampdoctor.precision.low_bit import as_plain_linears
-from ampdoctor.replay.frameworks.accelerate.state import shared_states
-from ampdoctor.replay.kept_values import Keeper
+from ampdoctor.replay.batches import BatchTape
+from ampdoctor.replay.frameworks.accelerate import shared_states
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
-from ampdoctor.replay.reached.state import Reached
-from ampdoctor.replay.reached.taped import Drawing
-from ampdoctor.replay.reached.walk import roots_of
-from ampdoctor.replay.scaler_state import OtherScalers, clone
-from ampdoctor.replay.snapshot import Snapshot, tensors_of, weights_of
+from ampdoctor.replay.python_state import Drawing, Reached
+from ampdoctor.replay.reachable_state import roots_of
+from ampdoctor.replay.snapshot import OtherScalers, Snapshot, clone, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
-from ampdoctor.replay.tape import BatchTape
+from ampdoctor.replay.tensor_store import Keeper
 from ampdoctor.replay.user_code import prints_to_nobody, user_code
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ call replayed from step 0 stays the reference; fingerprints of the passes tell w
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import weakref
@@ -15,19 +16,87 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ampdoctor.hooks.process_state import RandomState
+from ampdoctor.hooks.scaler_events import Listener
 from ampdoctor.hooks.torch_internals import default_device, reset_default_device
-from ampdoctor.replay.kept_values import Keeper, Values
-from ampdoctor.replay.reached.state import Reached
-from ampdoctor.replay.scaler_state import ScalerSnapshot, clone
+from ampdoctor.replay.python_state import Reached
+from ampdoctor.replay.tensor_store import Keeper, Values
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+
+# A GradScaler's state at one moment, and copies that keep tensors plain.
+
+
+def clone(value: Any) -> Any:
+    """Returns a deep copy; tensors become plain ones without autograd history, the rest is as in `copy.deepcopy`."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: clone(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clone(item) for item in value]
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(clone(item) for item in value)
+    return copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerSnapshot:
+    """A GradScaler's state at one moment; it does not keep the scaler alive."""
+
+    values: dict[str, Any]
+    states: Any
+    """The scaler's own table of optimizers. It makes missing entries itself, so its type must stay."""
+    stages: dict[int, Any] | None
+
+    @classmethod
+    def of(cls, scaler: Any) -> ScalerSnapshot:
+        """Copy a scaler's state."""
+        kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
+        states = kept.pop("_per_optimizer_states", None)
+        return cls(clone(kept), states, None if states is None else clone(dict(states)))
+
+    def restore(self, scaler: Any) -> None:
+        """Put the state back into the same scaler."""
+        for key, value in self.values.items():
+            setattr(scaler, key, clone(value))
+        if self.states is not None:
+            scaler._per_optimizer_states = self.states
+            self.states.clear()
+            self.states.update(clone(self.stages))
+
+
+class OtherScalers(Listener):
+    """The scalers that a run's steps make or hold themselves.
+
+    Args:
+        own: The run's own scaler, which is none of them.
+
+    Attributes:
+        first: Each as it was when a step first called it.
+        state: The `state_dict` that the first of them had then, if it was enabled: it may be gone by now.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.state: dict[str, Any] | None = None
+        self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
+
+    def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """As in `Listener`."""
+        if scaler is not self._own and scaler not in self.first:
+            self.first[scaler] = ScalerSnapshot.of(scaler)
+            if self.state is None and scaler.is_enabled():
+                self.state = scaler.state_dict()
+
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 """Types of attributes that a plain assignment puts back."""

@@ -9,13 +9,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.positioning.start import takes_start
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from ampdoctor.hooks.program import EarlierStep
+
+
+# Functions of batches that are told where to begin. No torch here: a training script may ask before it imports any.
+
+
+START = "start"
+"""The parameter by which a function of batches asks for the place."""
+
+
+def takes_start(batches: Any) -> bool:
+    """Is it a function that is called with the number of optimizer steps behind the run?"""
+    if not callable(batches) or hasattr(batches, "__iter__"):
+        return False
+    try:
+        found = inspect.signature(batches).parameters.get(START)
+    except (TypeError, ValueError):  # a builtin, or a C callable
+        return False
+    return found is not None and found.kind is not inspect.Parameter.POSITIONAL_ONLY
+
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
@@ -102,7 +120,7 @@ class TrainingRun:
         Raises:
             FactoryError: It trains with DeepSpeed's engine, FSDP, FP8 or several devices, which is not replayed.
         """
-        from ampdoctor.replay.frameworks.trainer.parts import trainer_parts
+        from ampdoctor.replay.frameworks.trainer import trainer_parts
 
         return cls(**trainer_parts(trainer, arguments))
 
@@ -122,7 +140,7 @@ class TrainingRun:
         Raises:
             FactoryError: It trains on several devices, by FSDP or DeepSpeed, or in a format that is not replayed.
         """
-        from ampdoctor.replay.frameworks.lightning.parts import lightning_parts
+        from ampdoctor.replay.frameworks.lightning import lightning_parts
 
         if data is not None:
             arguments["train_dataloaders"] = data  # fit() takes a DataModule in its place too
@@ -156,7 +174,7 @@ class TrainingRun:
         Raises:
             FactoryError: It trains with DeepSpeed, FSDP, FP8 or several processes, which is not replayed.
         """
-        from ampdoctor.replay.frameworks.accelerate.parts import accelerate_parts
+        from ampdoctor.replay.frameworks.accelerate import accelerate_parts
 
         parts = accelerate_parts(
             accelerator, model, optimizer, dataloader, scheduler=scheduler, loss=loss, max_grad_norm=max_grad_norm

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.hooks.interfaces import describe
-from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
+from ampdoctor.replay.user_files import building
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

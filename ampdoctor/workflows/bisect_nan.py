@@ -42,7 +42,7 @@ from ampdoctor.evidence.report.counted import counted_from
 from ampdoctor.evidence.where import Where
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.ops.source import as_source, own_line, raising_line
-from ampdoctor.replay.reached.state import has_moved
+from ampdoctor.replay.python_state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
 from ampdoctor.workflows.against_fp32.moves import Kept, held, moved, sample

@@ -41,9 +41,8 @@ from ampdoctor.live.scaler_protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.unread_steps import HELD_BACK, SKIPPED, UNREAD, BlindSteps, Guard, LateNews, too_late, ways_out
 from ampdoctor.precision import policy_in_force
 from ampdoctor.probes.ops.source import as_source
-from ampdoctor.replay.bundles.writing import Written
-from ampdoctor.replay.recorded.inner_autocast import with_inner_autocast
-from ampdoctor.replay.recorded.one_rank import lies_in_parts
+from ampdoctor.replay.bundles.write import Written
+from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast
 from ampdoctor.workflows.alerting import Alerting, OnAlert, steps_before
 from ampdoctor.workflows.exporting import export_while_it_runs
 from ampdoctor.workflows.last_update import LastUpdate, found_beside, lost_weight

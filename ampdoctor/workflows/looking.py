@@ -21,10 +21,9 @@ from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import are_several, unwarned
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
-from ampdoctor.replay.bundles.describing import Made
-from ampdoctor.replay.bundles.writing import Written, write_bundle
-from ampdoctor.replay.recorded.one_rank import lies_in_parts, on_its_own
-from ampdoctor.replay.recorded.running import run_of
+from ampdoctor.replay.bundles.model import Made
+from ampdoctor.replay.bundles.write import Written, write_bundle
+from ampdoctor.replay.recorded_step import lies_in_parts, on_its_own, run_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import Policy, ReplayRequest

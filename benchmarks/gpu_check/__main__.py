@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402  # only now is the path right
 
 from ampdoctor.errors import AmpdoctorError, UsageError  # noqa: E402
-from ampdoctor.replay.device import choose_device  # noqa: E402
+from ampdoctor.replay.parts import choose_device  # noqa: E402
 from benchmarks.gpu_check import cases, golden, histograms, ops, overhead, products, syncs  # noqa: E402
 from benchmarks.gpu_check.section import Section  # noqa: E402
 from fixtures.corpus import runs  # noqa: E402

@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ampdoctor.checkpoints import load_state
-from ampdoctor.replay.positioning.random_numbers import not_restored, set_generators
-from ampdoctor.replay.resuming.schedulers import load_schedulers
+from ampdoctor.replay.load_checkpoint import load_schedulers, not_restored, set_generators
 
 LOADER = {"_sampler_iter_yielded": 3, "_num_yielded": 3, "state": {"seed": torch.arange(3)}}
 

@@ -450,7 +450,7 @@ def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
 def test_a_bundle_is_whole_or_absent(watched, monkeypatch, error):
-    from ampdoctor.replay.bundles import writing
+    from ampdoctor.replay.bundles import write as writing
 
     real = writing.write_safetensors
 

@@ -14,7 +14,7 @@ from ampdoctor.package import FOLDER
 from ampdoctor.precision.emulation.gpu import asking
 from ampdoctor.probes.ops import source
 from ampdoctor.probes.ops.source import applied_line, as_source, shown_from, user_line
-from ampdoctor.replay.guarding.changes import is_users_file
+from ampdoctor.replay.user_files import is_users_file
 
 
 def test_names_are_relative_to_where_the_replay_was_started(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import threading
 
 from ampdoctor.evidence.run_log.lines import EndLine, RunLine
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.replay.guarding.changes import told_of_changes
+from ampdoctor.replay.user_files import told_of_changes
 
 
 def test_our_log_writes_beside_the_run_and_is_none_of_its_changes(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.hooks.nested import copy_batch, iter_tensors
 from ampdoctor.replay.factory import load_factory
-from ampdoctor.replay.resuming.resume import resume
+from ampdoctor.replay.load_checkpoint import resume
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "corpus" / "runs.py"
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import ReplayError
-from ampdoctor.replay import kept_values
-from ampdoctor.replay.kept_values import SMALL, Held, Keeper, Spilled, lies_in_memory
+from ampdoctor.replay import tensor_store
 from ampdoctor.replay.session import Session
+from ampdoctor.replay.tensor_store import SMALL, Held, Keeper, Spilled, lies_in_memory
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 
@@ -195,10 +195,12 @@ def test_gradients_that_our_own_step_clears_are_not_kept():
 
 
 def test_a_spilled_diagnosis_is_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_values.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tensor_store.tempfile, "tempdir", str(tmp_path))
     made = []
     monkeypatch.setattr(
-        kept_values._File, "append", lambda self, values, f=kept_values._File.append: made.append(1) or f(self, values)
+        tensor_store._File,
+        "append",
+        lambda self, values, f=tensor_store._File.append: made.append(1) or f(self, values),
     )
     here, there = (bisect_nan(ReplayRequest(factory=big_run, steps=4, spill=spill)) for spill in (False, True))
     assert here == there
@@ -214,7 +216,7 @@ def test_a_folder_that_does_not_serve_is_named_with_the_one_that_does(kind, tmp_
     monkeypatch.setenv("TMPDIR", str(named))
     monkeypatch.setenv("TMP", str(tmp_path))
     monkeypatch.delenv("TEMP", raising=False)
-    monkeypatch.setattr(kept_values.tempfile, "tempdir", None)
+    monkeypatch.setattr(tensor_store.tempfile, "tempdir", None)
     run = bisect_nan(ReplayRequest(factory=big_run, steps=1, spill=True)).run
     notes = [note for note in run["notes"] if note.startswith("--spill keeps the state")]
     said = f"--spill keeps the state in {tmp_path}: TMPDIR names {named}, which does not serve"
@@ -222,7 +224,7 @@ def test_a_folder_that_does_not_serve_is_named_with_the_one_that_does(kind, tmp_
 
 
 def test_no_room_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_values.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tensor_store.tempfile, "tempdir", str(tmp_path))
     run = big_run()
     weight = run.model[0].weight.detach().clone()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -238,9 +240,9 @@ def test_no_room_is_one_sentence(tmp_path, monkeypatch):
 def test_a_folder_in_memory_is_known(monkeypatch, tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n/dev/sdb {tmp_path}/disk xfs rw 0 0\n")
-    monkeypatch.setattr(kept_values, "_MOUNTS", mounts)
+    monkeypatch.setattr(tensor_store, "_MOUNTS", mounts)
     assert lies_in_memory(tmp_path / "folder")
     assert not lies_in_memory(tmp_path / "disk" / "folder")
     assert not lies_in_memory(Path("/home"))
-    monkeypatch.setattr(kept_values, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(tensor_store, "_MOUNTS", tmp_path / "none")
     assert not lies_in_memory(tmp_path)

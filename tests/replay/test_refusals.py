@@ -10,7 +10,7 @@ from torch.nn import functional
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
 from ampdoctor.precision import emulate_cuda
-from ampdoctor.replay.refusals import explained
+from ampdoctor.replay.user_code import explained
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import CheckpointError, UserCodeError
-from ampdoctor.replay.resuming.resume import read_scaler_state, resume
+from ampdoctor.replay.load_checkpoint import read_scaler_state, resume
 from ampdoctor.replay.training_run import TrainingRun
 
 SETTLED = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 830}

@@ -13,8 +13,8 @@ from torch import nn
 
 from ampdoctor.checkpoints import load_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.replay.resuming import optimizers
-from ampdoctor.replay.resuming.resume import resume
+from ampdoctor.replay import fit_optimizers
+from ampdoctor.replay.load_checkpoint import resume
 from ampdoctor.replay.training_run import TrainingRun
 
 SCALER = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 8}
@@ -137,10 +137,10 @@ def test_the_state_of_every_optimizer_of_torch_is_accepted_and_steps_on(make):
     own.step()
 
 
-@pytest.mark.parametrize("make", optimizers._ENTRIES)
+@pytest.mark.parametrize("make", fit_optimizers._ENTRIES)
 def test_a_state_without_what_the_step_looks_up_is_refused(make):
     source, optimizer = stepped(make)
-    for key in optimizers._ENTRIES[make]:
+    for key in fit_optimizers._ENTRIES[make]:
         saved = copy.deepcopy(optimizer.state_dict())
         del saved["state"][0][key]
         model = nn.Linear(2, 3)

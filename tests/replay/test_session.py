@@ -18,7 +18,7 @@ from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
 from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.replay.device import choose_device
+from ampdoctor.replay.parts import choose_device
 from ampdoctor.replay.session import Session
 
 CPU = torch.device("cpu")

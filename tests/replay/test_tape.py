@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay import tape as tape_module
-from ampdoctor.replay.tape import BatchTape
+from ampdoctor.replay import batches as tape_module
+from ampdoctor.replay.batches import BatchTape
 
 
 def tape_of(batches):

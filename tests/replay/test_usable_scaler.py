@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampdoctor.replay.usable_scaler import make_usable
+from ampdoctor.replay.parts import make_usable
 
 
 def steps(scaler):

@@ -1,20 +1,19 @@
-"""Tensors of a bundle: how each lies in its safetensors file, and how it is made again.
-
-What the format lacks is converted: complex numbers of 16 bytes and of 4 as pairs, a sparse tensor as its indices and
-values. A view that repeats elements is stored once.
-"""
+"""Tensors of a bundle: how each lies in its safetensors file, written one by one, and put into a model again."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, FactoryError
 
 Entry = Mapping[str, Any]
 """What the manifest holds of a tensor; inert JSON."""
@@ -150,3 +149,168 @@ def _sizes(value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**48 for one in value):
         raise ValueError("sizes")
     return value
+
+
+# Writes a safetensors file tensor by tensor: nothing is held twice, and the bytes are on the disk at the end.
+#
+# The library's own writer takes all tensors in host memory at once, and closes the file without a flush to the disk.
+
+
+CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that are written, by the format's own names."""
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors, strided and of the dtypes in `CODES`, from whichever device.
+
+    Raises:
+        OSError: The disk is full, or refuses.
+    """
+    header: dict[str, object] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            if tensor.numel():
+                plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+                file.write(plain.view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# Puts what a bundle holds of a model's tensors into a model that was made again.
+
+
+_NAMED = 3
+
+
+def put_weights(
+    model: nn.Module,
+    manifest: Mapping[str, Any],
+    stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
+    whose: str,
+) -> None:
+    """Give a model the bundle's parameters and buffers, their dtypes, what is tied and what is frozen, and its mode.
+
+    Args:
+        model: The model; changed in place.
+        manifest: The bundle's; nothing in it is trusted.
+        stored: Makes the tensor of an entry; None for one that was left out.
+        whose: Who has made the model, as the subject of an error's sentence.
+
+    Raises:
+        FactoryError: The model has other parameters, or of other shapes.
+        CheckpointError: The manifest is malformed.
+    """
+    try:
+        _put_parameters(model, manifest["parameters"], stored, whose)
+        _put_buffers(model, manifest["buffers"], stored)
+        model.train()
+        modules = dict(model.named_modules())
+        for name in manifest["evaluating"]:
+            if name in modules:
+                modules[name].training = False
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the bundle's entries of the model are malformed ({type(error).__name__}).") from None
+
+
+def _put_parameters(
+    model: nn.Module, entries: Mapping[str, Any], stored: Callable[[Mapping[str, Any]], torch.Tensor | None], whose: str
+) -> None:
+    own = dict(model.named_parameters(remove_duplicate=False))
+    _check_names(own.keys(), entries.keys(), whose)
+    tied = {name: entry["same_as"] for name, entry in entries.items() if "same_as" in entry}
+    for name, entry in entries.items():
+        if name in tied:
+            continue
+        parameter, tensor = own[name], stored(entry)
+        if list(parameter.shape) != entry["shape"]:
+            shape = "x".join(map(str, entry["shape"])) or "a number"
+            here = "x".join(map(str, parameter.shape)) or "a number"
+            raise FactoryError(f"{whose} makes a model whose {name} is {here}, and the bundle's is {shape}")
+        if tensor is None:
+            parameter.data = parameter.data.to(getattr(torch, entry["dtype"].removeprefix("torch.")))
+        else:
+            parameter.data = tensor.detach()
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(entry["requires_grad"] is True)
+    for name, first in tied.items():
+        if own[name] is not own[first]:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, own[first])
+    _untie(model, entries, stored, tied)
+
+
+def _untie(
+    model: nn.Module,
+    entries: Mapping[str, Any],
+    stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
+    tied: Mapping[str, str],
+) -> None:
+    """Two names that are one parameter in the fresh model alone get one each."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known == name or tied.get(name, name) == tied.get(known, known):
+            continue
+        tensor = stored(entries[name])
+        parent, _, last = name.rpartition(".")
+        value = parameter.detach().clone() if tensor is None else tensor.detach()
+        setattr(model.get_submodule(parent), last, nn.Parameter(value, requires_grad=entries[name]["requires_grad"]))
+        before = stored(entries[known])  # the second of the two was put into it last
+        if before is not None:
+            parameter.data = before.detach()
+
+
+def _put_buffers(
+    model: nn.Module, entries: Mapping[str, Any], stored: Callable[[Mapping[str, Any]], torch.Tensor | None]
+) -> None:
+    modules = dict(model.named_modules())
+    made: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        parent, _, last = name.rpartition(".")
+        holder = modules.get(parent)
+        tensor = made.get(entry["same_as"]) if "same_as" in entry else stored(entry)
+        if holder is None or tensor is None:
+            continue
+        made[name] = tensor
+        if last in holder._buffers:  # noqa: SLF001 - which tensor a module has registered
+            holder._buffers[last] = tensor  # noqa: SLF001 - the same
+        elif last.isidentifier() and not hasattr(holder, last):  # made by a forward
+            holder.register_buffer(last, tensor, persistent=False)
+
+
+def _check_names(own: Any, said: Any, whose: str) -> None:
+    lacks, more = [name for name in said if name not in own], [name for name in own if name not in said]
+    if lacks or more:
+        parts = [
+            f"{what} {', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
+            for what, names in (("lacks", lacks), ("has besides", more))
+            if names
+        ]
+        raise FactoryError(f"{whose} makes another model than the bundle's: it {' and '.join(parts)}")

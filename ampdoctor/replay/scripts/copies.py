@@ -20,11 +20,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampdoctor.hooks.interfaces import describe
-from ampdoctor.replay.guarding.changes import is_users_file
-from ampdoctor.replay.reached.walk import cell_contents
-from ampdoctor.replay.scripts.seam import Body
-from ampdoctor.replay.scripts.source.finding import LoopPlace
-from ampdoctor.replay.scripts.source.statements import LOOPS, SCOPES, is_within, way_within
+from ampdoctor.replay.reachable_state import cell_contents
+from ampdoctor.replay.scripts.loop_hooks import Body
+from ampdoctor.replay.scripts.loops import LoopPlace
+from ampdoctor.replay.scripts.rewriting import LOOPS, SCOPES, is_within, way_within
+from ampdoctor.replay.user_files import is_users_file
 
 FAILED = "{name}, a copy of the weights that each round makes, could not be made anew: {why}"
 _DEEPEST = 4

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.starved_parameters import starved
 from ampdoctor.probes.cheap.nonfinite import first_difference
-from ampdoctor.replay.reached.state import Beyond, has_moved
+from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen, Twin
 from ampdoctor.workflows.against_fp32.rewinding import is_calm
 from ampdoctor.workflows.against_fp32.single_updates import is_quiet

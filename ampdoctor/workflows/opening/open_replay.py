@@ -33,19 +33,18 @@ from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.half_made import HalfMade
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.bundles.manifest import bundle_at
-from ampdoctor.replay.bundles.reading import Bundle
-from ampdoctor.replay.device import choose_device
-from ampdoctor.replay.frameworks.accelerate.state import own_state
-from ampdoctor.replay.frameworks.lightning.devices import one_device
-from ampdoctor.replay.guarding.changes import CHANGES, changes_note, told_of_changes
-from ampdoctor.replay.kept_values import lies_in_memory
-from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.bundles.read import Bundle
+from ampdoctor.replay.frameworks.accelerate import own_state
+from ampdoctor.replay.frameworks.lightning import one_device
+from ampdoctor.replay.load_checkpoint import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.parts import choose_device, make_usable
 from ampdoctor.replay.scripts.script import Script
-from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState
-from ampdoctor.replay.usable_scaler import make_usable
+from ampdoctor.replay.target import Target, load_target
+from ampdoctor.replay.tensor_store import lies_in_memory
 from ampdoctor.replay.user_code import out_of_memory
+from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
 from ampdoctor.workflows.opening.position import begin_anew, go_on
 
 if TYPE_CHECKING:

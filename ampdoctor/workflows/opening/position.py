@@ -7,10 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import UsageError
-from ampdoctor.replay.positioning.place import DataPlace, loads_state
-from ampdoctor.replay.positioning.random_numbers import not_restored, set_generators
-from ampdoctor.replay.positioning.start import takes_start
-from ampdoctor.replay.resuming.schedulers import load_schedulers
+from ampdoctor.replay.batches import DataPlace, loads_state
+from ampdoctor.replay.load_checkpoint import load_schedulers, not_restored, set_generators
+from ampdoctor.replay.training_run import takes_start
 
 if TYPE_CHECKING:
     from ampdoctor.checkpoints.standing import Standing

@@ -18,7 +18,7 @@ from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.cheap.nonfinite import state_tensors
 from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
-from ampdoctor.replay.resuming.resume import scaler_state_of
+from ampdoctor.replay.load_checkpoint import scaler_state_of
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding

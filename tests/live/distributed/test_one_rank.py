@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampdoctor.errors import CollectiveError
-from ampdoctor.replay.recorded.one_rank import lies_in_parts, on_its_own
+from ampdoctor.replay.recorded_step import lies_in_parts, on_its_own
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 from ampdoctor.hooks.callbacks import told_of_scalers
 from ampdoctor.hooks.program import Call, Clipped, Ended, Op
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.replay.recorded.running import run_of
+from ampdoctor.replay.recorded_step import run_of
 from ampdoctor.replay.session import Session
 
 

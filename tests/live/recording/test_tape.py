@@ -8,7 +8,7 @@ from torch import nn
 
 from ampdoctor.hooks.program import Call, Op
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.replay.recorded.running import run_of
+from ampdoctor.replay.recorded_step import run_of
 
 
 def names(program):

@@ -14,7 +14,7 @@ from ampdoctor.errors import ReplayError
 from ampdoctor.precision import autocast_policy, emulate_cuda
 from ampdoctor.precision.emulation.stand_ins import apex, attention
 from ampdoctor.precision.emulation.stand_ins.table import STAND_INS
-from ampdoctor.replay.refusals import explained
+from ampdoctor.replay.user_code import explained
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 HALF = torch.float16

@@ -10,7 +10,7 @@ import traceback
 import pytest
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.replay.bundles.reading import load_bundle
+from ampdoctor.replay.bundles.read import load_bundle
 
 WRONG = (None, True, -1, 2**70, 1.5, "", "x\0", [], [[1]], {}, {"kind": "x"})
 GONE = object()

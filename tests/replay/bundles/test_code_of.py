@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from ampdoctor.replay.bundles.describing import code_of, described
+from ampdoctor.replay.bundles.model import code_of, described
 
 MADE = {"kind": "made", "made": {"class": "__main__:GPT", "file": "gpt.py", "args": [], "kwargs": {}}}
 LIBRARY = {"kind": "transformers", "class": "GPT2LMHeadModel", "config": {}}

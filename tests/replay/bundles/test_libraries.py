@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from ampdoctor.replay.bundles.reading import load_bundle
-from ampdoctor.replay.bundles.writing import write_bundle
+from ampdoctor.replay.bundles.read import load_bundle
+from ampdoctor.replay.bundles.write import write_bundle
 from tests.replay.bundles.steps import gradients, replayed, same
 
 pytestmark = pytest.mark.filterwarnings("ignore")

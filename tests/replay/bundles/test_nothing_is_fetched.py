@@ -11,9 +11,8 @@ import pytest
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.replay.bundles.classes import finding, inert_fields, lora_fields
-from ampdoctor.replay.bundles.describing import HEADS
-from ampdoctor.replay.bundles.rebuilding import Rebuilding
-from ampdoctor.replay.guarding.network import network_closed
+from ampdoctor.replay.bundles.model import HEADS, Rebuilding
+from ampdoctor.replay.user_files import network_closed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.replay.bundles.reading import load_bundle
-from ampdoctor.replay.bundles.writing import write_bundle
+from ampdoctor.replay.bundles.read import load_bundle
+from ampdoctor.replay.bundles.write import write_bundle
 from ampdoctor.replay.user_modules import Spec, load_object
 from tests.replay.bundles.steps import gradients, replayed, same
 

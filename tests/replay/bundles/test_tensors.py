@@ -8,8 +8,7 @@ from torch import nn
 
 from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.replay.bundles.safetensors_out import CODES, write_safetensors
-from ampdoctor.replay.bundles.tensors import lying, made_again
+from ampdoctor.replay.bundles.tensors import CODES, lying, made_again, write_safetensors
 
 SEVEN = torch.arange(7.0)
 KINDS = {

@@ -10,9 +10,9 @@ import torch
 
 from ampdoctor import bisect_nan
 from ampdoctor.errors import OutputError, ReplayError
-from ampdoctor.replay.bundles import writing
-from ampdoctor.replay.bundles.reading import load_bundle
-from ampdoctor.replay.bundles.writing import write_bundle
+from ampdoctor.replay.bundles import write
+from ampdoctor.replay.bundles.read import load_bundle
+from ampdoctor.replay.bundles.write import write_bundle
 from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.replay.bundles.steps import gradients, replayed, same
 
@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_nothing(recorded, tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "write_safetensors", full)
+    monkeypatch.setattr(write, "write_safetensors", full)
     with pytest.raises(OutputError, match="no space left on device"):
         write_bundle(tmp_path / "b", recorded.program)
     assert list(tmp_path.iterdir()) == [tmp_path / "code"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.accelerate.adapter import ACCELERATE
+from ampdoctor.replay.frameworks.adapters import ACCELERATE
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.replay.frameworks.beside import Seen, bare, machine, replayed, same

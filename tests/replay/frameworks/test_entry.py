@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ampdoctor.replay.frameworks.entry import standing_in
+from ampdoctor.replay.frameworks.resuming import standing_in
 
 
 @pytest.fixture

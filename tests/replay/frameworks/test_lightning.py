@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.replay.frameworks.lightning.adapter import LIGHTNING, Fitted
+from ampdoctor.replay.frameworks.adapters import LIGHTNING, Fitted
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.replay.frameworks.beside import Seen, bare, machine, replayed, same

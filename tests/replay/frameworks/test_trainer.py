@@ -13,8 +13,7 @@ from transformers.integrations import TensorBoardCallback
 
 from ampdoctor import ReplayRequest, TrainingRun
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.table import adapter_of
-from ampdoctor.replay.frameworks.trainer.adapter import TRAINER
+from ampdoctor.replay.frameworks.adapters import TRAINER, adapter_of
 from ampdoctor.workflows.opening.open_replay import open_replay
 from tests.replay.frameworks.trainers import make_trainer, recording
 

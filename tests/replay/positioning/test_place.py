@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from ampdoctor import TrainingRun
 from ampdoctor.checkpoints.standing import RandomNumbers
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.positioning.place import DataPlace
-from ampdoctor.replay.positioning.random_numbers import set_generators
-from ampdoctor.replay.tape import BatchTape
+from ampdoctor.replay.batches import BatchTape, DataPlace
+from ampdoctor.replay.load_checkpoint import set_generators
 
 SKIPS = (0, 1, 5, 6, 7, 12, 13)
 

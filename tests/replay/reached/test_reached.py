@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from ampdoctor import TrainingRun
-from ampdoctor.replay.reached.state import has_moved
-from ampdoctor.replay.reached.walk import reached
+from ampdoctor.replay.python_state import has_moved
+from ampdoctor.replay.reachable_state import reached
 from ampdoctor.replay.session import Session
 
 COUNT = 0

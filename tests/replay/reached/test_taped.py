@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ampdoctor import TrainingRun
-from ampdoctor.replay.reached import taped
-from ampdoctor.replay.reached.taped import Taped
+from ampdoctor.replay import python_state
+from ampdoctor.replay.python_state import Taped
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
@@ -184,7 +184,7 @@ def test_what_no_snapshot_leads_to_is_gone():
 
 
 def test_beyond_the_room_the_first_do_not_come_again(monkeypatch):
-    monkeypatch.setattr(taped, "ROOM", 100)
+    monkeypatch.setattr(python_state, "ROOM", 100)
     stream = (torch.full((4,), float(at)) for at in range(30))
     session = session_of(lambda batch: next(stream)[0])
     assert session.has_step(8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.replay.scripts.anew import SCALER_EACH_ROUND
+from ampdoctor.replay.scripts.loops import SCALER_EACH_ROUND
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest
 

@@ -13,7 +13,7 @@ import torch
 
 import ampdoctor
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.replay.scripts.target import load_target
+from ampdoctor.replay.target import load_target
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import ReplayRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from ampdoctor.replay.scripts.header import read_by
+from ampdoctor.replay.scripts.loop_hooks import read_by
 
 LOADER, OTHER = [1, 2], SimpleNamespace(count=3)
 

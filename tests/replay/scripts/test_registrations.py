@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.replay.scripts.registrations import registrations_of
+from ampdoctor.replay.scripts.files import registrations_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.scripts.seam import Left, Seam, entered
-from ampdoctor.replay.scripts.source.rewriting import SEAM, Edits, rewritten
-from ampdoctor.replay.scripts.source.statements import loops_around
+from ampdoctor.replay.scripts.loop_hooks import Left, Seam, entered
+from ampdoctor.replay.scripts.rewriting import SEAM, Edits, loops_around, rewritten
 
 LOOP = "# the loop"
 IN_FUNCTIONS = {

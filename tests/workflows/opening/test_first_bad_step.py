@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.hooks.process_state import RandomState
-from ampdoctor.replay import tape
+from ampdoctor.replay import batches
 from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_json import render_json, report_as_dict
@@ -107,15 +107,15 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
     arguments = {"steps": 24, **({"bad": 18, "loader": True} if function == "large_at" else {})}
     request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=24)
     kept = bisect_nan(request)
-    monkeypatch.setattr(tape, "ROOM", 1)
+    monkeypatch.setattr(batches, "ROOM", 1)
     sizes = []
-    original = tape.BatchTape.keep
+    original = batches.BatchTape.keep
 
     def watched(self, needed):
         original(self, needed)
-        sizes.append(sum(batch is not tape._GONE for batch in self._batches))
+        sizes.append(sum(batch is not batches._GONE for batch in self._batches))
 
-    monkeypatch.setattr(tape.BatchTape, "keep", watched)
+    monkeypatch.setattr(batches.BatchTape, "keep", watched)
     dropped = bisect_nan(request)
     assert _without_counts(dropped) == _without_counts(kept)
     assert max(sizes) <= way_back.stretch(24) + way_back.TRIED + 2
@@ -209,5 +209,5 @@ def test_the_users_own_check_under_both_strategies(strategy):
 def test_misuse_is_looked_for_in_steps_whose_batches_were_let_go_of(monkeypatch):
     request = ReplayRequest(factory="tests/workflows/habits.py:past_the_scaler", steps=8)
     kept = bisect_nan(request)
-    monkeypatch.setattr(tape, "ROOM", 1)
+    monkeypatch.setattr(batches, "ROOM", 1)
     assert render_json(bisect_nan(request)) == render_json(kept)

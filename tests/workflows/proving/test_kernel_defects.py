@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor import TrainingRun
-from ampdoctor.replay.scripts.registrations import Registrations
+from ampdoctor.replay.scripts.files import Registrations
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 

@@ -25,7 +25,7 @@ from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.checkpoints.storage.stored import ShardedTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.replay.resuming.optimizers import plan_optimizers
+from ampdoctor.replay.fit_optimizers import plan_optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

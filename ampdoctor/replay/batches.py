@@ -1,0 +1,384 @@
+"""A run's batches: drawn from a place in the data on, once, in the training's order, and copied for each replay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.hooks.nested import bytes_of, copy_batch
+from ampdoctor.replay.training_run import START, takes_start
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.training_run import TrainingRun
+
+
+# Passes over a DataLoader's batches by their sampler: their indices are drawn, and nothing is loaded.
+
+
+def samples_indices(made: Any) -> bool:
+    """Is it a DataLoader whose batches are chosen by a sampler's indices, and which lets them be passed over?
+
+    One that keeps a state (torchdata's) begins its sampler more than once, and counts what it has drawn itself.
+    """
+    plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
+    return plain and not isinstance(made.dataset, IterableDataset)
+
+
+def length_of(made: Any) -> int | None:
+    """Returns the number of batches of an epoch; None where only drawing them tells, or nothing can be passed over."""
+    return len(made) if samples_indices(made) or isinstance(made, Sequence) else None
+
+
+def epochs_known_by(made: Any, *, data: bool = False) -> list[Any]:
+    """Returns what is told the number of an epoch: the loader itself, its samplers and, if asked for, its dataset."""
+    batches = getattr(made, "batch_sampler", None)
+    holders = [made, batches, getattr(made, "sampler", None), getattr(batches, "sampler", None)]
+    holders += [getattr(made, "dataset", None)] if data else []
+    once = {id(holder): holder for holder in holders if callable(getattr(holder, "set_epoch", None))}
+    return list(once.values())
+
+
+def shuffles_by_the_process(made: Any) -> bool:
+    """Does a DataLoader shuffle by torch's global generator?"""
+    if not isinstance(made, DataLoader):
+        return False
+    samplers = (made.sampler, getattr(made.batch_sampler, "sampler", None))
+    return any(isinstance(sampler, RandomSampler) and sampler.generator is None for sampler in samplers)
+
+
+def play(loader: DataLoader[Any]) -> None:
+    """Let a whole epoch's indices be drawn, in this process and for nothing: a generator moves on as in training."""
+    skipping = Skipping(loader, len(loader))
+    vars(skipping.loader).update(num_workers=0, timeout=0)
+    for _ in skipping.loader:
+        raise AssertionError("nothing is left of an epoch that was passed over")
+
+
+class Skipping:
+    """A DataLoader without its first batches.
+
+    Args:
+        loader: A DataLoader with a sampler; it stays as it is.
+        count: How many batches to leave out.
+
+    Attributes:
+        loader: A shallow copy that leaves them out.
+    """
+
+    def __init__(self, loader: DataLoader[Any], count: int) -> None:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._indices = _Behind(getattr(loader, name), count)
+        self.loader = copy.copy(loader)
+        vars(self.loader)[name] = self._indices  # as an attribute it refuses to be set
+
+    def begin(self) -> None:
+        """Draw the indices that are left out now, where the loader has begun to iterate: a seed is drawn with them."""
+        self._indices.begin()
+
+
+class _Behind:
+    """A sampler's indices behind the first ones, in each iteration."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._last: _Left | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_sampler"], name)
+
+    def __len__(self) -> int:
+        return max(len(self._sampler) - self._count, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last = _Left(self._sampler, self._count)
+        return self._last
+
+    def begin(self) -> None:
+        if self._last is not None:
+            self._last.begin()
+
+
+class _Left:
+    """An iterator whose first items are drawn and dropped before its first one is asked for, or at `begin`."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+        self._indices: Iterator[Any] | None = None
+
+    def begin(self) -> Iterator[Any]:
+        if self._indices is None:
+            self._indices = iter(self._sampler)
+            for _ in range(self._count):
+                next(self._indices, None)
+        return self._indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.begin())
+
+
+# Draws a run's batches from a place in the data on, over as many epochs as are asked for.
+#
+# The order is that of the training: an epoch's sampler, told the epoch's number where it wants to know it, and the
+# epochs before it drawn as far as a shuffling generator has to move on.
+
+
+_END = object()
+ORDER_UNKNOWN = (
+    "the DataLoader shuffles by torch's global generator, whose state at an epoch's start no checkpoint holds: the "
+    "batches may be others than the training's (with a generator of its own their order is known)"
+)
+
+
+def _nothing(_: str) -> None:
+    return None
+
+
+@dataclass(slots=True, kw_only=True)
+class DataPlace:
+    """Where the batches begin.
+
+    Attributes:
+        steps: Optimizer steps that lie behind the run, for a function that takes `start`.
+        batches: Micro-batches that lie behind it, for whatever else gives batches.
+        state: A loader's saved state, for one that can load it.
+        epochs: Open what ends again, as the next epoch.
+        arrive: Called at the place, before what comes next is drawn.
+        say: Told, in a sentence each, how the place was come to, and where it may be another than the training's.
+    """
+
+    steps: int = 0
+    batches: int = 0
+    state: Any = None
+    epochs: bool = False
+    arrive: Callable[[], None] | None = None
+    say: Callable[[str], None] = _nothing
+
+    @property
+    def at_the_start(self) -> bool:
+        """Is it just the first batch of a single epoch?"""
+        return not (self.batches or self.epochs or self.state is not None or self.arrive is not None)
+
+
+def drawn(batches: Any, place: DataPlace) -> Iterator[Any]:
+    """Returns an iterator over the batches from the place on.
+
+    Args:
+        batches: The `batches` of a run.
+        place: Where they begin.
+
+    Raises:
+        FactoryError: They cannot be iterated.
+    """
+    if takes_start(batches):
+        made = _iterator(batches(**{START: place.steps}))
+        return made if place.arrive is None else _arriving(made, place.arrive)
+    return _iterator(_opened(batches)) if place.at_the_start else _from(batches, place)
+
+
+def _opened(batches: Any) -> Any:
+    return batches() if callable(batches) and not hasattr(batches, "__iter__") else batches
+
+
+def _iterator(made: Any) -> Iterator[Any]:
+    try:
+        return iter(made)
+    except TypeError:
+        raise FactoryError(f"TrainingRun(batches=...) gave {type(made).__name__}, which is not iterable") from None
+
+
+def _arriving(batches: Iterator[Any], arrive: Callable[[], None]) -> Iterator[Any]:
+    """A function's own way to the place is gone when its first batch is there."""
+    first = next(batches, _END)
+    arrive()
+    if first is not _END:
+        yield first
+        yield from batches
+
+
+def _from(batches: Any, place: DataPlace) -> Iterator[Any]:
+    """Yields the batches from the place on, epoch after epoch if wanted."""
+    epoch, source = _led_to(batches, place)
+    if place.arrive is not None:
+        place.arrive()
+    whole = source is None
+    while True:
+        if source is None:
+            source = _iterator(_told(_opened(batches), epoch))
+        empty = True
+        for batch in source:
+            empty = False
+            yield batch
+        if not place.epochs or (whole and empty):
+            return
+        epoch, source, whole = epoch + 1, None, True
+
+
+def _led_to(batches: Any, place: DataPlace) -> tuple[int, Iterator[Any] | None]:
+    """Returns the epoch of the place, and what is left of it; None where it has not begun."""
+    if place.state is not None:
+        made = _opened(batches)
+        made.load_state_dict(place.state)
+        place.say("the batches go on from the state of their loader in the checkpoint")
+        return 0, _iterator(made)
+    epoch, left, dropped = 0, place.batches, 0
+    while left:
+        made = _told(_opened(batches), epoch)
+        length = length_of(made)
+        if length is not None and left >= length > 0:
+            if samples_indices(made) and not epochs_known_by(made):
+                play(made)
+            left, epoch = left - length, epoch + 1
+        elif length is not None:
+            place.say(_said(place.batches, epoch, left))
+            if shuffles_by_the_process(made):
+                place.say(ORDER_UNKNOWN)
+            return epoch, _without(made, left)
+        else:
+            source = _iterator(made)
+            gone = sum(1 for _ in islice(source, left))
+            left, dropped = left - gone, dropped + gone
+            if not left:
+                place.say(f"{dropped} batches were drawn and dropped, to come to the checkpoint's place in the data")
+                return epoch, source
+            if not gone:
+                return epoch, source
+            epoch += 1
+    if place.batches:
+        place.say(_said(place.batches, epoch, 0))
+    return epoch, None
+
+
+def _without(made: Any, count: int) -> Iterator[Any]:
+    """Returns what is left of an epoch behind its first batches, of which none is loaded."""
+    if samples_indices(made):
+        skipping = Skipping(made, count)
+        left = _iterator(skipping.loader)
+        skipping.begin()
+        return left
+    return islice(_iterator(made), count, None)
+
+
+def _said(batches: int, epoch: int, within: int) -> str:
+    at = f"{within} batches into epoch {epoch}" if within else f"at the start of epoch {epoch}"
+    return f"{batches} batches lie behind the checkpoint and were passed over unloaded: the replay begins {at}"
+
+
+def _told(made: Any, epoch: int) -> Any:
+    """Returns what gives an epoch's batches, told which epoch it is."""
+    for holder in epochs_known_by(made, data=True):
+        holder.set_epoch(epoch)
+    return made
+
+
+def loads_state(batches: Any) -> bool:
+    """Can it go on from a saved state, as a StatefulDataLoader can?"""
+    return all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict", "__iter__"))
+
+
+ROOM = 256 * 2**20
+"""Bytes of batches that are kept whether or not they are needed again: 8 batches of 32 MB."""
+
+
+_GONE = object()
+"""Stands in for a batch that was released."""
+
+
+class BatchTape:
+    """The run's batches, drawn as they are asked for.
+
+    A loader may draw from the same random generators as the training. The first pass therefore draws each batch at the
+    moment at which the user's loop would draw it.
+
+    Args:
+        run: The run whose `batches` are drawn.
+
+    Attributes:
+        cut: True if a batch was released to keep within `ROOM`; `rewind` draws from the start again.
+        size: Bytes of the batches that are held.
+        place: Where the batches begin; to be set before the first is drawn.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.cut = False
+        self.size = 0
+        self.place = DataPlace()
+        self._batches: list[Any] = []
+        self._sizes: list[int] = []
+        self._run = run
+        self._iterator: Iterator[Any] | None = None
+        self._exhausted = False
+
+    def draw(self, count: int) -> int:
+        """Draw until the tape holds `count` batches or the source has no more.
+
+        Returns:
+            How many batches the tape holds.
+
+        Raises:
+            FactoryError: The source is not iterable.
+        """
+        while len(self._batches) < count and not self._exhausted:
+            if self._iterator is None:
+                self._iterator = drawn(self._run.batches, self.place)
+            try:
+                batch = copy_batch(next(self._iterator))
+            except StopIteration:
+                self._exhausted = True
+            else:
+                self._batches.append(batch)
+                self._sizes.append(bytes_of(batch))
+                self.size += self._sizes[-1]
+        return len(self._batches)
+
+    def keep(self, needed: Callable[[int], bool]) -> None:
+        """Release the batches that are not needed, if all together take more than `ROOM`.
+
+        Args:
+            needed: Takes the index of a batch.
+        """
+        if self.size <= ROOM:
+            return
+        for index, batch in enumerate(self._batches):
+            if batch is not _GONE and not needed(index):
+                self._batches[index] = _GONE
+                self.size -= self._sizes[index]
+                self.cut = True
+
+    @property
+    def is_placed(self) -> bool:
+        """Do the batches begin behind others, which a checkpoint's training has seen?"""
+        told = takes_start(self._run.batches) and self.place.steps > 0
+        return told or self.place.batches > 0 or self.place.state is not None
+
+    def rewind(self) -> None:
+        """Forget the drawn batches; the next draw opens the source again, in the random state of that moment."""
+        self._batches.clear()
+        self._sizes.clear()
+        self._iterator = None
+        self._exhausted = self.cut = False
+        self.size = 0
+
+    def close(self) -> None:
+        """Release the iterator (a DataLoader's workers)."""
+        self._iterator = None
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns a fresh copy of batch `index`, which must have been drawn and not released."""
+        batch = self._batches[index]
+        if batch is _GONE:
+            raise AssertionError(f"batch {index} was let go of")
+        return copy_batch(batch)
+
+    def __len__(self) -> int:
+        return len(self._batches)

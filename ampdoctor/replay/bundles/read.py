@@ -1,0 +1,328 @@
+"""`Bundle`: a bundle's files, read inertly and within bounds, and the runs that are made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
+from ampdoctor.hooks.json_values import UnreadableTreeError, read
+from ampdoctor.hooks.program import Call, Instruction, Leading, Program
+from ampdoctor.replay.bundles.classes import NamedCode
+from ampdoctor.replay.bundles.instructions import InstructionsIn, line_in
+from ampdoctor.replay.bundles.manifest import CALLS, STATE, bundle_at, read_manifest
+from ampdoctor.replay.bundles.model import Rebuilding
+from ampdoctor.replay.bundles.state import optimizer_in, settings_in, states_in
+from ampdoctor.replay.bundles.tensors import made_again, put_weights
+from ampdoctor.replay.recorded_step import LeadUp, converts_outputs, run_of
+from ampdoctor.replay.training_run import TrainingRun
+
+UserCode = Callable[[str], AbstractContextManager[None]]
+"""Surrounds the user's code; its argument says what runs."""
+
+
+_Step = tuple[tuple[Instruction, ...], tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+_FINITE_HERE = (
+    "the step was not finite in its loop, and is finite here: the weights that the checkpoint and the recorded updates "
+    "lead to are others than it had, or what was not recorded made it so"
+)
+
+
+class Bundle:
+    """A bundle on the disk.
+
+    Args:
+        path: Its folder, or its manifest.
+
+    Attributes:
+        folder: Its folder.
+        manifest: As it was written; nothing in it is trusted.
+        policy: The autocast policy under which it replays on a CPU.
+        step: The step in the training.
+
+    Raises:
+        CheckpointError: It is no bundle, or its manifest is malformed.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder = bundle_at(path)
+        if folder is None:
+            raise CheckpointError(f"{path} is no bundle: it has no manifest.json beside a calls.safetensors.")
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.policy: Literal["cuda", "native"] = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
+        self.step: int = self.manifest.get("step")  # type: ignore[assignment]  # the same
+        if self.policy not in ("cuda", "native") or type(self.step) is not int or not 0 <= self.step < 2**62:
+            raise CheckpointError(f"{folder.name}/manifest.json: policy or step is malformed.")
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether its parameters were left out."""
+        return self.manifest.get("weights") == "left out"
+
+    @property
+    def lacks(self) -> str:
+        """Why it has no parameters, as a part of a sentence."""
+        late = "updates" in self.manifest
+        return "which the step had changed before it was known to be sick" if late else "for its size"
+
+    @property
+    def name(self) -> str:
+        """Its name in sentences."""
+        return self.folder.name or str(self.folder)
+
+    def run(self, code: NamedCode | None, user_code: UserCode = lambda _what: nullcontext()) -> TrainingRun:
+        """Returns a fresh run of its step.
+
+        Args:
+            code: What `--model` names; None without one.
+            user_code: Surrounds the making of the model.
+
+        Raises:
+            CheckpointError: A file is malformed.
+            FactoryError: The model needs code that was not named, or is another one.
+            ReplayError: The step cannot be run again from what was written, or not here.
+        """
+        said = self.manifest
+        cannot = _listed(said, "cannot")
+        if cannot:
+            raise ReplayError(f"{self.name} cannot be replayed: {'; '.join(str(one)[:200] for one in cannot[:3])}")
+        notes: list[str] = [] if code is None else list(code.notes)
+        making = Rebuilding(self.name, code, notes.append)
+        with user_code("making the bundle's model"):
+            making.give_globals(said.get("globals"))
+            model = making.model(said.get("model"))
+        whose = f"--model {code.spec}" if code is not None else "this transformers"
+        with _Tensors(self.folder / CALLS) as calls, _Tensors(self.folder / STATE) as state:
+            put_weights(model, said, state.made, whose)
+            program = self._program(model, calls, state, making.find, notes.append)
+            late = "updates" in said or "earlier" in said
+            leading = self._leading(program, calls, making.find) if late else None
+        notes += self._notes()
+        run = run_of(program)
+        run.lead_up = None if leading is None else LeadUp(program, leading)
+        run.finite_again = self._finite_again()
+        return _with(run, notes)
+
+    def _program(
+        self,
+        model: torch.nn.Module,
+        calls: _Tensors,
+        state: _Tensors,
+        find: Callable[[str, str], Any],
+        say: Callable[[str], None],
+    ) -> Program:
+        said, name = self.manifest, f"{self.name}/manifest.json"
+        try:
+            instructions, given, before = _Steps(self, model, calls, find).made(said)
+            for key in said["prepared"]:
+                converts_outputs(model.get_submodule(key))
+            optimizer = None
+            if said["optimizer"] is not None:
+                parameters = dict(model.named_parameters(remove_duplicate=False))
+                optimizer = optimizer_in(
+                    said["optimizer"], parameters, lambda e: _there(state.made(e), name), find, say
+                )
+            return Program(
+                model=model,
+                optimizer=optimizer,
+                optimizer_name="optimizer" if said["optimizer"] is None else str(said["optimizer"]["name"]),
+                scaler=_scaler(said["scaler"]),
+                instructions=instructions,
+                given=given,
+                buffers=before,
+                step=self.step,
+                line=line_in(said["line"]),
+                unexplained=tuple(map(str, said["unexplained"])),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{name} is malformed ({type(error).__name__}: {str(error)[:80]}).") from None
+
+    def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> Leading:
+        """Returns the updates before the step.
+
+        Raises:
+            CheckpointError: They are malformed.
+            FactoryError: They use what the model does not have.
+        """
+        said, made, name = self.manifest.get("earlier", []), self.manifest.get("updates"), f"{self.name}/manifest.json"
+        groups = 0 if program.optimizer is None else len(program.optimizer.param_groups)
+        try:
+            reader = _Steps(self, program.model, calls, find)
+            steps = tuple(_earlier(program, one, reader.made(one), find) for one in said)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, UnreadableTreeError) as error:
+            raise CheckpointError(f"{name}: its earlier steps are malformed ({type(error).__name__}).") from None
+        numbers = [one.step for one in steps]
+        if numbers != list(range(self.step - len(steps), self.step)) or not _is_count(made):
+            raise CheckpointError(f"{name}: its earlier steps do not lead up to step {self.step}.")
+        if any(len(one.settings) != groups for one in steps):
+            raise CheckpointError(f"{name}: its earlier steps have the settings of another optimizer.")
+        losses = tuple(one.get("loss") for one in said)
+        if not all(one is None or type(one) in (int, float) for one in losses):
+            raise CheckpointError(f"{name}: the losses of its earlier steps are no numbers.")
+        return Leading(steps=steps, losses=losses, made=made)
+
+    def _finite_again(self) -> str | None:
+        """What was said of a step that was finite when it was run again in its loop."""
+        told = self.manifest.get("diagnosis")
+        errors = told.get("errors") if isinstance(told, dict) else None
+        notes = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
+        known = next((str(one.get("message"))[:600] for one in notes if one.get("kind") == "not_reproduced"), None)
+        if known is None and any(one.get("kind") == "too_late" for one in notes):
+            return _FINITE_HERE
+        return known
+
+    def _notes(self) -> list[str]:
+        said = self.manifest
+        notes = [f"of the bundle: {str(one)[:300]}" for one in _listed(said, "left_out")]
+        notes += [str(one)[:300] for one in _listed(said.get("exact"), "no")]
+        versions = said.get("versions")
+        then = str(versions.get("torch")) if isinstance(versions, dict) else ""
+        if then.partition("+")[0] != torch.__version__.partition("+")[0]:
+            notes.append(f"the step was recorded with torch {then[:40]}, and is replayed with {torch.__version__}")
+        if type(said.get("world")) is int and said["world"] > 1:
+            notes.append(
+                f"the step is rank {said.get('rank')}'s of {said['world']}: gradients are its own, not reduced"
+            )
+        return notes
+
+
+def load_bundle(path: str, *, model: str | None = None, app_dir: str | None = None) -> TrainingRun:
+    """Returns a fresh run of a bundle's step.
+
+    Args:
+        path: The bundle's folder, or its manifest.
+        model: The code that makes its model: "train.py:make_model", "model.py:GPT" or "train.py".
+        app_dir: First folder of the import path; None: the working folder.
+
+    Raises:
+        CheckpointError: A file is malformed.
+        FactoryError: The model needs code that was not named, or is another one.
+        ReplayError: The step cannot be run again from what was written, or not here.
+    """
+    return Bundle(path).run(None if model is None else NamedCode(model, app_dir))
+
+
+class _Steps:
+    """Makes what a manifest says of a step: its instructions, what is given to them, and the buffers before them."""
+
+    def __init__(
+        self, bundle: Bundle, model: torch.nn.Module, calls: _Tensors, find: Callable[[str, str], Any]
+    ) -> None:
+        self._name, self._calls, self._find = f"{bundle.name}/manifest.json", calls, find
+        self._random = states_in(bundle.manifest["random"], calls.all("random/"), self._name)
+        self._held = {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        self._modules = {key for key, _ in model.named_modules()}
+        self._known: dict[str, torch.Tensor] = {}  # by entry: what enters several steps is there once
+
+    def made(self, said: Mapping[str, Any]) -> _Step:
+        """Returns the three.
+
+        Raises:
+            CheckpointError: An entry is malformed; so is the step where this raises Python's own errors.
+            FactoryError: The model does not have what the step uses.
+        """
+        given = tuple(map(self._tensor, said["given"]))
+        before = {str(key): self._tensor(entry) for key, entry in said["before"].items()}
+        reader = InstructionsIn(self._find, self._random, len(given), self._name)
+        instructions = reader.all(said["instructions"])
+        absent = [key for key in (*reader.held, *before) if key not in self._held]
+        absent += [one.model for one in instructions if isinstance(one, Call) and one.model not in self._modules]
+        if absent:
+            raise FactoryError(f"the bundle's step uses {absent[0]!r}, which the model that was made does not have")
+        return instructions, given, before
+
+    def _tensor(self, entry: Mapping[str, Any]) -> torch.Tensor:
+        said = json.dumps(entry)
+        if said not in self._known:
+            self._known[said] = _there(self._calls.made(entry), self._name)
+        return self._known[said]
+
+
+def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Callable[[str, str], Any]) -> Program:
+    """The program of an earlier step of the same optimizer's."""
+    instructions, given, before = made
+    if type(said["step"]) is not int:
+        raise TypeError("step")
+    return replace(
+        program,
+        instructions=instructions,
+        given=given,
+        buffers=before,
+        step=said["step"],
+        line=line_in(said["line"]),
+        settings=settings_in(said["settings"], find),
+    )
+
+
+class _Tensors:
+    """A safetensors file whose tensors are made by their entries."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = RegularFile(path, f"{path.parent.name}/{path.name}")
+        try:
+            self._stored = read_safetensors(self._file).tensors
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def made(self, entry: Mapping[str, Any]) -> torch.Tensor | None:
+        """The tensor of an entry; None where the file does not have it."""
+        key = entry.get("key") if isinstance(entry, dict) else None
+        names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
+        if not names or key is None:
+            return None
+        return made_again(entry, {name: self._stored[name].load() for name in names}, self._file.name)
+
+    def all(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names begin with this."""
+        return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 2**62)
+
+
+def _listed(said: Any, key: str) -> list[Any]:
+    """The sentences under a key; none where there is no list of them."""
+    found = said.get(key) if isinstance(said, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _there(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
+    if tensor is None:
+        raise CheckpointError(f"{name} names a tensor that its file does not hold.")
+    return tensor
+
+
+def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
+    """What makes the scaler as it stood; None without one."""
+    state = {} if said is None else {str(key): read(one, lambda _m, _q: None) for key, one in said["state"].items()}
+    if not state:
+        return None
+
+    def make() -> torch.amp.GradScaler:
+        scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+        scaler.load_state_dict({**scaler.state_dict(), **state})
+        return scaler
+
+    return make
+
+
+def _with(run: TrainingRun, notes: list[str]) -> TrainingRun:
+    run.notes = (*run.notes, *dict.fromkeys(notes))
+    return run

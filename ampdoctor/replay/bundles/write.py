@@ -1,0 +1,487 @@
+"""`write_bundle`: a recorded step as a folder, whole or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ampdoctor.errors import OutputError
+from ampdoctor.hooks.json_values import NotInertError, class_name, constants_of, written
+from ampdoctor.hooks.program import Leading, Program
+from ampdoctor.package import version, working_folder
+from ampdoctor.replay.bundles.instructions import instruction_out, relative
+from ampdoctor.replay.bundles.manifest import CALLS, LED_UP, LOG, MANIFEST, SCHEMA, STATE
+from ampdoctor.replay.bundles.model import Made, code_of, described
+from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_out
+from ampdoctor.replay.bundles.tensors import CODES, Lying, lying, write_safetensors
+from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
+
+# What goes into a bundle, and what is left out of it where it would be too large.
+
+
+MANIFEST_ROOM = 1 << 20
+"""Bytes that are counted for manifest and log before they are written."""
+_MOST_TEXT = 4 << 20
+"""Characters of all earlier steps in a manifest: its reader has bounds, and indents take as much again."""
+
+
+class CollectedStep:
+    """What goes into a bundle of one step.
+
+    Args:
+        program: The step.
+        name: What the names of its tensors begin with in the file.
+        states: Takes its random states.
+        known: Entries of tensors by their `id`: what enters several steps is kept once.
+
+    Attributes:
+        cannot: Why it cannot be run again, in sentences.
+        doubts: What its instructions do not hold, in sentences.
+        tensors: Those that entered it, and its buffers, by their names in the file.
+        said: Its part of the manifest.
+    """
+
+    def __init__(self, program: Program, name: str, states: StatesOut, known: dict[int, dict[str, Any]]) -> None:
+        self.cannot: list[str] = []
+        self.doubts = program.unexplained
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._known = known
+        base, line = working_folder(), program.line
+        instructions: list[Any] = []
+        for one in program.instructions:
+            try:
+                instructions.append(instruction_out(one, states.index_of, base))
+            except NotInertError as error:
+                self.cannot.append(str(error))
+        given = [self._needed(f"{name}given/{index}", tensor) for index, tensor in enumerate(program.given)]
+        before = {key: self._needed(f"{name}before/{key}", tensor) for key, tensor in program.buffers.items()}
+        self.said: dict[str, Any] = {
+            "step": program.step,
+            "line": None if line is None else [relative(line[0], base), line[1]],
+            "instructions": [] if self.cannot else instructions,
+            "given": given,
+            "before": before,
+        }
+
+    def _needed(self, key: str, tensor: torch.Tensor) -> Any:
+        if id(tensor) in self._known:
+            return self._known[id(tensor)]
+        lies = lying(key, tensor, CODES)
+        if isinstance(lies, str):
+            self.cannot.append(f"a tensor that entered the step {lies}")
+            return None
+        self.tensors.update(lies.parts)
+        self._known[id(tensor)] = lies.entry
+        return lies.entry
+
+
+class Collected:
+    """What goes into a bundle.
+
+    Attributes:
+        cannot: Why the step cannot be run again from it, in sentences.
+        calls: Tensors of the calls by their names in the file.
+        state: Parameters and buffers.
+        moments: The optimizer's state.
+        has_weights: The parameters are among it.
+        earlier: The steps that lead up to it, oldest first.
+    """
+
+    def __init__(self, program: Program, made: Made) -> None:
+        self._program = program
+        self._lacking: list[str] = []
+        self.earlier: list[CollectedStep] = []
+        self.calls: dict[str, torch.Tensor] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        self.moments: dict[str, torch.Tensor] = {}
+        self.has_weights = True
+        self._weights: set[str] = set()
+        self._states = StatesOut()
+        self._known: dict[int, dict[str, Any]] = {}
+        self._step = CollectedStep(program, "", self._states, self._known)
+        self.cannot = self._step.cannot
+        self.calls.update(self._states.tensors)
+        self.calls.update(self._step.tensors)
+        model = program.model
+        self._parameters = self._named(dict(model.named_parameters(remove_duplicate=False)), "parameter")
+        self._buffers = self._named(dict(model.named_buffers(remove_duplicate=False)), "buffer")
+        self._model = described(model, made)
+        self._made_file(working_folder())
+        self._optimizer = self._of_optimizer()
+
+    def _made_file(self, base: Path) -> None:
+        """Files are named as the user would type them."""
+        todo: list[Any] = [self._model]
+        while todo:
+            part = todo.pop()
+            if isinstance(part, dict):
+                if isinstance(part.get("file"), str) and isinstance(part.get("class"), str):
+                    part["file"] = relative(part["file"], base)
+                todo += part.values()
+            elif isinstance(part, list):
+                todo += part
+
+    def _named(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, Any]:
+        first: dict[int, str] = {}
+        entries: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if first.setdefault(id(tensor), name) != name:
+                entries[name] = {"same_as": first[id(tensor)]}
+                continue
+            lies = lying(f"{what}/{name}", tensor, CODES)
+            if isinstance(lies, Lying):
+                entries[name] = lies.entry
+                self.state.update(lies.parts)
+                if what == "parameter":
+                    self._weights |= lies.parts.keys()
+            else:
+                self._lacking.append(f"the {what} {name} {lies}: it stays as the model is made")
+        return entries
+
+    def _of_optimizer(self) -> dict[str, Any] | None:
+        optimizer = self._program.optimizer
+        if optimizer is None:
+            return None
+        names = {id(p): name for name, p in self._program.model.named_parameters()}
+
+        def tensor(key: str, value: torch.Tensor) -> Any:
+            lies = lying(key, value, CODES)
+            if isinstance(lies, str):
+                self._lacking.append(f"{key} {lies}")
+                return None
+            self.moments.update(lies.parts)
+            return lies.entry
+
+        said = optimizer_out(_bare(optimizer), names, tensor, self._program.settings)
+        if said["lost"]:
+            self._lacking.append(
+                f"settings or state of the optimizer that are no plain values: {', '.join(said['lost'])}"
+            )
+        return {"name": self._program.optimizer_name, **said}
+
+    def code(self) -> str | None:
+        """What `--model` has to name."""
+        return code_of(self._model)
+
+    def fit(self, max_bytes: int) -> tuple[str, ...]:
+        """Leave out what goes beyond the cap; returns what is left out, in sentences.
+
+        Raises:
+            OutputError: The calls alone go beyond it.
+        """
+        room = self._room(max_bytes)
+        weights, moments = bytes_of(self.state) - self._buffer_bytes(), bytes_of(self.moments)
+        said = list(self._lacking)
+        if weights + moments > room and self.moments:
+            self._leave_out_moments()
+            said.append(f"the optimizer's state ({shown(moments)}) does not fit into {shown(max_bytes)}")
+            moments = 0
+        if weights + moments > room:
+            self._leave_out_weights()
+            said.append(
+                f"the parameters ({shown(weights)}) do not fit into {shown(max_bytes)}: give a checkpoint of the "
+                f"training from before this step with --checkpoint"
+            )
+        return tuple(said)
+
+    def lead(self, leading: Leading, max_bytes: int) -> tuple[str, ...]:
+        """Take in what leads up to the step, as far as it goes, in the place of its weights and its optimizer's state.
+
+        Returns what is left out, in sentences; raises as `fit`.
+        """
+        self._leave_out_moments()
+        self._leave_out_weights()
+        room, text = self._room(max_bytes), _MOST_TEXT
+        ended = list(leading.left_out)
+        for program, loss in zip(
+            map(with_inner_autocast, reversed(leading.steps)), reversed(leading.losses), strict=True
+        ):
+            step = CollectedStep(program, f"earlier/{program.step}/", self._states, self._known)
+            step.said |= {"settings": settings_out(program.settings), "loss": loss}
+            room, text = room - bytes_of(step.tensors), text - len(json.dumps(step.said, allow_nan=False))
+            if step.cannot or room < 0 or text < 0:
+                why = step.cannot[0] if step.cannot else "it is more than a bundle may have"
+                ended = [f"what was before these {len(self.earlier)} updates is not in it: {why}"]
+                break
+            self.earlier.insert(0, step)
+            self.calls.update(step.tensors)
+        self.calls.update(self._states.tensors)
+        return (*self._lacking, _weights_of(leading, len(self.earlier)), *ended)
+
+    def _room(self, max_bytes: int) -> int:
+        """Bytes that are left for what else there is."""
+        taken = bytes_of(self.calls) + self._buffer_bytes()
+        if taken > max_bytes - MANIFEST_ROOM:
+            raise OutputError(
+                f"no bundle is written: what entered the step takes {shown(taken)}, and the bundle may have "
+                f"{shown(max_bytes)}"
+            )
+        return max_bytes - MANIFEST_ROOM - taken
+
+    def _buffer_bytes(self) -> int:
+        return bytes_of({name: one for name, one in self.state.items() if name not in self._weights})
+
+    def _leave_out_moments(self) -> None:
+        self.moments.clear()
+        if self._optimizer is not None:
+            self._optimizer["state"] = {}
+
+    def _leave_out_weights(self) -> None:
+        self.has_weights = False
+        for name in self._weights:
+            self.state.pop(name, None)
+
+    def own_policy(self) -> str:
+        """The policy of the device that the step ran on."""
+        tensors = [*self._program.given, *self._program.model.parameters()]
+        return "cuda" if any(tensor.is_cuda for tensor in tensors) else "native"
+
+    def manifest(self) -> dict[str, Any]:
+        """Its part of the manifest."""
+        program = self._program
+        precision, autocast = format_of(program)
+        return {
+            "precision": precision,
+            "autocast": autocast,
+            "model": self._model,
+            "globals": constants_of(type(part) for part in program.model.modules()),
+            "prepared": list(prepared_models(program.model)),
+            "evaluating": [name for name, part in program.model.named_modules() if not part.training],
+            "optimizer": self._optimizer,
+            **self._step.said,
+            "cannot": list(dict.fromkeys(self.cannot)),
+            "unexplained": list(program.unexplained),
+            "random": self._states.entries,
+            "parameters": self._parameters,
+            "buffers": self._buffers,
+        }
+
+    def draws_on_gpu(self) -> bool:
+        """Whether random numbers may have been drawn by a GPU's generator."""
+        return any(entry["cuda"] for entry in self._states.entries) and self.own_policy() == "cuda"
+
+
+def _weights_of(leading: Leading, earlier: int) -> str:
+    """Says which checkpoints bring what a bundle lacks."""
+    counted = ""
+    if leading.made is not None:
+        at = f"{leading.made - earlier} to {leading.made}" if earlier else f"{leading.made}"
+        counted = f", whose optimizer had made {at} updates"
+    since = f"; the updates since, at most {earlier}, are in it" if earlier else ""
+    right = "the last checkpoint from before it" if earlier else "a checkpoint from right before it"
+    return (
+        f"the parameters and the optimizer's state: the step had changed them before it was known to be sick. Give "
+        f"{right} with --checkpoint{counted}{since}"
+    )
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside a framework's wrapper."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Returns the bytes of tensors in a file."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def shown(count: int) -> str:
+    """Returns a number of bytes in words."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+_PACKAGES = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A bundle that was written.
+
+    Attributes:
+        folder: Where it is.
+        size: Bytes of its files.
+        left_out: What it lacks, in sentences.
+        replays: Whether the step can be run again from it.
+        code: What `--model` has to name for its model to be made again; None where it takes no code.
+        from_checkpoint: Its weights are to come from a checkpoint.
+    """
+
+    folder: Path
+    size: int
+    left_out: tuple[str, ...]
+    replays: bool
+    code: str | None = None
+    from_checkpoint: bool = False
+
+
+def write_bundle(
+    folder: Path,
+    program: Program,
+    *,
+    made: Made = lambda _module: None,
+    rank: int = 0,
+    world: int = 1,
+    policy: Literal["cuda", "native"] | None = None,
+    weights_before: bool = True,
+    leading: Leading | None = None,
+    scaler_state: Mapping[str, Any] | None = None,
+    diagnosis: Mapping[str, Any] | None = None,
+    log: Sequence[str] = (),
+    max_bytes: int = 4_000_000_000,
+) -> Written:
+    """Write a recorded step.
+
+    It waits for a GPU, and copies tensors from it one by one; nothing of the training is changed.
+
+    Args:
+        folder: The bundle's own folder; it must not exist.
+        program: The step.
+        made: As in `Made`.
+        rank: The process.
+        world: Number of processes.
+        policy: The autocast that it replays under on a CPU; None: CUDA's if a tensor lay on a GPU, else the CPU's own.
+        weights_before: Whether the weights are still those that the step began with.
+        leading: What leads up to the step, whose weights and optimizer's state are known no more and are left out.
+        scaler_state: The scaler's `state_dict`; None: as it is now.
+        diagnosis: What was found in place; strict JSON.
+        log: The log's last lines, without their ends.
+        max_bytes: The bundle's size at most. The optimizer's state is left out first, then the parameters.
+
+    Raises:
+        OutputError: The calls alone are larger than `max_bytes`, or the disk is full, or refuses; nothing is left then.
+    """
+    collected = Collected(with_inner_autocast(program), made)
+    left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
+    manifest = {
+        "schema": LED_UP if collected.earlier else SCHEMA,
+        "ampdoctor": version(),
+        "versions": _versions(),
+        "step": program.step,
+        "rank": rank,
+        "world": world,
+        "policy": policy or collected.own_policy(),
+        "weights": ("before the step" if weights_before else "after the step") if collected.has_weights else "left out",
+        "scaler": _scaler(program.scaler, scaler_state),
+        **({} if leading is None else {"updates": leading.made}),
+        **({"earlier": [step.said for step in collected.earlier]} if collected.earlier else {}),
+        **collected.manifest(),
+        "left_out": list(left_out),
+        "diagnosis": None if diagnosis is None else dict(diagnosis),
+    }
+    manifest["exact"] = _exact(manifest, collected)
+    text = json.dumps(manifest, allow_nan=False, indent=1)
+    size = _write_whole(folder, collected, text, log)
+    return Written(
+        folder=folder,
+        size=size,
+        left_out=left_out,
+        replays=not collected.cannot,
+        code=collected.code(),
+        from_checkpoint=not collected.has_weights,
+    )
+
+
+def _scaler(scaler: Any, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if scaler is None or not hasattr(scaler, "state_dict"):
+        return None
+    held = scaler.state_dict() if state is None else state
+    numbers = {str(key): value for key, value in held.items() if type(value) in (int, float, bool)}
+    return {"class": class_name(type(scaler)), "state": {key: written(value) for key, value in numbers.items()}}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "torch": torch.__version__}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version_of(name)
+    return found
+
+
+def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[str]]:
+    """What is as it was, and what is not, in sentences."""
+    yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
+    no = list(manifest["unexplained"])
+    if "updates" in manifest and (manifest["scaler"] or {}).get("state"):
+        no.append("the loss scale is the one behind the step")
+    if collected.earlier:
+        doubts = Counter(doubt for step in collected.earlier for doubt in step.doubts)
+        no += [
+            f"of {count} of the {len(collected.earlier)} updates before it: {doubt}" for doubt, count in doubts.items()
+        ]
+        if manifest["world"] > 1:
+            no.append(
+                "the recorded updates are of this rank's gradients alone: the weights that they lead to are others"
+            )
+        no.append(
+            "the weights are made again by the recorded updates since the checkpoint: exact where the machine, its "
+            "kernels and the updates are those of the training, and near them elsewhere"
+        )
+    if manifest["weights"] == "before the step":
+        yes.append("the weights, which are those before the step")
+    elif manifest["weights"] == "after the step":
+        no.append("the weights are those after the step: where it changed them, the replay may say otherwise")
+    if collected.draws_on_gpu():
+        no.append("random numbers that a GPU drew (dropout) are other ones on a machine without it")
+    else:
+        yes.append("random numbers")
+    return {"yes": yes, "no": no}
+
+
+def _write_whole(folder: Path, collected: Collected, manifest: str, log: Sequence[str]) -> int:
+    if folder.exists():
+        raise OutputError(f"{folder} exists: a bundle is never written over anything")
+    beside = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    try:
+        beside.mkdir(parents=True)
+        needed = bytes_of(collected.calls) + bytes_of(collected.state) + bytes_of(collected.moments) + len(manifest)
+        free = shutil.disk_usage(beside).free
+        if needed > free:
+            raise OSError(errno.ENOSPC, f"it takes {shown(needed)}, and {shown(free)} are free")  # noqa: TRY301 - as the disk would say
+        write_safetensors(beside / CALLS, collected.calls)
+        write_safetensors(beside / STATE, {**collected.state, **collected.moments})
+        _write_text(beside / LOG, "".join(f"{line}\n" for line in log))
+        _write_text(beside / MANIFEST, manifest + "\n")
+        _flush_folder(beside)
+        size = sum(file.stat().st_size for file in beside.iterdir())
+        beside.rename(folder)
+        _flush_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise OutputError(
+            f"no bundle is written in {folder.parent}: {(error.strerror or str(error)).lower()}"
+        ) from None
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return size
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,314 @@
+"""The parts of a run whose step is the loop of Accelerate's documentation, on what `prepare` has given."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.resuming import RandomPlace, pass_over, place_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer step takes.
+
+    Attributes:
+        batches: The micro-batches.
+        number: Updates that came before.
+        closes: The loader ends with it.
+        first: It is the first of a replay.
+    """
+
+    batches: list[Any]
+    number: int
+    closes: bool
+    first: bool
+
+
+def accelerate_parts(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    dataloader: Any,
+    *,
+    scheduler: Any,
+    loss: Callable[[Any, Any], Any] | None,
+    max_grad_norm: float | None,
+) -> dict[str, Any]:
+    """Returns the arguments of `TrainingRun` for what an Accelerator has prepared.
+
+    Args:
+        accelerator: The Accelerator.
+        model: What it made of the model.
+        optimizer: What it made of the optimizer.
+        dataloader: What it made of the training's loader.
+        scheduler: What it made of the scheduler; None: there is none.
+        loss: As in `TrainingRun`; None: the loss that the model returns.
+        max_grad_norm: As in `TrainingRun`.
+
+    Raises:
+        FactoryError: It trains with what is not replayed, or the optimizer was not prepared.
+    """
+    _refuse(accelerator, optimizer)
+    precision, autocast = _precision(accelerator, model)
+    wanted = accelerator.mixed_precision
+    notes: list[str] = []
+    if wanted in ("fp16", "bf16") and not accelerator.native_amp:
+        notes.append(f"Accelerator(mixed_precision={wanted!r}) computes in {precision} on a CPU, without a scaler")
+    random = RandomPlace.of([dataloader])
+    begun = getattr(dataloader, "iteration", 0)
+    return {
+        "model": model,
+        "batches": partial(updates, dataloader, accelerator.gradient_state, random, begun),
+        "loss": _loss if loss is None else loss,
+        "optimizer": optimizer.optimizer,
+        "precision": precision,
+        "autocast": autocast,
+        "scaler": _scaler(accelerator),
+        "max_grad_norm": max_grad_norm,
+        "step": partial(take_update, accelerator, optimizer, scheduler),
+        "notes": tuple(notes),
+    }
+
+
+def _refuse(accelerator: Any, optimizer: Any) -> None:
+    kind = accelerator.distributed_type.value
+    what = kind if kind in _REFUSED else None
+    if accelerator.num_processes > 1:
+        what = f"{accelerator.num_processes} processes"
+    elif accelerator.mixed_precision == "fp8":
+        what = "FP8"
+    if what is not None:
+        raise FactoryError(
+            f"the Accelerator trains with {what}, which is not replayed: one process, one device, no FP8"
+        )
+    if type(optimizer).__name__ != "AcceleratedOptimizer":
+        raise FactoryError(
+            f"the optimizer is {type(optimizer).__name__}, which Accelerator.prepare has not prepared: "
+            f"hand over what prepare returned"
+        )
+
+
+def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
+    """Returns what it really computes in, and whether by autocast."""
+    if accelerator.native_amp:
+        return accelerator.mixed_precision, True
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        elements[parameter.dtype] += parameter.numel()
+    most = elements.most_common(1)
+    return (_HALVES[most[0][0]], False) if most and most[0][0] in _HALVES else ("fp32", True)
+
+
+def _scaler(accelerator: Any) -> Any:
+    """Returns the settings of its GradScaler, or the scaler itself where a state was loaded into it."""
+    scaler = accelerator.scaler
+    if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
+        return scaler
+    return {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "enabled": scaler.is_enabled(),
+    }
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    """The loss of models that return theirs, as those of transformers do.
+
+    Raises:
+        FactoryError: The model returns none.
+    """
+    made = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, tuple | list)
+        else model(batch)
+    )
+    loss = made.get("loss") if isinstance(made, Mapping) else getattr(made, "loss", made)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise FactoryError(
+            "the model does not return its loss: say what it is, with --loss or from_accelerate(loss=...)"
+        )
+    return loss
+
+
+def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int = 0) -> Iterator[Update]:
+    """Yields the updates, epoch after epoch, in the order of a loop over the prepared loader.
+
+    Args:
+        loader: What `prepare` gave.
+        state: Accelerate's gradient state, which counts micro-batches.
+        random: Where the loader's generators stood.
+        begun: The epoch that the loader was at.
+        start: Updates that a checkpoint holds.
+    """
+    random.restore_own()
+    micro, length = state.num_steps, _length(loader)
+    closing = state.sync_with_dataloader
+    number, epoch, skipped = 0, begun, 0
+    if length is not None and length > 0:
+        taken = start * micro
+        per_epoch = math.ceil(length / micro) * micro if closing else length
+        number, epoch, skipped = start, begun + taken // per_epoch, taken % per_epoch
+        for gone in range(begun, epoch):
+            _set_epoch(loader, gone)
+            pass_over(loader, None)
+    group: list[Any] = []
+    while True:
+        _set_epoch(loader, epoch)
+        empty = True
+        for batch, last in _ahead(_from(loader, skipped)):
+            empty = False
+            group.append(batch)
+            if len(group) == micro or (last and closing):
+                if number >= start:
+                    yield Update(batches=group, number=number, closes=last, first=number == start)
+                group, number = [], number + 1
+        if empty:
+            return
+        epoch, skipped = epoch + 1, 0
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # of an iterable data set
+        return None
+
+
+def _from(loader: Any, skipped: int) -> Any:
+    if not skipped:
+        return loader
+    return sys.modules["accelerate"].skip_first_batches(loader, skipped)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(epoch)
+
+
+def _ahead(batches: Any) -> Iterator[tuple[Any, bool]]:
+    """Yields each batch, and whether it is the last."""
+    waiting: list[Any] = []
+    for batch in batches:
+        if waiting:
+            yield waiting.pop(), False
+        waiting.append(batch)
+    if waiting:
+        yield waiting.pop(), True
+
+
+class _Loader:
+    """Tells Accelerate, in place of the loader, which is drawn elsewhere, whether the loop is at its last batch."""
+
+    def __init__(self) -> None:
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+
+def take_update(
+    accelerator: Any,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    run: Any,
+    model: Any,
+    batch: Update,
+    scaler: Any,
+    autocast: Any,
+) -> torch.Tensor:
+    """Take one optimizer step as Accelerate's documentation writes it, through its own objects.
+
+    Args:
+        accelerator: The Accelerator.
+        optimizer: What it made of the optimizer.
+        scheduler: What it made of the scheduler, or None.
+        run: The run: its `loss` and `max_grad_norm`.
+        model: What it made of the model.
+        batch: What the step takes.
+        scaler: The scaler of the replay, which stands in for the Accelerator's.
+        autocast: The replay's, for an Accelerator that makes the model's forward enter none.
+
+    Returns:
+        The mean of the micro-batches' losses.
+    """
+    if accelerator.scaler is not None:
+        accelerator.scaler = optimizer.scaler = scaler
+    around = torch.enable_grad if accelerator.native_amp else autocast
+    if batch.first and batch.number and scheduler is not None:
+        _place(scheduler, batch.number)
+    losses: list[torch.Tensor] = []
+    state, place = accelerator.gradient_state, _Loader()
+    accelerator.step = 0
+    optimizer.optimizer.zero_grad(set_to_none=True)
+    kept = state._dataloader_references_ref  # noqa: SLF001 the very list, so that nothing seems to have moved
+    state.dataloader_references = [None, place]
+    try:
+        for index, inputs in enumerate(batch.batches):
+            place.end_of_dataloader = batch.closes and index == len(batch.batches) - 1
+            with accelerator.accumulate(model):
+                with around():
+                    loss = run.loss(model, inputs)
+                losses.append(loss.detach())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and run.max_grad_norm is not None:
+                    accelerator.clip_grad_norm_(model.parameters(), run.max_grad_norm)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+    finally:
+        state._dataloader_references_ref = kept  # noqa: SLF001
+    return torch.stack(losses).mean()
+
+
+def _place(scheduler: Any, number: int) -> None:
+    inner = getattr(scheduler, "scheduler", scheduler)
+    if getattr(inner, "last_epoch", number) < number:
+        place_schedule(inner, number)
+
+
+# What Accelerate keeps for the whole process: device, precision, and how far an accumulation is.
+
+
+_CLASSES = ("PartialState", "AcceleratorState", "GradientState")
+
+
+@contextmanager
+def own_state() -> Iterator[None]:
+    """It is made anew inside, and is afterwards as before."""
+    kept = [(shared, dict(shared)) for shared in shared_states()]
+    for shared, _ in kept:
+        shared.clear()
+    try:
+        yield
+    finally:
+        for shared in shared_states():
+            shared.clear()
+        for shared, before in kept:
+            shared.update(before)
+
+
+def shared_states() -> list[dict[str, Any]]:
+    """Returns the dictionaries that hold it; [] where Accelerate is not imported."""
+    module = sys.modules.get("accelerate.state")
+    found = (getattr(module, name, None) for name in _CLASSES)
+    return [cls._shared_state for cls in found if cls is not None]

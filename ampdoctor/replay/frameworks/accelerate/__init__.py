@@ -1,1 +1,0 @@
-"""Accelerate: what it has prepared is a run; its own objects take the steps."""

@@ -1,0 +1,414 @@
+"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer is shown.
+
+Its `fit()` is called and sets everything up: strategy, precision plugin, what `configure_optimizers` returns, hooks of
+callbacks and module up to the start of the first epoch. It is stopped where that epoch's loop begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.lightning_step import Position, counted, take_update
+from ampdoctor.replay.frameworks.resuming import Original, RandomPlace, standing_in
+
+# Lightning: a module and its Trainer are a run; its own loops take the steps.
+
+
+PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+"""The names under which Lightning is installed: two copies of the same code."""
+
+
+_LEFT_OUT = ("Checkpoint", "EarlyStopping", "ProgressBar", "ModelSummary", "Timer")
+"""Callbacks that write, show or end a training, and change nothing of a step."""
+
+
+class _Reached(BaseException):
+    """Ends `fit()` at its first epoch; no `except Exception` swallows it."""
+
+
+class _Launcher:
+    """Stands in for a strategy's launcher: `fit` ends quietly at its first epoch, and tears nothing down."""
+
+    is_interactive_compatible = True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002 - the seam's signature
+        """As Lightning's launchers."""
+        try:
+            return function(*args, **kwargs)
+        except _Reached:
+            return None
+
+
+def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `TrainingRun` for a module and a Trainer, which are attached to each other from now on.
+
+    Args:
+        module: The LightningModule.
+        trainer: The Trainer; None: one that trains in fp16, with nothing else set.
+        arguments: The others of its `fit()`.
+
+    Raises:
+        FactoryError: What it trains with is not replayed.
+    """
+    notes: list[str] = []
+    if trainer is None:
+        trainer = _package_of(module, "LightningModule").Trainer(
+            precision="16-mixed", logger=False, enable_checkpointing=False, enable_progress_bar=False
+        )
+        notes.append("no Trainer was given: the run is that of Trainer(precision='16-mixed')")
+    package = _package_of(trainer, "Trainer")
+    _refuse(trainer)
+    notes += _without_reports(trainer, package)
+    random = _attach(trainer, module, arguments)
+    module = trainer.lightning_module
+    _refuse_fetching_steps(trainer)
+    notes += _without_validation(trainer)
+    precision, autocast = _precision(trainer)
+    optimizers = trainer.optimizers
+    position = _position(trainer, package, random, resumed=arguments.get("ckpt_path") is not None)
+    if position.steps > 1:
+        notes.append(
+            f"a checkpoint's step counts each of the {position.steps} optimizers' steps: "
+            f"the data begins where each batch has stepped all of them"
+        )
+    return {
+        "model": module,
+        "batches": partial(position.updates, trainer.fit_loop._combined_loader),  # noqa: SLF001 what fit has set up
+        "optimizer": optimizers[0] if len(optimizers) == 1 else {f"optimizer{i}": o for i, o in enumerate(optimizers)},
+        "precision": precision,
+        "autocast": autocast,
+        "scaler": _scaler(trainer),
+        "step": partial(take_update, trainer, counted(trainer)),
+        "notes": tuple(notes),
+    }
+
+
+def _package_of(made: Any, base: str) -> Any:
+    """Returns the package, `lightning.pytorch` or `pytorch_lightning`, of whose class this is an object.
+
+    Raises:
+        FactoryError: It is of neither.
+    """
+    for package in PACKAGES:
+        found = sys.modules.get(package)
+        if isinstance(getattr(found, base, None), type) and isinstance(made, getattr(found, base)):
+            return found
+    raise FactoryError(f"TrainingRun.from_lightning takes a {base} of Lightning's, not {type(made).__name__}")
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuse what one process on one device does not do.
+
+    Raises:
+        FactoryError: The sentence says what it is.
+    """
+    strategy = type(trainer.strategy).__name__
+    if trainer.world_size > 1:
+        what = f"{trainer.world_size} processes"
+    elif any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel", "XLA", "DDP")):
+        what = strategy
+    else:
+        return
+    raise FactoryError(
+        f"the Trainer trains with {what}, which is not replayed: give it devices=1 and leave the strategy to it"
+    )
+
+
+def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
+    """Take out what writes files, shows progress, profiles or ends a training; yields what is worth to be said."""
+    left = [name for callback in trainer.callbacks if (name := _left_out(callback)) is not None]
+    connector = trainer._callback_connector  # noqa: SLF001 there is no public place between a module's callbacks and fit
+    attach = connector._attach_model_callbacks  # noqa: SLF001
+
+    def attach_model_callbacks() -> None:
+        attach()
+        trainer.callbacks = [callback for callback in trainer.callbacks if _left_out(callback) is None]
+
+    connector._attach_model_callbacks = attach_model_callbacks  # noqa: SLF001
+    trainer.callbacks = [callback for callback in trainer.callbacks if _left_out(callback) is None]
+    left += [type(logger).__name__ for logger in trainer.loggers]
+    if trainer.loggers:
+        trainer.loggers = [sys.modules[f"{package.__name__}.loggers.logger"].DummyLogger()]
+    trainer.profiler = sys.modules[f"{package.__name__}.profilers"].PassThroughProfiler()
+    shown = sorted({name for name in left if name not in ("ModelSummary", "TQDMProgressBar", "RichProgressBar")})
+    if shown:
+        yield f"replayed without {', '.join(shown)} of the Trainer"
+
+
+def _left_out(callback: Any) -> str | None:
+    """The class's name, if the callback is one of those that a replay leaves out; also of a subclass."""
+    kinds = {cls.__name__ for cls in type(callback).__mro__ if "lightning" in cls.__module__.partition(".")[0]}
+    return type(callback).__name__ if kinds & set(_LEFT_OUT) else None
+
+
+def _without_validation(trainer: Any) -> Iterator[str]:
+    """Leave out validation and loaders that are made anew; yields what is said about it."""
+    loop = trainer.fit_loop
+    if trainer.enable_validation:
+        trainer.limit_val_batches = 0
+        yield "validation is not replayed"
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            config.strict = False
+            yield "a schedule that waits for a validation's metric stands still"
+    if trainer.reload_dataloaders_every_n_epochs:
+        trainer.reload_dataloaders_every_n_epochs = 0
+        yield "the loaders are not made anew (reload_dataloaders_every_n_epochs)"
+    loop.epoch_loop.val_loop.restarting = False
+
+
+def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace:
+    """Call `fit()` up to its first epoch's loop; returns where the generators stood when its iterator was made.
+
+    Raises:
+        FactoryError: It ended before.
+    """
+    loop = trainer.fit_loop
+    places: list[RandomPlace] = []
+    reached: list[bool] = []
+    load_states = loop._load_combined_loader_states  # noqa: SLF001 called just before the iterator is made
+
+    def take_down() -> None:
+        places.append(RandomPlace.of(loop._combined_loader.flattened))  # noqa: SLF001
+        load_states()
+
+    def stop() -> None:
+        loop.epoch_loop.reset()  # which finds out where a checkpoint that fit() has resumed stood in its epoch
+        loop.epoch_loop.on_iteration_done()
+        reached.append(True)
+        raise _Reached
+
+    trainer.num_sanity_val_steps = 0
+    with _changed(loop, "_load_combined_loader_states", take_down), _changed(loop, "advance", stop):
+        launcher, trainer.strategy._launcher = trainer.strategy._launcher, _Launcher()  # noqa: SLF001
+        try:
+            trainer.fit(module, **arguments)
+        finally:
+            trainer.strategy._launcher = launcher  # noqa: SLF001
+    if not reached or not places:
+        raise FactoryError("the Trainer's fit() ended before its first batch: there is nothing to replay")
+    trainer._signal_connector.teardown()  # noqa: SLF001 the process keeps its own handlers
+    if loop._data_fetcher is not None:  # noqa: SLF001
+        loop._data_fetcher.teardown()  # noqa: SLF001 its workers: a replay makes its own iterators
+        loop._data_fetcher = None  # noqa: SLF001
+    return places[0]
+
+
+@contextmanager
+def _changed(of: Any, name: str, value: Any) -> Iterator[None]:
+    """An object's method is another one inside."""
+    setattr(of, name, value)
+    try:
+        yield
+    finally:
+        delattr(of, name)
+
+
+def _refuse_fetching_steps(trainer: Any) -> None:
+    fetcher = _fetcher(trainer)
+    if "Iter" in type(fetcher).__name__:
+        raise FactoryError("training_step takes a dataloader_iter and draws its batches itself, which is not replayed")
+
+
+def _fetcher(trainer: Any) -> Any:
+    """Returns a new one of the kind that the Trainer fetches with."""
+    module = sys.modules[type(trainer.fit_loop).__module__]
+    return module._select_data_fetcher(trainer, module.RunningStage.TRAINING)  # noqa: SLF001 what fit itself calls
+
+
+def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool) -> Position:
+    loop, module = trainer.fit_loop, sys.modules[type(trainer.fit_loop).__module__]
+    kind = type(_fetcher(trainer))
+    scheduled = [c for c in trainer.callbacks if isinstance(c, package.callbacks.GradientAccumulationScheduler)]
+    constant = trainer.accumulate_grad_batches
+
+    def fetcher(loader: Any) -> Any:
+        made = kind()
+        made.setup(loader)
+        return made
+
+    manual = not trainer.lightning_module.automatic_optimization
+    steps = max(len(trainer.optimizers), 1) if manual else 1
+    return Position(
+        fetcher=fetcher,
+        set_epoch=module._set_sampler_epoch,  # noqa: SLF001
+        random=random,
+        length=loop.max_batches,
+        accumulate=scheduled[0].get_accumulate_grad_batches if scheduled else lambda _: constant,
+        max_epochs=-1 if loop.max_epochs is None else loop.max_epochs,
+        max_steps=-1 if loop.max_steps is None else loop.max_steps,
+        steps=steps,
+        epoch=trainer.current_epoch if resumed else 0,
+        index=loop.epoch_loop.batch_progress.current.ready,
+        number=trainer.global_step // steps if resumed else 0,
+    )
+
+
+def _precision(trainer: Any) -> tuple[str, bool]:
+    """Returns what it computes in, and whether by autocast.
+
+    Raises:
+        FactoryError: It is none of the four formats.
+    """
+    plugin = trainer.precision_plugin
+    kind = type(plugin).__name__
+    found = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(plugin.precision)
+    if kind == "MixedPrecision" and found is not None:
+        return found, True
+    if kind == "HalfPrecision" and found is not None:
+        return found, False
+    if kind == "Precision":
+        return "fp32", True
+    raise FactoryError(f"the Trainer computes with the plugin {kind} ({plugin.precision}), which is not replayed")
+
+
+def _scaler(trainer: Any) -> Any:
+    """Returns the settings of the plugin's GradScaler, or the scaler itself where `fit()` has resumed its state."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
+        return scaler
+    return {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "enabled": scaler.is_enabled(),
+    }
+
+
+# Lightning's Trainer on a machine without a GPU, as if the one device that it asks for were there.
+#
+# Lightning looks for devices itself, in the constructor of its Trainer, and trains in bf16 where fp16 is asked for on a
+# CPU. While a replay follows CUDA's policy, a Trainer that is made gets an accelerator that is CUDA's by name and type:
+# fp16 is fp16, with a GradScaler, and tensors stay where they are, as with all user code. Under the CPU's own policy a
+# Trainer that wants a GPU gets the CPU.
+
+
+_CONNECTOR = "trainer.connectors.accelerator_connector"
+_GPUS = ("auto", "gpu", "cuda")
+
+
+@contextmanager
+def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None]:
+    """While inside, a Trainer of Lightning's that is made trains on one device, which need not be there.
+
+    Args:
+        note: Told a sentence where the Trainer gets something else than it asks for.
+        pretended: Is the device one of CUDA's that is not there? Else it is the CPU.
+    """
+
+    def stand_in(package: str, original: Original) -> Original:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method of that name
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            _settle(bound.arguments, sys.modules[package], note, pretended=pretended)
+            original(*bound.args, **bound.kwargs)
+
+        return __init__
+
+    with ExitStack() as stack:
+        for package in PACKAGES:
+            module = f"{package}.{_CONNECTOR}"
+            change = functools.partial(stand_in, package)
+            stack.enter_context(standing_in(module, "_AcceleratorConnector", "__init__", change))
+        yield
+
+
+def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *, pretended: bool) -> None:
+    """Change the arguments of a Trainer's constructor so that one process on this machine can hold them.
+
+    Raises:
+        FactoryError: They name several devices, or what is not replayed.
+    """
+    strategy = asked["strategy"]
+    named = strategy if isinstance(strategy, str) else type(strategy).__name__
+    accelerator = asked["accelerator"]
+    if any(what in named.lower() for what in ("fsdp", "deepspeed", "xla", "parallel")) and "ddp" not in named.lower():
+        raise FactoryError(f"Trainer(strategy={named!r}) is not replayed: give it devices=1 and no strategy")
+    if accelerator in ("tpu", "mps", "hpu"):
+        raise FactoryError(f"Trainer(accelerator={accelerator!r}) is not replayed: CUDA's casts or the CPU's are")
+    count = _count(asked["devices"]) * asked["num_nodes"]
+    if count > 1:
+        raise FactoryError(
+            f"the Trainer trains on {count} devices, each with its own share of the batches, "
+            f"and a replay is one process: give it devices=1"
+        )
+    if "ddp" in named.lower():
+        asked["strategy"] = "auto"
+        note(f"Trainer(strategy={named!r}) with one device is replayed without it: it changes no number")
+    wants_gpu = accelerator in _GPUS or isinstance(accelerator, package.accelerators.CUDAAccelerator)
+    if wants_gpu:
+        asked["accelerator"], asked["devices"] = _accelerator(package) if pretended else "cpu", 1
+
+
+def _count(devices: Any) -> int:
+    """How many devices a Trainer's argument means; "auto" and -1 mean those that are there."""
+    if isinstance(devices, str):
+        listed = [part for part in devices.split(",") if part.strip()]
+        if len(listed) > 1 or devices.endswith(","):
+            return len(listed)
+        devices = int(devices) if devices.strip().isdigit() else 1
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    return max(devices, 1) if isinstance(devices, int) else 1
+
+
+@functools.cache
+def _accelerator_class(package: Any) -> Any:
+    class CUDAAccelerator(package.accelerators.CUDAAccelerator):  # type: ignore[misc]
+        """CUDA's, of which there is one that nothing is asked of."""
+
+        def setup_device(self, device: Any) -> None:
+            """Nothing has to be set."""
+
+        def setup(self, trainer: Any) -> None:
+            """Nothing has to be set."""
+
+        def teardown(self) -> None:
+            """Nothing has to be emptied."""
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:  # noqa: ARG002 - the seam's signature
+            """There are none."""
+            return {}
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:  # noqa: ARG004 - the seam's signature
+            """One."""
+            return [0]
+
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> Any:
+            """One."""
+            return [torch.device("cuda", index) for index in devices]
+
+        @staticmethod
+        def auto_device_count() -> int:
+            """One."""
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            """It is."""
+            return True
+
+        @classmethod
+        def register_accelerators(cls, accelerator_registry: Any) -> None:
+            """It is in no registry."""
+
+    return CUDAAccelerator
+
+
+def _accelerator(package: Any) -> Any:
+    return _accelerator_class(package)()

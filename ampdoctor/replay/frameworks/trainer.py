@@ -1,0 +1,361 @@
+"""The parts of a run whose step and batches are the Hugging Face Trainer's own.
+
+The Trainer's `train()` is called and sets itself up: optimizer, scheduler, what Accelerate prepares, what callbacks do
+at the start. It is stopped where it asks for the batches of its first update.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.resuming import place_schedule
+
+# What the Hugging Face Trainer's updates take, in its order, from any of its updates on.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one update of the Trainer takes.
+
+    Attributes:
+        batches: The micro-batches.
+        items: Gives the number of items (tokens) in all of them, or None where the Trainer does not count them. A
+            function, because the number is no data that a cast may round.
+        number: Updates that were taken before it.
+        epoch: Epochs that were gone through before it.
+        first: It is the first of a replay.
+        closes: The optimizer steps after it: not where an epoch of unknown length ends within an accumulation.
+    """
+
+    batches: list[Any]
+    items: Callable[[], Any]
+    number: int
+    epoch: float
+    first: bool
+    closes: bool
+
+    def place(self, trainer: Any) -> None:
+        """Let the Trainer, and its schedule, be where this update begins."""
+        trainer.state.global_step, trainer.state.epoch = self.number, self.epoch
+        trainer.current_gradient_accumulation_steps = len(self.batches)
+        scheduler = trainer.lr_scheduler
+        if self.first and getattr(scheduler, "last_epoch", self.number) < self.number:
+            place_schedule(scheduler, self.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Position:
+    """A Trainer at the start of its training.
+
+    Attributes:
+        trainer: The Trainer.
+        asks: What its loop passes to `get_batch_samples` beside iterator and count.
+        begun: Updates that it had taken: those of the checkpoint from which it has resumed itself.
+        resumed: That checkpoint's folder; None if it has not.
+    """
+
+    trainer: Any
+    asks: tuple[Any, ...]
+    begun: int
+    resumed: str | None
+
+
+def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]:
+    """Yields the updates as the Trainer's loop makes them, by its own rules for a training that goes on.
+
+    Args:
+        loader: The loader that Accelerate has prepared.
+        position: The Trainer.
+        start: Updates that a checkpoint holds; 0: those that the Trainer itself has resumed.
+    """
+    trainer = position.trainer
+    args, state = trainer.args, trainer.state
+    resumed = None if start else position.resumed
+    number = begin = start or position.begun
+    micro = args.gradient_accumulation_steps
+    length = _length(loader)
+    in_epoch = state.max_steps * micro if length is None else length
+    per_epoch = max(math.ceil(in_epoch / micro), 1)
+    skipped = 0 if args.ignore_data_skip else begin % per_epoch
+    for epoch in range(begin // per_epoch, state.num_train_epochs):
+        if number > begin:
+            trainer.control = trainer.callback_handler.on_epoch_begin(args, state, trainer.control)
+        elif resumed is not None and not skipped:
+            _resume_random_state(trainer, resumed)
+        source = _skipping(loader, skipped * micro)
+        _set_epoch(source, epoch)
+        drawn = iter(source)
+        before = number
+        for update in range(skipped, per_epoch):
+            count = micro if update != per_epoch - 1 else in_epoch % micro or micro
+            batches, items = trainer.get_batch_samples(drawn, count, *position.asks)
+            if not batches:
+                break
+            if resumed is not None and number == begin and skipped:
+                _resume_random_state(trainer, resumed)
+            taken = update * micro + len(batches)
+            closes = taken % micro == 0 or taken == in_epoch
+            yield Update(
+                batches=batches,
+                items=_same(items),
+                number=number,
+                epoch=epoch + update * micro / in_epoch,
+                first=number == begin,
+                closes=closes,
+            )
+            number += closes
+            if number >= state.max_steps:
+                return
+        if number == before:
+            return  # no sample in an epoch: the Trainer stops too
+        skipped = 0
+
+
+def _same(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # of an iterable data set
+        return None
+
+
+def _skipping(loader: Any, batches: int) -> Any:
+    if not batches:
+        return loader
+    from accelerate import skip_first_batches
+
+    return skip_first_batches(loader, batches)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """As the Trainer does: of the loader, and of a sampler that Accelerate's wrapper hides."""
+    hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    for one in (loader, hidden):
+        go_to = getattr(one, "set_epoch", None)
+        if go_to is not None:
+            go_to(epoch)
+
+
+def _resume_random_state(trainer: Any, folder: str) -> None:
+    trainer._load_rng_state(folder)  # noqa: SLF001 what its own loop calls at this moment
+
+
+_HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_SCREEN = {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
+"""Callbacks that show how far a training is."""
+
+
+class _Reached(BaseException):
+    """Ends `train()` at its first update; no `except Exception` swallows it."""
+
+
+def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `TrainingRun` for a Trainer, which is at the start of its training from now on.
+
+    Args:
+        trainer: A `transformers.Trainer`.
+        arguments: Those of its `train()`.
+
+    Raises:
+        FactoryError: What it trains with is not replayed.
+    """
+    _refuse(trainer)
+    notes = _without_reports(trainer)
+    asks = _enter(trainer, arguments)
+    _refuse(trainer)  # Accelerate's plugins may be made by train()
+    wrapped = trainer.optimizer
+    position = Position(
+        trainer=trainer, asks=asks, begun=trainer.state.global_step, resumed=_resumed_from(trainer, arguments)
+    )
+    precision, autocast = _precision(trainer)
+    return {
+        "model": trainer.model,
+        "batches": functools.partial(updates, trainer.callback_handler.train_dataloader, position),
+        "optimizer": getattr(wrapped, "optimizer", wrapped),
+        "precision": precision,
+        "autocast": autocast,
+        "scaler": _scaler(trainer),
+        "step": functools.partial(take_update, trainer),
+        "notes": notes,
+    }
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuse what one process on one device does not do.
+
+    Raises:
+        FactoryError: The sentence says what it is.
+    """
+    args = trainer.args
+    several = args.world_size if args.world_size > 1 else args.n_gpu
+    what = None
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        what = "DeepSpeed's engine"
+    elif getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_fsdp_xla_enabled", False):
+        what = "FSDP"
+    elif several > 1:
+        what = f"{several} devices"
+    elif trainer.accelerator.mixed_precision == "fp8":
+        what = "FP8"
+    if what is not None:
+        raise FactoryError(f"the Trainer trains with {what}, which is not replayed: one process, one device, no FP8")
+    if not hasattr(trainer, "get_batch_samples"):
+        version = sys.modules["transformers"].__version__
+        raise FactoryError(f"the Trainer of transformers {version} is not replayed: it takes 4.46 or newer")
+
+
+def _without_reports(trainer: Any) -> tuple[str, ...]:
+    """Take out the callbacks that write to a tracker or the screen; returns a sentence about the former."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    trackers = tuple(INTEGRATION_TO_CALLBACK.values())
+    handler = trainer.callback_handler
+    left = sorted(type(callback).__name__ for callback in handler.callbacks if isinstance(callback, trackers))
+    handler.callbacks = [
+        callback
+        for callback in handler.callbacks
+        if not isinstance(callback, trackers) and type(callback).__name__ not in _SCREEN
+    ]
+    return (f"nothing is reported to a tracker: {', '.join(left)} left out of the Trainer's callbacks",) if left else ()
+
+
+def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Call `train()` up to its first update; returns what it passes to `get_batch_samples` beside iterator and count.
+
+    Raises:
+        FactoryError: It ended before.
+    """
+    asks: list[tuple[Any, ...]] = []
+
+    def stop(_iterator: Any, _count: int, *rest: Any) -> None:
+        asks.append(rest)
+        raise _Reached
+
+    trainer.get_batch_samples = stop
+    try:
+        trainer.train(**arguments)
+    except _Reached as error:
+        traceback.clear_frames(error.__traceback__)  # they hold an iterator that was not begun
+    finally:
+        del trainer.get_batch_samples
+    if not asks:
+        raise FactoryError("the Trainer's train() ended before its first update: there is nothing to replay")
+    return asks[0]
+
+
+def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
+    """Returns the folder from which `train()` itself has resumed."""
+    folder = arguments.get("resume_from_checkpoint")
+    if folder is True:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        folder = get_last_checkpoint(trainer.args.output_dir)  # type: ignore[no-untyped-call]
+    return str(folder) if folder else None
+
+
+def _precision(trainer: Any) -> tuple[str, bool]:
+    """Returns what it really computes in, and whether by autocast: fp16 without a GPU, for one, is plain fp32."""
+    if trainer.accelerator.native_amp:
+        return trainer.accelerator.mixed_precision, True
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in trainer.model.parameters():
+        elements[parameter.dtype] += parameter.numel()
+    most = elements.most_common(1)
+    if most and most[0][0] in _HALVES:
+        return _HALVES[most[0][0]], False
+    return "tf32" if trainer.args.tf32 else "fp32", True
+
+
+def _scaler(trainer: Any) -> Any:
+    """Returns the settings of its GradScaler, or the scaler itself where `train()` has resumed its state."""
+    scaler = trainer.accelerator.scaler
+    if scaler is None or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
+        return scaler
+    return {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "enabled": scaler.is_enabled(),
+    }
+
+
+def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor:
+    """Take one update as the Trainer's loop does: its `training_step` for each micro-batch, then clip and step.
+
+    Logging, evaluation and saving are left out; callbacks hear of the step.
+
+    Args:
+        trainer: The Trainer, as `trainer_parts` has left it.
+        batch: What the update takes.
+        scaler: The scaler of the replay, which stands in for Accelerate's.
+        autocast: The replay's, for a Trainer that enters none itself.
+
+    Returns:
+        The sum of what `training_step` returned, which is what the Trainer logs.
+    """
+    accelerator, model = trainer.accelerator, trainer.model_wrapped
+    if accelerator.scaler is not None:
+        accelerator.scaler = trainer.optimizer.scaler = scaler
+    if not accelerator.native_amp:
+        trainer.autocast_smart_context_manager = lambda cache_enabled=True: autocast()  # noqa: ARG005 the Trainer's own
+    batch.place(trainer)
+    _tell(trainer, "on_step_begin")
+    total: torch.Tensor | None = None
+    for index, inputs in enumerate(batch.batches):
+        last = index == len(batch.batches) - 1
+        accelerator.gradient_state._set_sync_gradients(last and batch.closes)  # noqa: SLF001 as the Trainer does
+        with nullcontext() if last else accelerator.no_sync(model=model):
+            loss = trainer.training_step(model, inputs, batch.items())
+        total = loss if total is None else total + loss
+        if not (last and batch.closes):
+            _tell(trainer, "on_substep_end")
+    if batch.closes:
+        _step(trainer, model)
+    assert total is not None  # noqa: S101 for the type checker: an update has a batch
+    return total
+
+
+def _step(trainer: Any, model: Any) -> None:
+    """Clip, step and clear the gradients, and move the schedule on where the scaler skipped nothing."""
+    accelerator, args = trainer.accelerator, trainer.args
+    norm = None
+    if args.max_grad_norm is not None and args.max_grad_norm > 0:
+        own = getattr(trainer, "_clip_grad_norm", None)  # since transformers 5
+        norm = own(model) if own else accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    if hasattr(trainer, "_get_grad_norm"):
+        trainer._get_grad_norm(model, grad_norm=norm)  # noqa: SLF001 unscales where nothing is clipped
+    _tell(trainer, "on_pre_optimizer_step")
+    trainer.optimizer.step()
+    _tell(trainer, "on_optimizer_step")
+    if not accelerator.optimizer_step_was_skipped and not _waits_for_metrics(trainer.lr_scheduler):
+        trainer.lr_scheduler.step()
+    model.zero_grad()
+    trainer.state.global_step += 1
+    _tell(trainer, "on_step_end")
+
+
+def _waits_for_metrics(scheduler: Any) -> bool:
+    """Schedulers that the Trainer steps after an evaluation."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
+
+
+def _tell(trainer: Any, event: str) -> None:
+    handler = trainer.callback_handler
+    call = getattr(handler, event, None)
+    if call is not None:  # older releases have fewer events
+        trainer.control = call(trainer.args, trainer.state, trainer.control)

@@ -1,0 +1,386 @@
+"""Puts a checkpoint into a run before step 0: weights, optimizer, scaler, schedulers, random numbers; or nothing.
+
+Everything is checked before anything is loaded, so that a refusal leaves the run as the factory made it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ampdoctor.checkpoints.contents.scalers import not_numbers, scaler_state
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
+from ampdoctor.replay.fit_optimizers import plan_optimizers
+from ampdoctor.replay.fit_weights import plan_weights
+from ampdoctor.replay.snapshot import ScalerSnapshot
+from ampdoctor.replay.user_code import user_code
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ampdoctor.checkpoints.standing import RandomNumbers
+    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+    from ampdoctor.replay.training_run import TrainingRun
+
+
+_SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
+
+
+class CheckpointState(Protocol):
+    """What a resume needs of a checkpoint; a Protocol so that tests and library users can resume from plain dicts."""
+
+    @property
+    def model(self) -> Mapping[str, torch.Tensor] | None:
+        """The model's state dict, with the stored names."""
+
+    @property
+    def optimizers(self) -> Mapping[str, dict[str, Any]]:
+        """Optimizer state dicts by name or path."""
+
+    @property
+    def scaler(self) -> Mapping[str, Any] | None:
+        """GradScaler state dict."""
+
+    @property
+    def global_step(self) -> int | None:
+        """The training step at which the checkpoint was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """Which parts of a checkpoint were loaded into the run, and which were not.
+
+    Attributes:
+        loaded: Those of "weights", "optimizer", "scaler" that were loaded; ("hook",) if `run.load` did it all.
+        tensors: Number of the model's tensors that were loaded.
+        missing: Names of the model that the file lacks; empty unless partial loading was allowed.
+        unexpected: Keys of the file that the model lacks; empty unless partial loading was allowed.
+        mismatched: Names whose shapes differ; empty unless partial loading was allowed.
+        lacks: What the run has and the file lacks: "weights", "optimizer", "scaler".
+        notes: Changes of values or settings on the way, a sentence each.
+        global_step: The checkpoint's training step, if it says.
+        file_scaler: The file's scaler; None if there is none (or it was disabled when saved).
+        run_scaler: The scaler with which the replay goes on; None if it has none or a disabled one.
+        scalers: Both, and the run's scaler before anything was loaded; None if one of the three is absent.
+        scaler_continued: False if the file holds a scaler and the run goes on with another scale that nobody has asked
+            for, or is an fp16 run without a scaler. A run in another precision without a scaler loses nothing, nor does
+            a run whose scaler the replay's precision switches off.
+    """
+
+    loaded: tuple[str, ...] = ()
+    tensors: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    global_step: int | None = None
+    file_scaler: ScalerState | None = None
+    run_scaler: ScalerState | None = None
+    scalers: ResumedScaler | None = None
+    scaler_continued: bool = True
+
+    @property
+    def collapsed_from(self) -> float | None:
+        """The scale at which the factory's scaler starts, where the run goes on with one that has collapsed; else None.
+
+        Below 1 a scale shrinks gradients, which nobody chooses; a factory that does so itself has chosen it.
+        """
+        if self.scalers is None or not self.scalers.now.collapsed:
+            return None
+        return self.scalers.own.scale if self.scalers.own.scale >= 1 else None
+
+    @property
+    def lost_scaler(self) -> ScalerState | None:
+        """The file's scaler, where the run starts from another scale and the file's says something; else None.
+
+        It had settled (clean steps since its last change) or collapsed. With a dead scale nothing can go on.
+        """
+        file = self.file_scaler
+        if self.scaler_continued or file is None or file.dead:
+            return None
+        return file if file.growth_tracker > 0 or file.collapsed else None
+
+
+def resume(
+    run: TrainingRun,
+    optimizers: Mapping[str, Optimizer],
+    scaler: torch.amp.GradScaler | None,
+    state: CheckpointState,
+    *,
+    allow_partial: bool = False,
+    fresh_scaler: bool = False,
+) -> ResumeReport:
+    """Put `state` into the run's model, `optimizers` and `scaler`, all of it before step 0.
+
+    A scaler that the user passed as an object or a callable is kept and compared: whether their resumed run continues
+    the file's scale is what is to be diagnosed. A scaler given as arguments gets the file's state.
+
+    Args:
+        run: The run. Its `load` hook, if it has one, does all of the loading and finds the built optimizers and scaler
+            in `run.optimizer` and `run.scaler`.
+        optimizers: The run's built optimizers by name.
+        scaler: The run's built scaler.
+        state: What the checkpoint holds.
+        allow_partial: Load what fits and report the rest, instead of refusing.
+        fresh_scaler: Leave the scaler as the factory made it, also where the run's own hook loads a state into it.
+
+    Raises:
+        CheckpointError: There are no weights, keys are missing, unexpected or wrongly shaped, or the state of an
+            optimizer or scaler does not fit. Nothing is loaded then.
+    """
+    own_scaler = scaler_state_of(scaler)
+    file_scaler, notes = _file_scaler(state, fresh=fresh_scaler)
+    if fresh_scaler and file_scaler is not None:
+        notes = (_not_loaded(file_scaler, run, own_scaler),)
+    if run.load is not None:
+        made = ScalerSnapshot.of(scaler) if fresh_scaler and scaler is not None else None
+        _run_hook(run, optimizers, scaler, state)
+        if made is not None:
+            made.restore(scaler)
+        parts = scaler, file_scaler, state
+        return _report(run, ("hook",), *parts, own_scaler=own_scaler, fresh=fresh_scaler, notes=notes)
+    weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
+    if not weights.tensors and not allow_partial and run.model.state_dict(keep_vars=True):
+        raise CheckpointError(_no_weights(state))
+    recorded = run.first_step is not None
+    plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial, own_settings=recorded)
+    loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
+    scaling = None
+    given = isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled() and not fresh_scaler
+    if file_scaler is not None and scaler is not None and given:
+        scaling = _torch_state(file_scaler, state.scaler or {}, scaler)
+    weights.load()
+    plans.load()
+    if scaler is not None and scaling is not None:
+        scaler.load_state_dict(scaling)
+        loaded.append("scaler")
+    lacks = [
+        name
+        for name, has, wants in (
+            ("weights", bool(state.model), True),
+            ("optimizer", bool(state.optimizers), bool(optimizers)),
+            ("scaler", bool(state.scaler), scaler is not None and scaler.is_enabled()),
+        )
+        if wants and not has
+    ]
+    return _report(
+        run,
+        tuple(loaded),
+        scaler,
+        file_scaler,
+        state,
+        own_scaler=own_scaler,
+        fresh=fresh_scaler,
+        tensors=weights.tensors,
+        missing=weights.missing,
+        unexpected=weights.unexpected,
+        mismatched=weights.mismatched,
+        lacks=tuple(lacks),
+        notes=(*weights.notes, *plans.notes, *notes),
+    )
+
+
+def _file_scaler(state: CheckpointState, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
+    """Returns the file's scaler, and what is to be said of one that cannot be read and is not wanted."""
+    try:
+        return read_scaler_state(state.scaler), ()
+    except CheckpointError as error:
+        if not fresh:
+            raise CheckpointError(f"{error}; bisect-nan --fresh-scaler goes on without it") from error
+        return None, (f"{error}, and is not loaded (--fresh-scaler)",)
+
+
+def _not_loaded(saved: ScalerState, run: TrainingRun, own: ScalerState | None) -> str:
+    without = ": the run has no scaler" if run.scaler is None else ""  # it may be off, or another library's
+    starts = f": the replay starts at {own.scale:g}" if own is not None else without
+    return f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
+
+
+def _no_weights(state: CheckpointState) -> str:
+    parts = (("optimizer state", state.optimizers), ("a loss scaler", state.scaler))
+    held = " and ".join(name for name, part in parts if part)
+    found = f"only {held}" if held else "nothing that is recognised"
+    return (
+        f"the checkpoint holds no weights of the model, {found}: a replay would start from the factory's own weights; "
+        "--allow-partial accepts that"
+    )
+
+
+def _run_hook(
+    run: TrainingRun, optimizers: Mapping[str, Optimizer], scaler: torch.amp.GradScaler | None, state: CheckpointState
+) -> None:
+    assert run.load is not None  # noqa: S101 for the type checker: the caller has looked
+    given = run.optimizer, run.scaler
+    run.optimizer = next(iter(optimizers.values())) if len(optimizers) == 1 else dict(optimizers) or None
+    run.scaler = scaler
+    try:
+        with user_code(what="the run's load hook"):
+            run.load(run, state)
+    finally:
+        run.optimizer, run.scaler = given
+
+
+def _report(
+    run: TrainingRun,
+    loaded: tuple[str, ...],
+    scaler: torch.amp.GradScaler | None,
+    file_scaler: ScalerState | None,
+    state: CheckpointState,
+    *,
+    own_scaler: ScalerState | None,
+    fresh: bool = False,
+    **parts: Any,
+) -> ResumeReport:
+    run_scaler = scaler_state_of(scaler)
+    if file_scaler is None or fresh:
+        continued = True
+    elif run_scaler is None:
+        continued = run.scaler is not None or run.precision != "fp16"
+    else:
+        continued = _same_scale(run_scaler.scale, file_scaler.scale)
+    return ResumeReport(
+        loaded=loaded,
+        global_step=state.global_step,
+        file_scaler=file_scaler,
+        run_scaler=run_scaler,
+        scalers=None if fresh else _beside(own_scaler, file_scaler, run_scaler, run, state),
+        scaler_continued=continued,
+        **parts,
+    )
+
+
+def _beside(
+    own: ScalerState | None,
+    file: ScalerState | None,
+    now: ScalerState | None,
+    run: TrainingRun,
+    state: CheckpointState,
+) -> ResumedScaler | None:
+    """Returns the three scalers; None if one is absent or the file's lacks a setting (Apex's has the scale alone)."""
+    if own is None or file is None or now is None or not (state.scaler or {}).keys() >= _SETTINGS:
+        return None
+    asked = frozenset(map(str, run.scaler)) if isinstance(run.scaler, Mapping) else None
+    return ResumedScaler(own=own, file=file, now=now, asked=asked)
+
+
+def _same_scale(first: float, second: float) -> bool:
+    return first == second or (first != first and second != second)  # noqa: PLR0124 two NaNs are one broken scale
+
+
+def scaler_state_of(scaler: torch.amp.GradScaler | None) -> ScalerState | None:
+    """Returns a live scaler's state; None if there is no scaler, it is disabled, or it is not torch's.
+
+    Raises:
+        CheckpointError: The state holds something other than numbers.
+    """
+    torchs = isinstance(scaler, torch.amp.GradScaler)
+    return read_scaler_state(scaler.state_dict(), key="run") if scaler is not None and torchs else None
+
+
+def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
+    """Returns a state dict of torch's or Apex's scaler as numbers; None for None and for a disabled scaler's empty one.
+
+    Raises:
+        CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read: it is a finding.
+    """
+    if not state:
+        return None
+    plain = {name: value.item() if _is_number(value) else value for name, value in state.items()}
+    try:
+        read = scaler_state(plain, key, "")
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint's scaler state has no {error.args[0]}") from error
+    if read is None:
+        raise CheckpointError(
+            f"the checkpoint's scaler state holds something else than a number as {not_numbers(plain)}"
+        )
+    return read
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """Returns the argument of `scaler.load_state_dict`; settings that the file lacks (Apex's has two) stay the run's.
+
+    Raises:
+        CheckpointError: torch's scaler cannot hold the state: it keeps its scale as float32 and its counter as int32.
+            A scale that is infinite or NaN can be held: it is a finding.
+    """
+    if math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max:
+        raise CheckpointError(f"the checkpoint's loss scale is {state.scale:g}, which no float32 holds")
+    if abs(state.growth_tracker) > torch.iinfo(torch.int32).max:
+        raise CheckpointError(
+            f"the checkpoint's scaler counts {state.growth_tracker} clean steps, which no int32 holds"
+        )
+    read = {
+        "growth_factor": state.growth_factor,
+        "backoff_factor": state.backoff_factor,
+        "growth_interval": state.growth_interval,
+    }
+    held = {name: value for name, value in read.items() if name in saved}
+    return {**scaler.state_dict(), **held, "scale": state.scale, "_growth_tracker": state.growth_tracker}
+
+
+# Puts a checkpoint's learning-rate schedule into a run: the steps after it have the training's own rates.
+
+
+def load_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> str | None:
+    """Load the saved schedules into the run's schedulers, all or none.
+
+    Args:
+        schedulers: The run's, each with `step()`.
+        saved: State dicts, in the order in which they were saved.
+
+    Returns:
+        Why nothing was loaded, as a predicate of the checkpoint; None where all were, or the run has none.
+    """
+    able = [one for one in schedulers if callable(getattr(one, "load_state_dict", None))]
+    if not able:
+        return None
+    if not saved:
+        return "holds no schedule of the learning rate: it is as the factory makes it"
+    if len(saved) != len(able):
+        return f"holds {len(saved)} schedules of the learning rate, and the run has {len(able)}: none was loaded"
+    before = [copy.copy(vars(one)) for one in able]
+    for one, state in zip(able, saved, strict=True):
+        try:
+            one.load_state_dict(copy.deepcopy(dict(state)))
+        except Exception as error:  # noqa: BLE001 - a class of the user's, or of another torch's
+            for other, values in zip(able, before, strict=True):
+                vars(other).clear()
+                vars(other).update(values)
+            return f"holds a schedule that {type(one).__name__} does not load ({type(error).__name__}: {error})"
+    return None
+
+
+# Brings the process's random generators to where a checkpoint's were.
+
+
+def set_generators(saved: RandomNumbers) -> None:
+    """Set the generators whose states were saved."""
+    import numpy as np
+
+    if saved.torch is not None:
+        torch.set_rng_state(saved.torch)
+    if saved.python is not None:
+        random.setstate(saved.python)
+    if saved.numpy is not None:
+        np.random.set_state(saved.numpy)  # noqa: NPY002 - the global one is what user code draws from
+
+
+def not_restored(saved: RandomNumbers, device: str) -> Iterator[str]:
+    """Yields what of the random numbers (dropout, augmentation) is another than in the training, a clause each."""
+    if saved.torch is None:
+        yield "the file holds no random state of torch: random numbers (dropout) are others than the training's"
+    if saved.of_devices and device == "cpu":
+        yield "random numbers that the training drew on its GPU (dropout) are others here: a CPU draws its own"

@@ -1,1 +1,0 @@
-"""A recorded step, run again."""

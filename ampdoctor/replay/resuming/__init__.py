@@ -1,1 +1,0 @@
-"""Puts a checkpoint into a run: weights, optimizer state, scaler, schedulers."""

@@ -1,0 +1,178 @@
+"""What a replay's target may be: a factory, a script that trains, or a bundle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from ampdoctor.errors import FactoryError, UsageError
+from ampdoctor.package import working_folder
+from ampdoctor.replay.bundles.classes import NamedCode
+from ampdoctor.replay.bundles.manifest import bundle_at
+from ampdoctor.replay.bundles.read import Bundle
+from ampdoctor.replay.factory import Environment, load_factory
+from ampdoctor.replay.scripts.script import Script
+from ampdoctor.replay.training_run import TrainingRun
+from ampdoctor.replay.user_code import forget_working_folder, user_code
+from ampdoctor.replay.user_files import building
+from ampdoctor.replay.user_modules import sure_factories_in
+
+# A bundle as what a replay is made of.
+
+
+class BundleTarget:
+    """Makes fresh runs of a bundle's step; as `scripts.target.Target`.
+
+    Args:
+        name: What the user wrote.
+        model: What `--model` says.
+        app_dir: First folder of the import path.
+        environment: Makes the context manager around the user's code.
+
+    Raises:
+        CheckpointError: It is no bundle, or its manifest is malformed.
+        FactoryError: `--model` names nothing.
+        UserCodeError: Its code raised.
+    """
+
+    instead: ClassVar[str] = "replay in a copy of the folder, if that file is to stay as it is"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: str | None,
+        app_dir: str | None,
+        environment: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.name = name
+        self._bundle = Bundle(name)
+        self._environment = environment
+        with environment():
+            self._code = None if model is None else NamedCode(model, app_dir)
+        here = str(working_folder()) if app_dir is None else str(Path(app_dir).resolve())
+        self.path: tuple[str, ...] = (here,) if self._code is None else self._code.path
+
+    @contextlib.contextmanager
+    def user_code(self, what: str) -> Iterator[None]:
+        """As in `Target`."""
+        argv0 = None if self._code is None else self._code.argv0
+        with self._environment(), user_code(argv0, what=what, path=self.path):
+            yield
+
+    def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
+        """As in `Target`; a bundle takes no arguments, and has its batches and its loss.
+
+        Raises:
+            FactoryError: It is given some; or the model cannot be made.
+            CheckpointError: A file is malformed.
+            ReplayError: The step cannot be run again.
+        """
+        given = {"--arg": arguments, "--batches": batches, "--loss": loss}
+        extra = [option for option, value in given.items() if value]
+        if extra:
+            raise FactoryError(f"{self.name} is a bundle, which has its own batches and loss: leave out {extra[0]}")
+        return self._bundle.run(self._code, self._making)
+
+    @contextlib.contextmanager
+    def _making(self, what: str) -> Iterator[None]:
+        with self.user_code(what), building(what, (working_folder(), *self.path)):
+            yield
+
+
+class Target(Protocol):
+    """Makes fresh runs; a Protocol, because a factory is called, a script run to its loop, and a bundle read."""
+
+    @property
+    def name(self) -> str:
+        """What the user wrote."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Folders that are first on `sys.path` while their code runs."""
+
+    @property
+    def instead(self) -> str:
+        """What to do about a file that its steps write, for the end of a sentence."""
+
+    def user_code(self, what: str) -> AbstractContextManager[None]:
+        """Surrounds the user's code, the run's callbacks included; `what` is the subject of an error's sentence."""
+
+    def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
+        """Returns a fresh run."""
+
+
+def load_target(
+    target: str | Callable[..., Any],
+    app_dir: str | None = None,
+    *,
+    environment: Environment | None = None,
+    script_arguments: Sequence[str] = (),
+    notes: list[str] | None = None,
+    model: str | None = None,
+) -> Target:
+    """Returns what makes the runs; a factory is imported, a script not run yet.
+
+    Args:
+        target: A factory, as for `load_factory`; a script, by its path or as a module; or a bundle, by its folder or
+            its manifest.
+        app_dir: As for `load_factory`.
+        environment: Makes the context manager around the user's code.
+        script_arguments: What follows the file in `sys.argv` while its code runs.
+        notes: Gets what there is to say of a script's replay, in sentences.
+        model: The code that makes a bundle's model.
+
+    Raises:
+        UsageError: `model` is given for what is no bundle.
+        FactoryError: There is no such factory, or a script has one, which is then to be named.
+        UserCodeError: The import raised.
+    """
+    if isinstance(target, str) and bundle_at(target) is not None:
+        around = environment or contextlib.nullcontext
+        return BundleTarget(target, model=model, app_dir=app_dir, environment=around)
+    if model is not None:
+        raise UsageError(f"--model {model} makes the model of a bundle, and {target} is none")
+    script = _script_named(target, app_dir) if isinstance(target, str) else None
+    if script is None or not isinstance(target, str) or sure_factories_in(script[0]):
+        return load_factory(target, app_dir, environment=environment, script_arguments=script_arguments)
+    forget_working_folder()
+    file, package = script
+    folders = [str(file.parent)] if package is None else [str(_folder(app_dir))]  # as `python FILE`, `python -m MODULE`
+    if app_dir is not None:
+        folders.append(str(_folder(app_dir)))
+    return Script(
+        target,
+        file,
+        package=package,
+        arguments=tuple(script_arguments),
+        path=tuple(dict.fromkeys(folders)),
+        environment=environment or contextlib.nullcontext,
+        notes=[] if notes is None else notes,
+    )
+
+
+def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] | None:
+    """Returns the script that a target names, and the package of one that is named as a module; None for others."""
+    path = Path(target.strip()).expanduser()
+    if path.suffix == ".py":
+        return (path.resolve(), None) if path.is_file() else None
+    parts = target.strip().split(".")
+    file = _folder(app_dir).joinpath(*parts).with_suffix(".py")
+    if not all(part.isidentifier() for part in parts) or not file.is_file():
+        return None
+    return file, ".".join(parts[:-1])
+
+
+def _folder(app_dir: str | None) -> Path:
+    """Returns the folder in which modules are looked for first.
+
+    Raises:
+        FactoryError: There is no such folder.
+    """
+    folder = Path.cwd() if app_dir is None else Path(app_dir).resolve()
+    if not folder.is_dir():
+        raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+    return folder

@@ -1,0 +1,413 @@
+"""Guards the user's files: tells of changes, stops a factory that trains or writes, closes the network."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.package import FOLDER
+
+_OURS = f"{FOLDER}{os.sep}"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "TORCH_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+"""Variables by which users say where a cache lies."""
+CHANGES = "the run's own code"
+"""How the sentence begins that tells of such a change."""
+_Changes = Iterable[tuple[Path | None, str]]
+"""Pairs of a place that changes and what is done there, as a predicate; None where the place is not known."""
+
+
+@contextmanager
+def told_of_changes(
+    folders: Iterable[str | Path], tell: Callable[[str, Path], None], starts: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
+
+    Python's audit events say it, from whichever function and thread; of torch's and safetensors' writers, which open
+    files in C++ and Rust, the same event is raised. Libraries that do so too (HDF5, Arrow) and child processes are not
+    seen. What is nobody's work is not told of: hidden files and folders, caches, temporary files, lock files without
+    content, folders without files. What is appended to (a log, a SQLite database that is there) loses nothing. What a
+    thread of ours writes beside the run, as that of its log does, is not the run's.
+
+    Args:
+        folders: The working folder, and that of the user's file.
+        tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"), and the
+            place that changes. What it raises ends the function that would do it, before it is done.
+        starts: Called before another program is started, as by `os.system`; what it raises ends that too.
+    """
+    roots = [Path(folder).resolve() for folder in folders]
+    apart = list(_apart())
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if starts is not None and event in _STARTS:
+            starts()
+        changes = _EVENTS.get(event)
+        for place, did in () if changes is None else changes(*arguments):
+            if place is not None and _lies_below(place, roots, apart) and _is_work(place) and not _is_ours():
+                tell(f"{did}{users_line()}", place)
+
+    _Audit.install()
+    with ExitStack() as stack:
+        for module, name in _unaudited():
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, _audited(getattr(module, name)))
+        stack.callback(setattr, _Audit, "told", _Audit.told)
+        _Audit.told = audit
+        yield
+
+
+class _Audit:
+    """The audit hook; there is one per process, because Python takes none out again."""
+
+    installed = False
+    told: Callable[[str, tuple[Any, ...]], None] | None = None
+
+    @classmethod
+    def install(cls) -> None:
+        if not cls.installed:
+            cls.installed = True
+            sys.addaudithook(_on_file_event)
+
+
+def _on_file_event(event: str, arguments: tuple[Any, ...], audit: type[_Audit] = _Audit) -> None:
+    told = audit.told  # a default argument, because this outlives the module's names at the end of the process
+    if told is not None:
+        told(event, arguments)
+
+
+# -- what the events say ---------------------------------------------------------------------------------------------
+
+
+def _opened(file: Any, _mode: Any, flags: Any) -> _Changes:
+    if flags & os.O_TRUNC or (flags & _WRITES and not flags & os.O_APPEND):
+        place = _contents(file)
+        if place is not None and not place.is_dir():  # as `tempfile` opens a folder
+            yield place, f"opens {_name(file)} for writing"
+
+
+def _removed(file: Any, folder: int | None = None) -> _Changes:
+    if _is_whole(folder) and os.path.lexists(file):
+        yield _entry(file), f"removes {_name(file)}"
+
+
+def _moved(source: Any, target: Any, *folders: int | None) -> _Changes:
+    if _is_whole(*folders) and os.path.lexists(source):
+        for place in (_entry(source), _entry(target)):
+            yield place, f"moves {_name(source)} to {_name(target)}"
+
+
+def _linked(source: Any, target: Any, *folders: int | None) -> _Changes:
+    if _is_whole(*folders) and not os.path.lexists(target):
+        yield _entry(target), f"links {_name(target)} to {_name(source)}"
+
+
+def _truncated(file: Any, _length: int) -> _Changes:
+    yield _contents(file), f"truncates {_name(file)}"
+
+
+def _connected(database: Any) -> _Changes:
+    name = _name(database)
+    if name.startswith("file:"):
+        uri = urlsplit(name)
+        makes = parse_qs(uri.query).get("mode", ["rwc"]) == ["rwc"]
+        name = unquote(uri.path) if makes else ""
+    if name not in ("", ":memory:") and not Path(name).exists():
+        yield _contents(name), f"makes the database {name}"
+
+
+_EVENTS: Mapping[str, Callable[..., _Changes]] = {
+    "open": _opened,
+    "os.remove": _removed,
+    "shutil.rmtree": _removed,
+    "os.rename": _moved,
+    "os.link": _linked,
+    "os.symlink": _linked,
+    "os.truncate": _truncated,
+    "sqlite3.connect": _connected,
+}
+
+_STARTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen"})
+
+
+def _is_whole(*folders: int | None) -> bool:
+    """Are the paths relative to no open folder? `shutil.rmtree` removes so what it was told of as a whole."""
+    return all(folder in (None, -1) for folder in folders)
+
+
+def _name(file: Any) -> str:
+    return os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else ""
+
+
+def _contents(file: Any) -> Path | None:
+    """The place of what is in a file, to which links lead; None of a descriptor."""
+    return Path(_name(file)).resolve() if _name(file) else None
+
+
+def _entry(file: Any) -> Path | None:
+    """The place of a folder's entry, which may be a link itself."""
+    path = Path(_name(file))
+    return path.parent.resolve() / path.name if _name(file) else None
+
+
+# -- whose they are --------------------------------------------------------------------------------------------------
+
+
+def _apart() -> Iterator[Path]:
+    """Folders of temporary files and caches; asked for beforehand, as the search for a temporary one writes files."""
+    with suppress(FileNotFoundError):  # no folder serves
+        yield Path(tempfile.gettempdir()).resolve()
+    for folder in (sys.pycache_prefix, *map(os.environ.get, _CACHES)):
+        if folder:
+            yield Path(folder).resolve()
+
+
+def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bool:
+    """Does a place lie below one of the folders, where nothing is hidden, temporary, cached or installed?"""
+    for root in roots:
+        if place.is_relative_to(root):
+            below = place.relative_to(root).parts
+            named = any(part.startswith(".") or part in ("__pycache__", "site-packages") for part in below)
+            kept = (place.is_relative_to(folder) and not root.is_relative_to(folder) for folder in apart)
+            if not named and not any(kept):
+                return True
+    return False
+
+
+def _is_work(place: Path) -> bool:
+    """Is what lies there, or would lie there, a file or link that may hold something, or a folder with one?"""
+    if place.is_symlink():
+        return True
+    if place.is_dir():
+        return any(files for _, _, files in os.walk(place))
+    if place.suffix == ".lock" and (not place.exists() or place.stat().st_size == 0):
+        return False
+    return place.is_file() or not place.exists()
+
+
+# -- what raises no event of itself ----------------------------------------------------------------------------------
+
+
+def _unaudited() -> Iterator[tuple[Any, str]]:
+    """Functions that open a file in another language; those of safetensors lie in each module that imported them."""
+    import safetensors.numpy
+    import safetensors.torch
+    import torch
+    from torch.jit._script import RecursiveScriptModule
+
+    yield torch._C, "PyTorchFileWriter"  # noqa: SLF001 torch.save opens a path with it
+    yield RecursiveScriptModule, "save"
+    for module in (safetensors, safetensors.numpy, safetensors.torch):
+        yield module, "serialize_file"
+
+
+def _audited(original: Any) -> Any:
+    """The function, which raises the event of an opened file for each path among its arguments."""
+
+    @functools.wraps(original)
+    def opening(*args: Any, **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, str | os.PathLike):
+                sys.audit("open", argument, "wb", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return original(*args, **kwargs)
+
+    return opening
+
+
+def changes_note(did: str, instead: str) -> str:
+    """Returns the sentence for a change that a step makes, and that is let be.
+
+    Args:
+        did: As of `told_of_changes`.
+        instead: What to do about it.
+    """
+    return f"{CHANGES} {did}, in replayed steps too: {instead}"
+
+
+def users_line() -> str:
+    """The innermost line of the user's own, for the end of a sentence: " at train.py:41"; "" where none is known."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the one way up that makes no traceback
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users_file(name):
+            try:
+                return f" at {Path(name).resolve().relative_to(Path.cwd()).as_posix()}:{frame.f_lineno}"
+            except (ValueError, OSError):
+                return f" at {Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_ours() -> bool:
+    """Whether nothing but ourselves has led here, and Python below us."""
+    ours, frame = 0, sys._getframe(2).f_back  # noqa: SLF001 the one way up that makes no traceback; two are the hook's
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OURS):
+            ours += 1
+        elif "site-packages" in name or not name.startswith(("<", sys.base_prefix + os.sep)):
+            return False
+        frame = frame.f_back
+    return ours > 0
+
+
+def is_users_file(name: str) -> bool:
+    """Is code of this file the user's own: neither Python's, nor an installed package's, nor ours?"""
+    return not (name.startswith(("<", _OURS, sys.base_prefix + os.sep)) or "site-packages" in name)
+
+
+# Stops the user's code where it begins to train or to write, though it was called only to build a run.
+
+
+_FACTORY = (
+    "a factory builds a fresh model with its batches, loss and optimizer and returns them as a TrainingRun; the "
+    "training itself, and what it writes, stay out of it"
+)
+_SCRIPT = 'what trains at its top level goes below `if __name__ == "__main__":`'
+
+
+class _Stopped(StepHalted):
+    """Ends what the user's code has begun; their `except Exception` does not swallow it."""
+
+
+@contextmanager
+def building(
+    what: str, folders: Iterable[str | Path], *, imports: bool = False, may_step: bool = False
+) -> Iterator[None]:
+    """Stop the body at the first step of an optimizer, or before it changes the user's files below the folders.
+
+    A step with a learning rate of 0 trains nothing: so torch itself makes an optimizer's state. What counts as a change
+    is said at `told_of_changes`. What the body makes of the stop, in whichever thread, it is an error in the end.
+
+    Args:
+        what: What runs; the subject of the error's sentence.
+        folders: The working folder, and that of the user's file.
+        imports: A file is imported, and not a factory called.
+        may_step: Steps are let be: the body says that it makes a run, and needs them for the run's state.
+
+    Raises:
+        FactoryError: The body was stopped; the sentence says what a factory is.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    stopped: list[str] = []
+    thread = threading.get_ident()
+
+    def stop(did: str, _place: object = None) -> None:
+        advice = f"{_SCRIPT}; {_FACTORY}" if imports else _FACTORY
+        stopped.append(f"{what} {did}, and was stopped there: {advice}")
+        raise _Stopped if threading.get_ident() == thread else SystemExit  # which ends a thread without a traceback
+
+    def on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+            stop(f"steps an optimizer{users_line()}")
+
+    try:
+        with ExitStack() as stack:
+            if not may_step:
+                stack.callback(register_optimizer_step_pre_hook(on_step).remove)
+            stack.enter_context(told_of_changes(folders, stop))
+            yield
+    except (Exception, SystemExit, _Stopped):
+        if not stopped:
+            raise
+    if stopped:
+        raise FactoryError(stopped[0])
+
+
+# Closes the network, and the starting of other programs, while a library makes what a stranger's file describes.
+
+
+_LEAVES = frozenset(
+    {
+        "socket.connect",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+        "socket.sendto",
+        "socket.sendmsg",
+        "os.exec",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.startfile",
+        "os.system",
+        "pty.spawn",
+        "subprocess.Popen",
+    }
+)
+"""Python's audit events of what leaves the process: a name is looked up, a peer is reached, a program is started."""
+
+
+class _ClosedError(ConnectionError):
+    """What a library is told that asks for the network here: libraries know it as being offline."""
+
+
+@contextmanager
+def network_closed() -> Iterator[list[str]]:
+    """Refuse every connection and every program of the process while the body runs.
+
+    Python's audit events say of them, from whichever function and thread. The refusal is a `ConnectionError`, which
+    libraries take for a machine that is offline: many go on without what they asked for.
+
+    Yields:
+        What was asked for, in the order in which it was, as ends of a sentence ("the network (huggingface.co)");
+        filled while the body runs.
+    """
+    asked: list[str] = []
+    _Hook.install()
+    before, _Hook.asked = _Hook.asked, asked
+    try:
+        yield asked
+    finally:
+        _Hook.asked = before
+
+
+class _Hook:
+    """The audit hook; there is one per process, because Python takes none out again."""
+
+    installed = False
+    asked: list[str] | None = None
+
+    @classmethod
+    def install(cls) -> None:
+        if not cls.installed:
+            cls.installed = True
+            sys.addaudithook(_on_network_event)
+
+
+def _on_network_event(
+    event: str, arguments: tuple[Any, ...], hook: type[_Hook] = _Hook, leaves: frozenset[str] = _LEAVES
+) -> None:
+    if hook.asked is None or event not in leaves:  # default arguments: this outlives the module's names at the end
+        return
+    said = _said(event, arguments)
+    hook.asked.append(said)
+    raise _ClosedError(f"{said} is closed while a bundle's model is made")
+
+
+def _said(event: str, arguments: tuple[Any, ...]) -> str:
+    if not event.startswith("socket."):
+        return "the starting of another program"
+    address = arguments[1] if event in ("socket.connect", "socket.sendto", "socket.sendmsg") else arguments[:1]
+    host = address[0] if isinstance(address, tuple) and address else address
+    host = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host)
+    return f"the network ({host[:80]})"
