@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from ampdoctor.training.apply import apply
     from ampdoctor.training.elastic_batch import elastic_batch
     from ampdoctor.workflows.bisect_nan import bisect_nan
-    from ampdoctor.workflows.opening.request import ReplayRequest
     from ampdoctor.workflows.profile import profile
     from ampdoctor.workflows.recommend import recommend
-    from ampdoctor.workflows.scan import scan
-    from ampdoctor.workflows.scan_several import scan_several
-    from ampdoctor.workflows.scanning.against import compare
+    from ampdoctor.workflows.requests import ReplayRequest
+    from ampdoctor.workflows.scan import scan, scan_several
+    from ampdoctor.workflows.scan_against import compare
     from ampdoctor.workflows.watch import watch
 
     __version__: str
@@ -44,16 +43,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "ReplayRequest": "ampdoctor.workflows.opening.request",
+    "ReplayRequest": "ampdoctor.workflows.requests",
     "TrainingRun": "ampdoctor.replay.training_run",
     "apply": "ampdoctor.training.apply",
     "bisect_nan": "ampdoctor.workflows.bisect_nan",
-    "compare": "ampdoctor.workflows.scanning.against",
+    "compare": "ampdoctor.workflows.scan_against",
     "elastic_batch": "ampdoctor.training.elastic_batch",
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
-    "scan_several": "ampdoctor.workflows.scan_several",
+    "scan_several": "ampdoctor.workflows.scan",
     "steps": "ampdoctor.hooks.interfaces",
     "watch": "ampdoctor.workflows.watch",
 }

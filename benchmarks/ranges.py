@@ -43,11 +43,9 @@ from ampdoctor.scaling.choice import choose_scale, predict
 from ampdoctor.scaling.search import search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
 from ampdoctor.scaling.trace import trace_of
-from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
-from ampdoctor.workflows.measuring.range_section import profile_section
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.profile import range_checks
+from ampdoctor.workflows.profile import profile_section, range_checks, read_profile, write_profile
 from ampdoctor.workflows.recommend import recommend_from_files
+from ampdoctor.workflows.requests import ReplayRequest
 from benchmarks.overhead import make_run
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ampdoctor import ReplayRequest, TrainingRun, bisect_nan  # the repository is on the path only now
-from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK
-from ampdoctor.workflows.proving.way_back import stretch
+from ampdoctor.workflows.close_look import stretch
+from ampdoctor.workflows.requests import MOST_UNTIL_SICK
 from benchmarks.overhead import Transformer, language_model_loss
 
 TARGET = 1.10

@@ -24,8 +24,14 @@ sys.path.insert(0, str(ROOT))
 
 PACKAGE = ROOT / "ampdoctor"
 SERVICES = {
-    *("bisect_nan._attempted", "alongside.twin", "close_look.trace", "rewinding.replayed", "rewinding._rounding_alone"),
-    *("trials._in_fp32", "trials._run", "trials._wide_from", "measure.measured", "shadow_steps.shadowed"),
+    *(
+        "bisect_nan._attempted",
+        "compare_fp32.twin",
+        "close_look.trace",
+        "compare_fp32.replayed",
+        "compare_fp32._rounding_alone",
+    ),
+    *("trials._in_fp32", "trials._run", "trials._wide_from", "measure.measured", "measure.shadowed"),
 }
 """Functions that run steps: a step that is computed counts for one of them."""
 

@@ -20,14 +20,13 @@ DIRECT = {
     "precision": {"numerics", "hooks"},
     "replay": {"hooks", "precision", "checkpoints"},
     "probes": {"hooks", "ranges", "precision"},
-    "bisect": set(),
     "scaling": {"ranges"},
     "batching": {"scaling"},
     "diagnosis": {"evidence"},
     "gates": {"diagnosis"},
     "health": {"checkpoints", "scaling", "diagnosis"},
     "live": {"hooks", "probes", "diagnosis"},
-    "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis", "health", "live", "batching"},
+    "workflows": {"replay", "probes", "scaling", "diagnosis", "health", "live", "batching"},
     "reports": {"diagnosis"},
     "training": {"hooks", "precision", "batching"},
     "integrations": {"training", "live", "workflows", "reports"},
@@ -59,7 +58,6 @@ STOREYS = {
         HERE,
     ),
     "health": ("reading", "condensing", "sinks", HERE),
-    "workflows": ("opening", "scanning", "proving", "against_fp32", "measuring", "advising", HERE),
     "reports": ("words", "forms", "reading"),
     "cli": ("options", "suggesting", "process", "settings", "commands", HERE),
 }
@@ -70,7 +68,7 @@ MOST_TESTS = 15
 """Files in a folder of tests."""
 
 EVERYWHERE = {"errors", "package"}
-WITHOUT_TORCH = {"errors", "package", "evidence", "bisect", "diagnosis", "gates", "reports"}
+WITHOUT_TORCH = {"errors", "package", "evidence", "diagnosis", "gates", "reports"}
 PRINTERS = {"cli"}
 REDIRECTORS = {"ampdoctor.replay.user_code"}  # flushes it before what user code prints is sent to stderr
 RICH = {"cli", "reports"}
@@ -226,7 +224,6 @@ def test_the_floors_have_no_cycle():
         ("numerics/a.py", "def f():\n    from ampdoctor.cli import main", "numerics must not know cli"),
         ("numerics/a.py", "if TYPE_CHECKING:\n    from ampdoctor.probes import x", "numerics must not know probes"),
         ("reports/a.py", "from ampdoctor.numerics import FORMATS", "reports must not know numerics"),
-        ("bisect/a.py", "from ampdoctor.evidence import where", "bisect must not know evidence"),
         ("errors.py", "from ampdoctor.evidence import where", "errors must not know evidence"),
         ("diagnosis/a.py", "import torch.nn", "diagnosis must not import torch"),
         ("workflows/a.py", "from rich.console import Console", "workflows must not import rich"),
@@ -321,5 +318,5 @@ def test_the_check_of_imports_can_fail(run_cli):
 
 
 def test_the_core_does_not_import_the_command_line(run_cli):
-    done = imported(run_cli, ["ampdoctor.workflows.opening.request"], {"typer", "rich"})
+    done = imported(run_cli, ["ampdoctor.workflows.requests"], {"typer", "rich"})
     assert done.returncode == 0, done.stderr

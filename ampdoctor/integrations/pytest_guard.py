@@ -16,7 +16,7 @@ from ampdoctor.live.op_watch import StepWatch
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 if TYPE_CHECKING:
     import torch

@@ -43,27 +43,30 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.ops.source import as_source, own_line, raising_line
 from ampdoctor.replay.python_state import has_moved
-from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
-from ampdoctor.workflows.against_fp32.headroom import headroom_check
-from ampdoctor.workflows.against_fp32.moves import Kept, held, moved, sample
-from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_calm
-from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed, is_at_rest
-from ampdoctor.workflows.opening.close_look import CloseLook
-from ampdoctor.workflows.opening.failed_run import failed_run, replayed_here
-from ampdoctor.workflows.opening.history import history_findings, not_said_yet, saved_collapse
-from ampdoctor.workflows.opening.in_half import nothing_in_half
-from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
-from ampdoctor.workflows.opening.path import module_types, path_section
-from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, keep_all
-from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
-from ampdoctor.workflows.opening.unexamined import never_updated, saw_anything, unexamined
-from ampdoctor.workflows.opening.until_sick import LAST, elsewhere, interrupted, only_looked_at
-from ampdoctor.workflows.proving.judge import Judge
-from ampdoctor.workflows.proving.one_cause import led_on, told_once, unproved_while_misused
-from ampdoctor.workflows.proving.proof import as_far_as_replayed, proof_of
-from ampdoctor.workflows.proving.saved_state import impossible_state
-from ampdoctor.workflows.proving.scaler_protocol import after_refusal
-from ampdoctor.workflows.proving.way_back import WayBack
+from ampdoctor.workflows.checkpoint_state import history_findings, impossible_state, not_said_yet, saved_collapse
+from ampdoctor.workflows.close_look import CloseLook, WayBack
+from ampdoctor.workflows.compare_fp32 import Alongside, DoesNotComeBackError, Seen, compare_with_fp32, is_calm
+from ampdoctor.workflows.judge import Judge, led_on, told_once, unproved_while_misused
+from ampdoctor.workflows.open_replay import OpenReplay, open_replay, scaler_after, sick_state
+from ampdoctor.workflows.repairs import after_refusal
+from ampdoctor.workflows.report_notes import (
+    LAST_COMPARED,
+    elsewhere,
+    failed_run,
+    headroom_check,
+    interrupted,
+    module_types,
+    never_updated,
+    nothing_in_half,
+    only_looked_at,
+    path_section,
+    replayed_here,
+    saw_anything,
+    unexamined,
+)
+from ampdoctor.workflows.requests import MOST_UNTIL_SICK, keep_all
+from ampdoctor.workflows.step_beside_fp32 import Kept, ReferencePass, Replayed, held, is_at_rest, moved, sample
+from ampdoctor.workflows.trials import as_far_as_replayed, proof_of
 
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
@@ -73,7 +76,7 @@ if TYPE_CHECKING:
     from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
+    from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
 
 DEFAULT_STEPS = 8
 MOST_STEPS = 32
@@ -196,7 +199,7 @@ class _Search:
     def _beside_at_the_end(self) -> int:
         """How many of the last steps of a run until it is sick are held beside fp32."""
         wanted = self.replay.request.compare_steps
-        return LAST if wanted is None else wanted
+        return LAST_COMPARED if wanted is None else wanted
 
     # -- the search ----------------------------------------------------------------------------------------------
 

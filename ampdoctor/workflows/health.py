@@ -32,8 +32,8 @@ from ampdoctor.health.reading.opening import FoundLog, find_logs
 from ampdoctor.health.reading.same_run import without_copies
 from ampdoctor.health.sinks.exporting import export as export_lines
 from ampdoctor.health.sinks.table import Export
-from ampdoctor.workflows.exporting import refuse_log
-from ampdoctor.workflows.opening.request import Progress
+from ampdoctor.workflows.log_listeners import refuse_log
+from ampdoctor.workflows.requests import Progress
 
 _SIGNALS: tuple[tuple[str, CurveName, str, int], ...] = (
     ("loss", "loss", "data", LENGTH),

@@ -1,9 +1,12 @@
-"""`ampdoctor plan`: the same global batch on another cluster, and what that changes."""
+"""`ampdoctor plan`, and the batch that the log of a watched run shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mode
 
 from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
 from ampdoctor.batching.changes import Step, changes, has_scale
@@ -15,8 +18,9 @@ from ampdoctor.batching.leaving import left_as_it_is
 from ampdoctor.batching.memory import Memory
 from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
 from ampdoctor.batching.request import PlanRequest
+from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.errors import UsageError
+from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.of_runs.ranges import Place, SiteKind
 from ampdoctor.evidence.report import Report, Skipped, verdict_of
 from ampdoctor.evidence.report.plan import (
@@ -28,6 +32,12 @@ from ampdoctor.evidence.report.plan import (
     PlannedCluster,
     PlanSection,
 )
+from ampdoctor.evidence.run_log.lines import RunLine, Stamped, StepLine
+from ampdoctor.health.reading.log_kind import Noticed
+from ampdoctor.health.reading.opening import find_log
+
+# `ampdoctor plan`: the same global batch on another cluster, and what that changes.
+
 
 RULE = "largest micro-batch first"
 
@@ -284,3 +294,53 @@ def _limit(request: PlanRequest, memory: Memory, most: int) -> str:
 def gigabytes(count: float) -> str:
     """Returns bytes as gigabytes of 10^9."""
     return f"{count / 1e9:.3g} GB"
+
+
+# What the log of a watched run says of its batch and its memory.
+
+
+def batch_of_log(path: str) -> BatchSettings:
+    """Returns what a run has measured of itself: ranks, accumulation, samples of a step, and the most memory.
+
+    What parallel sizes its ranks have is in no log: they are taken to see other samples each.
+
+    Args:
+        path: The folder of its log.
+
+    Raises:
+        UsageError: There is no log, it cannot be read, or no step is in it.
+    """
+    try:
+        found = find_log(Path(path))
+        return _measured(found.lines(Noticed()), path)
+    except CheckpointError as error:
+        raise UsageError(f"the log cannot be read: {error}") from None
+
+
+def _measured(lines: Iterable[Stamped], path: str) -> BatchSettings:
+    devices, precision, peak = 1, None, 0
+    steps, counted = [], []
+    for one in lines:
+        devices = max(devices, one.stamp.world_size)
+        if isinstance(one.line, RunLine):
+            precision = one.line.precision or precision
+        elif isinstance(one.line, StepLine) and one.line.optimizer == 0:
+            steps.append(one.line.micro_steps or 1)
+            peak = max(peak, one.line.memory_bytes or 0)
+            if one.stamp.rank == 0 and one.line.samples is not None:
+                counted.append((one.line.step, one.line.samples))
+    if not steps:
+        raise UsageError(f"{path} is a log without a step")
+    accumulation = mode(steps)  # an epoch's last step may be shorter
+    grown = [(b - a) // (at - was) for (was, a), (at, b) in pairwise(counted) if at > was]
+    batch = mode(grown) if grown else 0
+    micro, left = divmod(batch, accumulation * devices)
+    return BatchSettings(
+        devices=devices,
+        accumulation=accumulation,
+        micro_batch=micro if micro and not left else None,
+        precision=precision if precision in ("fp32", "tf32", "bf16", "fp16", "fp8") else None,  # type: ignore[arg-type]
+        peak_memory=peak or None,
+        unmeasured=not peak,
+        notes=("The batch in force is what the run's log has counted.",),
+    )

@@ -1,26 +1,319 @@
-"""`profile`: measures in an fp32 replay what half precision would lose at each place."""
+"""`profile`: measures in an fp32 replay what half precision would lose at each place, or takes it from files."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.evidence.report import Report, finding_order, verdict_of
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from ampdoctor.checkpoints.formats.bounded_json import parse_json
+from ampdoctor.checkpoints.formats.run_log_files import read_details, read_steps
+from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensors, read_safetensors
+from ampdoctor.checkpoints.layouts.run_log_folder import opened, run_logs
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.storage.listing import list_folder
+from ampdoctor.diagnosis.ranges.gradient_underflow import underflow_expected
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import nonfinite_in_fp32
+from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, PROFILE_MARK, SiteKind
+from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
+from ampdoctor.evidence.run_log.details import DetailLine
+from ampdoctor.evidence.run_log.lines import StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.ranges.profile import RangeProfile, merge
+from ampdoctor.numerics import Histogram
+from ampdoctor.ranges.from_log import profile_from_log
+from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures, merge
+from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.scaling.choice import choose_scale
-from ampdoctor.workflows.measuring.log_ranges import NOTE, ranges_of_log
-from ampdoctor.workflows.measuring.measure import measure
-from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
-from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
-from ampdoctor.workflows.measuring.range_section import profile_section
-from ampdoctor.workflows.measuring.shadow_steps import shadowed
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import is_run_log
+from ampdoctor.workflows.measure import measure, shadowed
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.output_files import write_whole
+from ampdoctor.workflows.requests import is_run_log
 
 if TYPE_CHECKING:
-    from ampdoctor.workflows.opening.request import Progress, ReplayRequest
+    from ampdoctor.workflows.requests import Progress, ReplayRequest
+
+
+# Findings and headline checks that follow from measured ranges alone.
+
+
+def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding]:
+    """Returns the findings that follow from ranges alone; for a bf16 or fp32 run, only whether it is finite."""
+    if ranges.nonfinite_steps:
+        return [nonfinite_in_fp32(ranges.nonfinite_steps)]
+    if ranges.run.precision != "fp16":
+        return []
+    scale = ranges.run.loss_scale
+    activation, weight = (figures(ranges.merged(kind), "fp16", ranges.factor(kind, scale)) for kind in GRADIENTS)
+    bf16 = figures(ranges.merged("activation_grad"), "bf16", ranges.factor("activation_grad", 1.0))
+    measured = next((s.relative_error for s in ranges.shadows if s.scale == scale), None)
+    found = underflow_expected(activation, weight, scale, bf16, thresholds, measured=measured)
+    return [] if found is None else [found]
+
+
+def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
+    """Returns the headline: the share of gradients that flush in fp16, at the run's scale and without, beside bf16."""
+    checks = [
+        Check(
+            name="gradients finite in fp32",
+            result="found" if ranges.nonfinite_steps else "ok",
+            headroom={"steps": ranges.steps},
+        )
+    ]
+    for kind in GRADIENTS:
+        histogram, name = ranges.merged(kind), f"{kind.replace('_', ' ')} underflow, fp16 against bf16"
+        if not histogram.counts.any():
+            none = "is finite and nonzero" if histogram.numel else "is half"
+            checks.append(Check(name=name, result=f"not measured: no such gradient {none}"))
+            continue
+        checks.append(
+            Check(
+                name=name,
+                result="measured",
+                headroom={
+                    "fp16": histogram.flushed("fp16", ranges.factor(kind, ranges.run.loss_scale)),
+                    "fp16_unscaled": histogram.flushed("fp16", ranges.factor(kind, 1.0)),
+                    "bf16": histogram.flushed("bf16", ranges.factor(kind, 1.0)),
+                    "loss_scale": ranges.run.loss_scale,
+                    "true_zeros": histogram.zeros / histogram.numel,
+                },
+            )
+        )
+    return tuple(checks)
+
+
+# The `profile` section of a report, made from a profile without running anything again.
+
+
+QUANTILES = (0.001, 0.01, 0.5, 0.99)
+
+
+def profile_section(profile: RangeProfile, recommended: float | None, *, sites: bool = True) -> dict[str, Any]:
+    """Returns summary, sites, shadow steps, modules and updates.
+
+    Rows of the summary: `fp16` at the run's loss scale, `fp16_recommended` at the recommended one (if there is one),
+    `fp16_unscaled` at a loss scale of 1, `bf16` unscaled, `e4m3fn` and `e5m2` with each tensor scaled to fit. Only
+    tensors in the half format count. Each site has the same rows.
+
+    Args:
+        profile: The profile.
+        recommended: The recommended loss scale; None if none is known.
+        sites: Include the sites.
+    """
+    rows = _rows(profile, recommended)
+    return {
+        "summary": {
+            row: {kind: _of_kind(profile, kind, fmt, at) for kind in GRADIENTS} for row, (fmt, at) in rows.items()
+        },
+        "sites": [_site(profile, index, rows) for index in range(len(profile.sites))] if sites else [],
+        "shadows": [_shadow(profile, shadow) for shadow in profile.shadows],
+        "modules": [asdict(module) for module in profile.modules] if sites else [],
+        "updates": [asdict(update) for update in profile.updates] if sites else [],
+        "steps": profile.steps,
+        "loss_scale": profile.run.loss_scale,
+        "recommended_scale": recommended,
+    }
+
+
+def _rows(profile: RangeProfile, recommended: float | None) -> dict[str, tuple[str, float]]:
+    rows = {"fp16": ("fp16", profile.run.loss_scale), "fp16_unscaled": ("fp16", 1.0), "bf16": ("bf16", 1.0)}
+    if recommended is not None:
+        rows["fp16_recommended"] = ("fp16", recommended)
+    return rows | {fmt: (fmt, 1.0) for fmt in FP8}
+
+
+def _of_kind(profile: RangeProfile, kind: SiteKind, fmt: str, scale: float) -> dict[str, float | None]:
+    return _figures(profile, profile.of_kind(kind), profile.merged(kind), fmt, profile.factor(kind, scale))
+
+
+def _figures(
+    profile: RangeProfile, indices: Sequence[int], merged: Histogram, fmt: str, factor: float
+) -> dict[str, float | None]:
+    """Returns what a format does to these sites; None for a share of no values, which is not 0 %."""
+    found = fitted_figures(profile, indices, fmt) if fmt in FP8 else figures(merged, fmt, factor)
+    nothing = {} if merged.counts.any() else dict.fromkeys(("flushed", "subnormal", "overflowed", "relative_error"))
+    return asdict(found) | nothing
+
+
+def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
+    site, histogram = profile.sites[index], profile.histograms[index]
+    base = 1.0 / profile.factor(site.kind, 1.0)  # magnitudes are shown as if the loss were unscaled
+    return {
+        **asdict(site.place),
+        "half": site.half,
+        "weight": site.weight,
+        "module": site.module,
+        "histogram": histogram.to_dict(),
+        "amax_by_step": [float(value) for value in profile.series.amax[:, index]],
+        "numel": histogram.numel,
+        "zeros": histogram.zeros,
+        "nonfinite": histogram.nans + histogram.pos_infs + histogram.neg_infs,
+        "amax": _over(histogram.amax, base),
+        "amin": _over(histogram.amin, base),
+        "quantiles": {f"q{q:g}": _over(histogram.quantile(q), base) for q in QUANTILES},
+        "formats": {
+            row: _figures(profile, [index], histogram, fmt, profile.factor(site.kind, scale))
+            for row, (fmt, scale) in rows.items()
+        },
+    }
+
+
+def _shadow(profile: RangeProfile, shadow: Shadow) -> dict[str, Any]:
+    def share(counts: NDArray[Any], indices: Sequence[int]) -> float | None:
+        nonzero = int(shadow.nonzero[indices].sum())
+        return float(counts[indices].sum()) / nonzero if nonzero else None
+
+    seen = [index for index in profile.half_gradients() if shadow.nonzero[index]]
+    lossy = any(
+        (share(shadow.predicted, [i]) or 0.0) > SURE_BELOW for i in seen if profile.sites[i].kind == "activation_grad"
+    )
+
+    def beside(kind: SiteKind, indices: Sequence[int]) -> dict[str, Any]:
+        return {
+            "measured": share(shadow.flushed, indices),
+            "predicted": share(shadow.predicted, indices),
+            "lower_bound": lossy and kind == "weight_grad",
+        }
+
+    return {
+        "scale": shadow.scale,
+        "steps": list(shadow.steps),
+        "flushed": {kind: beside(kind, profile.of_kind(kind)) for kind in GRADIENTS},
+        "relative_error": {"measured": shadow.relative_error, "predicted": shadow.predicted_error},
+        "sites": [
+            {
+                **asdict(profile.sites[index].place),
+                "nonzero": int(shadow.nonzero[index]),
+                **beside(profile.sites[index].kind, [index]),
+            }
+            for index in seen
+        ],
+    }
+
+
+def _over(value: float | None, base: float) -> float | None:
+    return None if value is None else value / base
+
+
+# The ranges that a run's log holds: what `profile` and `recommend` take in place of a saved profile.
+
+
+NOTE_ON_LOGS = (
+    "the ranges are those that the run has measured of itself: what its gradients had lost at the run's own scale "
+    "before they were counted is not in them"
+)
+"""For a report that rests on a log."""
+
+
+def ranges_of_log(path: str) -> RangeProfile:
+    """Returns the ranges that a run's log holds.
+
+    Args:
+        path: Its folder, or one of its files.
+
+    Raises:
+        UsageError: It is no such log, cannot be read, or holds no histograms.
+    """
+    try:
+        with _files(Path(path)) as files:
+            details, steps = read_details(files), read_steps(files)
+    except CheckpointError as error:
+        raise UsageError(f"the log cannot be read: {error}") from None
+    found = [(entry.run, entry.line) for entry in details.standing if isinstance(entry.line, DetailLine)]
+    try:
+        return profile_from_log(found, [entry.line for entry in steps.standing if isinstance(entry.line, StepLine)])
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+@contextmanager
+def _files(path: Path) -> Iterator[list[RegularFile]]:
+    if not path.is_dir():
+        with opened(path.parent, [path.name]) as files:
+            yield files
+        return
+    logs = run_logs(path, list_folder(path).names)
+    if not logs:
+        raise UsageError(
+            f"{path} holds no log of a run: `ampdoctor recommend` takes a factory, a profile or such a log"
+        )
+    with opened(path, logs[0]) as files:
+        yield files
+
+
+# A profile as one file: safetensors for the arrays, JSON in its header for the rest, and a checksum over both.
+
+
+MAX_PROFILE_BYTES = 1 << 30
+"""A profile of 1,000 modules and 50 steps has about 50 MB."""
+_CHECKSUM = "sha256"
+_HINT = "`ampdoctor profile FACTORY --save FILE` writes one"
+
+
+def write_profile(file: str, profile: RangeProfile) -> None:
+    """Write a profile completely or not at all.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    arrays, facts = pack(profile)
+    text = json.dumps(facts, sort_keys=True, allow_nan=False)
+    plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    write_whole(file, save(plain, metadata={PROFILE_MARK: text, _CHECKSUM: _checksum(plain, text)}))
+
+
+def read_profile(path: str) -> RangeProfile:
+    """Read what `write_profile` wrote; nothing in it is executed.
+
+    Raises:
+        UsageError: The file does not exist, is not a regular file or not a profile, is cut short, or was changed.
+    """
+    try:
+        with RegularFile(Path(path), path) as file:
+            if file.size > MAX_PROFILE_BYTES:
+                raise UsageError(f"{path} is larger than any profile ({MAX_PROFILE_BYTES} bytes)")
+            head = file.head(16)
+            if not looks_like_safetensors(head):
+                what = "a report, not a profile" if head.lstrip()[:1] == b"{" else "no profile"
+                raise UsageError(f"{path} is {what}: {_HINT}")
+            content = read_safetensors(file)
+            facts, checksum = content.metadata.get(PROFILE_MARK), content.metadata.get(_CHECKSUM)
+            if facts is None:
+                raise UsageError(f"{path} is a safetensors file without a profile in it: {_HINT}")
+            arrays = {name: stored.load().numpy() for name, stored in content.tensors.items()}
+            file.require_unchanged()
+    except CheckpointError as error:
+        raise UsageError(f"the profile cannot be read: {error}") from None
+    if checksum != _checksum(arrays, facts):
+        raise UsageError(f"{path} was changed after it was written: its checksum does not match")
+    try:
+        return unpack(arrays, parse_json(facts.encode("utf-8", "surrogatepass"), path, strict=True))
+    except (UsageError, LimitExceededError) as error:
+        raise UsageError(f"the profile {path} cannot be read: {error}") from None
+    except ValueError:
+        raise UsageError(f"the profile {path} cannot be read: its facts are no JSON") from None
+
+
+def _checksum(arrays: Mapping[str, NDArray[Any]], facts: str) -> str:
+    """Returns the SHA-256 of everything. It finds accidents and edits; `unpack` checks the form."""
+    digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass"))
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\0{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+# `profile`: measures in an fp32 replay what half precision would lose at each place.
 
 
 def profile(request: ReplayRequest, *, save: str | None = None, progress: Progress | None = None) -> Report:
@@ -95,7 +388,7 @@ def merged_files(paths: Sequence[str]) -> RangeProfile:
 def run_of_files(paths: Sequence[str], ranges: RangeProfile) -> dict[str, Any]:
     """Returns the report's `run` section if nothing ran."""
     facts = ranges.run
-    notes = {"notes": [NOTE]} if any(map(is_run_log, paths)) else {}
+    notes = {"notes": [NOTE_ON_LOGS]} if any(map(is_run_log, paths)) else {}
     return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0, **notes}
 
 

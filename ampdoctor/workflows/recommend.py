@@ -1,8 +1,4 @@
-"""`recommend`: derives loss scaling and precision from measured ranges, then replays to show whether they hold.
-
-It classifies first: no loss scale cures an overflow in the forward, or one in fp32 as well. Then come the closed forms
-and their simulation, then replays of the same steps, with the run's own scaling and with the recommended.
-"""
+"""`recommend`: advice on loss scaling and precision with its proof, or another cause where ranges explain nothing."""
 
 from __future__ import annotations
 
@@ -13,49 +9,42 @@ from typing import TYPE_CHECKING, Any, Literal
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_expected
 from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
+from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.report import (
-    Check,
-    Finding,
-    Prescription,
-    Report,
-    Skipped,
-    finding_order,
-    verdict_of,
-)
+from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.report.bisection import ProofSection
 from ampdoctor.evidence.report.scaler import EmittedSettings, ScalerArguments, ScalerSection
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.workflows.advising.advice import (
+from ampdoctor.workflows.advice import (
     Advice,
     advise,
     is_sound,
     outcome_of,
     outcome_seen,
     pays,
+    precision_facts,
     with_simulation,
 )
-from ampdoctor.workflows.advising.precision_facts import precision_facts
-from ampdoctor.workflows.advising.scale_findings import Judgement, judge
-from ampdoctor.workflows.measuring.calm import Calm
-from ampdoctor.workflows.measuring.coming_back import not_compared
-from ampdoctor.workflows.measuring.measure import Measurement, Moment, measure
-from ampdoctor.workflows.measuring.observe import Observed, both, observe, scaler
-from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
-from ampdoctor.workflows.measuring.range_section import profile_section
-from ampdoctor.workflows.measuring.shadow_steps import Shadows
-from ampdoctor.workflows.opening.history import history_findings, not_said_yet
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import keep_all
-from ampdoctor.workflows.opening.state_check import sick_state
-from ampdoctor.workflows.other_causes import classified, is_harmed, searched_steps
-from ampdoctor.workflows.profile import described_files, merged_files, run_of_files, shadow_scales
-from ampdoctor.workflows.proving.changes import Change, fp32_modules, no_change
-from ampdoctor.workflows.proving.hand_scale import rescaled
-from ampdoctor.workflows.proving.proof import proof_of, proof_section
-from ampdoctor.workflows.proving.saved_state import is_suspect
+from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
+from ampdoctor.workflows.changes import Change, fp32_modules, no_change, rescaled
+from ampdoctor.workflows.checkpoint_state import history_findings, is_suspect, not_said_yet
+from ampdoctor.workflows.measure import Measurement, Moment, Shadows, measure, not_compared
+from ampdoctor.workflows.open_replay import open_replay, sick_state
+from ampdoctor.workflows.profile import (
+    described_files,
+    merged_files,
+    profile_section,
+    range_checks,
+    range_findings,
+    run_of_files,
+    shadow_scales,
+)
+from ampdoctor.workflows.replay_under_change import Calm, Observed, both, observe, scaler
+from ampdoctor.workflows.requests import keep_all
+from ampdoctor.workflows.scale_findings import Judgement, judge
+from ampdoctor.workflows.trials import proof_of, proof_section
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
@@ -63,7 +52,102 @@ if TYPE_CHECKING:
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
+    from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
+
+
+# Causes other than the loss scale: `bisect-nan` finds them on the same run if ranges explain nothing.
+
+
+SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
+"""Causes that a recommendation derives from ranges and replays itself."""
+UNEXPLAINED = frozenset({"AMP206", "AMP207"})
+"""Codes of a recommendation's findings if ranges explain nothing."""
+_SCALES = frozenset({"init_scale", "scaler"})
+HARM = frozenset({"error", "warning"})
+
+
+def classified(
+    request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None, set_aside: SetAside
+) -> tuple[tuple[Finding, ...], tuple[Skipped, ...]]:
+    """Returns a recommendation's findings, with those of `bisect-nan` for causes other than the scale.
+
+    If the recommendation's own replays were harmed, all of their steps are searched; else the usual few, to find what
+    stays finite (lost updates) and a misused scaler.
+
+    Args:
+        request: What to replay.
+        own: The recommendation's findings.
+        steps: Number of steps that it replayed.
+        progress: Called after each step.
+        set_aside: As for `bisect_nan`.
+
+    Returns:
+        The findings, and why there was no search or no complete one.
+    """
+    wanted = replace(request, steps=steps if is_harmed(own) else searched_steps(steps))
+
+    def decided(report: Report) -> Report:
+        return set_aside(replace(report, command="recommend"))  # the user's decisions are per command
+
+    try:
+        search = bisect_nan(wanted, progress=progress, set_aside=decided)
+    except AmpdoctorError as error:
+        return tuple(own), (Skipped(what="search for other causes", reason=str(error)),)
+    behind = tuple(one for one in search.skipped if one.kind == "not_replayed")
+    return combined(own, search.findings), behind
+
+
+def searched_steps(steps: int) -> int:
+    """Returns how many of the replayed steps are searched where nothing was harmed."""
+    return min(steps, DEFAULT_STEPS)
+
+
+def is_harmed(own: Sequence[Finding]) -> bool:
+    """Do a recommendation's findings name harm that is not the loss scale's?"""
+    return any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
+
+
+def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Returns one finding per cause: the recommendation's own for the scale, else the search's, which names the op.
+
+    A cause in the scale whose change was not shown to cure gives way to another cause that was found. The search's
+    finding that gradients depart without a cause (AMP207) is left out if the scale harms them.
+
+    Args:
+        own: The recommendation's findings.
+        found: The search's findings.
+    """
+    named = any(finding.severity == "error" and finding.cause not in {None, *SCALING} for finding in found)
+    own = [finding for finding in own if not (named and finding.cause in SCALING and not _is_proved(finding))]
+    scaling = {finding.cause for finding in own if finding.cause in SCALING}
+    harmful = any(finding.cause in SCALING and finding.severity in HARM for finding in own)
+    codes = {finding.code for finding in own}
+    added = [
+        finding
+        for finding in found
+        if finding.cause not in scaling
+        and not (finding.code in codes and finding.code.startswith("AMP4"))
+        and not (harmful and finding.code == "AMP207")
+        # in the few steps of the search the scaler is still coming down; in the recommendation's replay it has settled
+        and not (finding.cause in SCALING and finding.severity != "error")
+    ]
+    explained = any(finding.severity in HARM for finding in added)
+    causes = {finding.cause for finding in added}
+    superseded = causes - SCALING
+    kept = [f for f in own if f.cause not in superseded and not (explained and f.code in UNEXPLAINED)]
+    return tuple(sorted([*kept, *added], key=finding_order))
+
+
+def _is_proved(finding: Finding) -> bool:
+    """Did another scale cure it? A cure by bf16 says nothing about the scale."""
+    change = finding.prescription
+    return change is not None and change.kind in _SCALES and change.status in ("verified", "intervention")
+
+
+# `recommend`: derives loss scaling and precision from measured ranges, then replays to show whether they hold.
+#
+# It classifies first: no loss scale cures an overflow in the forward, or one in fp32 as well. Then come the closed
+# forms and their simulation, then replays of the same steps, with the run's own scaling and with the recommended.
 
 
 def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:

@@ -1,23 +1,46 @@
-"""`scan`: the health of a checkpoint, without the model's code and without executing anything in the file."""
+"""`scan`: the health of checkpoints, without the model's code and without executing anything in a file."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ampdoctor.checkpoints import Checkpoint
+from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
 from ampdoctor.checkpoints.found import Found, find
+from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors, neighbour
 from ampdoctor.checkpoints.layouts.step_names import step_in
-from ampdoctor.errors import CheckpointError, NoCheckpointError, OtherFormatError, SeveralRunsError, UsageError
-from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Report, verdict_of
+from ampdoctor.errors import (
+    CheckpointError,
+    LimitExceededError,
+    NoCheckpointError,
+    OtherFormatError,
+    SeveralRunsError,
+    UsageError,
+)
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
+from ampdoctor.evidence.paths import file_within, shown_path
+from ampdoctor.evidence.report import (
+    Check,
+    ErrorNote,
+    Finding,
+    Report,
+    Skipped,
+    Verdict,
+    finding_order,
+    verdict_of,
+    with_files,
+)
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.reading.opening import has_log, has_log_below
-from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
-from ampdoctor.workflows.scanning.examining import Examined, examine
-from ampdoctor.workflows.scanning.family_report import scan_family
+from ampdoctor.workflows.requests import Progress, SetAside, keep_all
+from ampdoctor.workflows.scan_checkpoint import Examined, examine
+from ampdoctor.workflows.scan_series import scan_family
+
+# `scan`: the health of a checkpoint, without the model's code and without executing anything in the file.
 
 
 def scan(
@@ -158,3 +181,220 @@ def progress_of(progress: Progress | None, member: str) -> Progress | None:
         progress(f"{member}: {what}", done, total, unit=unit)
 
     return told
+
+
+# `scan` of several paths at once, for example from a pre-commit hook: one report on all of them.
+
+
+T = TypeVar("T")
+
+_WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
+
+
+def scan_several(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    exact: bool = False,
+    skip_lfs_pointers: bool = False,
+    whole: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    set_aside: SetAside = keep_all,
+) -> Report:
+    """Examine each of several checkpoints; one that is left out is in `skipped`, with its reason.
+
+    As in a folder, files beside checkpoints whose names show that they hold none are left out: random state, schedules.
+
+    Args:
+        paths: Each as for `scan`; a path that is named twice is examined once.
+        progress: As for `scan`.
+        jobs: As for `scan`.
+        exact: As for `scan`.
+        skip_lfs_pointers: Leave out Git LFS pointers too, even if there is only one path. Otherwise a pointer is an
+            error, because the file that it stands for was not examined.
+        whole: As for `scan`.
+        thresholds: As for `scan`.
+        set_aside: As for `scan`.
+
+    Returns:
+        For one path, the report of `scan`. For several, one report: the findings of all, whose `where.file` begins with
+        the path in the form of `evidence.paths.shown_path`; the worst verdict; complete if every report is. A path that
+        cannot be read is one of `errors`, and the others are still examined. If all were left out, the verdict is
+        `not_judged`.
+
+    Raises:
+        UsageError: `paths` is empty.
+        CheckpointError: The only path cannot be read, or is refused.
+    """
+    given: dict[str, str] = {}
+    for path in paths:
+        given.setdefault(shown_path(path), os.fspath(path))
+    if not given:
+        raise UsageError("no path to scan")
+    several = len(given) > 1
+    looks: list[_Look] = []
+    for shown, path in given.items():
+        found = Found(path)
+        name = shown if several else found.name
+        try:
+            found = find(path)
+            left_out = _left_out(found, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
+            if left_out is not None:
+                looks.append(_Look(found, name, left_out=left_out))
+                continue
+            told = progress_of(progress, name if several else "")
+            report = scan_found(
+                found,
+                progress=told,
+                jobs=jobs,
+                exact=exact,
+                whole=whole,
+                thresholds=thresholds,
+                set_aside=set_aside,
+            )
+            report = _without_pointers(report, found) if skip_lfs_pointers else report
+            looks.append(_Look(found, name, report))
+        except CheckpointError as error:
+            if not several:
+                raise
+            looks.append(_Look(found, name, error=error))
+    only = looks[0].report
+    return only if only is not None and not several else _together(looks, thresholds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What became of one path: a report, an error, or that it was left out, and why."""
+
+    found: Found
+    name: str
+    report: Report | None = None
+    error: CheckpointError | None = None
+    left_out: Skipped | None = None
+
+    def file(self, inner: str | None) -> str:
+        """Returns the name of a file that this path's report mentions."""
+        if not inner:
+            return self.name
+        if self.found.listing is not None or self.name.endswith(".json"):  # an index, whose files lie beside it
+            return file_within(self.name, inner)
+        return self.name if inner == self.found.path.name else f"{self.name}: {inner}"  # a part inside the file
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        found = self.report.findings if self.report is not None else ()
+        return tuple(with_files(finding, self.file) for finding in found)
+
+    @property
+    def elsewhere(self) -> tuple[tuple[Finding, ...], ...]:
+        groups = self.report.elsewhere if self.report is not None else ()
+        return tuple(tuple(with_files(finding, self.file) for finding in group) for group in groups)
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        made = self.report.checks if self.report is not None else ()
+        return tuple(replace(check, name=f"{self.name}: {check.name}") for check in made)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        if self.left_out is not None:
+            return (self.left_out,)
+        if self.report is None:
+            return ()
+        return tuple(replace(one, what=self.file(one.what)) for one in self.report.skipped)
+
+    @property
+    def errors(self) -> tuple[ErrorNote, ...]:
+        if self.error is not None:
+            kind = "limit" if isinstance(self.error, LimitExceededError) else "unreadable"
+            return (ErrorNote(what=self.name, kind=kind, message=str(self.error)),)
+        noted = self.report.errors if self.report is not None else ()
+        return tuple(replace(note, what=self.file(note.what)) for note in noted)
+
+    @property
+    def tensors(self) -> tuple[TensorRow, ...]:
+        measured = (self.report.tensors or ()) if self.report is not None else ()
+        return tuple(replace(tensor, file=self.file(tensor.file)) for tensor in measured)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.error is not None:
+            return "inconclusive"
+        return self.report.verdict if self.report is not None else "not_judged"
+
+
+def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
+    """Returns one report on all paths; a section that can occur only once is kept if only one path has it."""
+    reports = [look.report for look in looks if look.report is not None]
+    verdicts = {look.verdict for look in looks}
+    errors = tuple(note for look in looks for note in look.errors)
+    return Report(
+        command="scan",
+        target={
+            "path": looks[0].name if len(looks) == 1 else f"{len(looks)} paths",
+            "paths": [look.name for look in looks],
+            "files": [
+                {**file, "path": look.file(file["path"])}
+                for look in looks
+                if look.report is not None
+                for file in look.report.target.get("files", ())
+            ],
+            "tensors": sum(report.target.get("tensors", 0) for report in reports),
+            "bytes": sum(report.target.get("bytes", 0) for report in reports),
+            "global_step": None,
+        },
+        verdict=next(verdict for verdict in _WORST_FIRST if verdict in verdicts),
+        complete=not errors,
+        findings=tuple(sorted((f for look in looks for f in look.findings), key=finding_order)),
+        checks=tuple(check for look in looks for check in look.checks),
+        skipped=tuple(one for look in looks for one in look.skipped),
+        errors=errors,
+        scaler=_only([report.scaler for report in reports]),
+        trend=_only([report.trend for report in reports]),
+        tensors=tuple(tensor for look in looks for tensor in look.tensors)
+        if any(report.tensors is not None for report in reports)
+        else None,
+        thresholds=thresholds.listed(),
+        elsewhere=tuple(group for look in looks for group in look.elsewhere),
+    )
+
+
+def _only(sections: Sequence[T | None]) -> T | None:
+    there = [section for section in sections if section is not None]
+    return there[0] if len(there) == 1 else None
+
+
+def _left_out(found: Found, name: str, *, pointers: bool) -> Skipped | None:
+    """Why a path is not examined; None where it is."""
+    if pointers and _is_nothing_but_pointers(found):
+        return _pointer(name)
+    reason = neighbour(found.path.name) if found.is_file else None
+    return None if reason is None else Skipped(what=name, reason=reason)
+
+
+def _pointer(what: str) -> Skipped:
+    return Skipped(what=what, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
+
+
+def _is_nothing_but_pointers(found: Found) -> bool:
+    """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
+    if found.listing is None:
+        return is_lfs_pointer(found.path)
+    files = [found.path / name for name in found.listing.files if may_hold_tensors(name)]
+    return bool(files) and all(map(is_lfs_pointer, files))
+
+
+def _without_pointers(report: Report, found: Found) -> Report:
+    """The report of a folder with its pointers left out, in place of errors."""
+    pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
+    if not pointers:
+        return report
+    errors = tuple(note for note in report.errors if note not in pointers)
+    return replace(
+        report,
+        verdict=verdict_of(report.found, settled=not errors),
+        complete=not errors,
+        skipped=(*report.skipped, *(_pointer(note.what) for note in pointers)),
+        errors=errors,
+    )

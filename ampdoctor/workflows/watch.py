@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import SickTrainingError, StoppedError, UsageError
-from ampdoctor.workflows.alerting import OnAlert
-from ampdoctor.workflows.doctor import Doctor, standing
-from ampdoctor.workflows.exporting import exports_of
-from ampdoctor.workflows.opening.health_folder import usual_folder
-from ampdoctor.workflows.opening.watch_request import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
+from ampdoctor.workflows.log_listeners import OnAlert, exports_of
+from ampdoctor.workflows.output_files import usual_folder
+from ampdoctor.workflows.requests import USUAL_BUNDLE_BYTES, USUAL_EVERY, Look, OnSick, WatchRequest
+from ampdoctor.workflows.watcher import Doctor, standing
 
 if TYPE_CHECKING:
     import os

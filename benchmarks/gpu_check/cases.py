@@ -17,7 +17,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from benchmarks.gpu_check.section import Section
 from fixtures.corpus import runs
 

@@ -11,7 +11,7 @@ from benchmarks.peers.answer import Answer, Case
 def bisect_nan(case: Case) -> Answer | None:
     """Diagnose the run."""
     from ampdoctor.workflows.bisect_nan import bisect_nan as diagnosed
-    from ampdoctor.workflows.opening.request import ReplayRequest
+    from ampdoctor.workflows.requests import ReplayRequest
 
     report = diagnosed(
         ReplayRequest(

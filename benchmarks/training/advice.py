@@ -10,8 +10,8 @@ from typing import Any
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 
 RECORDED = 50
 """Steps that are replayed for the advice: the command's own default."""

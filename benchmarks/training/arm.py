@@ -20,8 +20,8 @@ from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 from ampdoctor.probes.measures.halves import HalfProbe
 from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 
 COMPARED = 4
 """Steps of a training that are held beside fp32: at the end of each quarter."""

@@ -12,9 +12,8 @@ from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.measuring.measure import measure
-from ampdoctor.workflows.measuring.range_section import profile_section
-from ampdoctor.workflows.measuring.shadow_steps import shadowed
+from ampdoctor.workflows.measure import measure, shadowed
+from ampdoctor.workflows.profile import profile_section
 from tests.workflows.measuring import shadow_runs as runs
 
 pytestmark = pytest.mark.xdist_group("flushed replay")  # its profiles are made once

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 from benchmarks.training import advice, table
 from benchmarks.training.arm import Shadow, Trained, train
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.bisect.first_bad import first_bad
+from ampdoctor.workflows.searches import first_bad
 
 
 def ask(before, answers, limit=None):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdoctor.bisect.smallest_set import smallest_set, trials_bound
+from ampdoctor.workflows.searches import smallest_set, trials_bound
 
 
 class Lab:

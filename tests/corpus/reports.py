@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 
 FACTORY = "fixtures/corpus/runs.py:make_run"

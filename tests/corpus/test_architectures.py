@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.runs.architectures import ARCHITECTURES, layers
 from tests.corpus.judging import worst_finding
 

@@ -11,7 +11,7 @@ import functools
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus import variants
 from tests.corpus.judging import disagreements_with, worst_finding

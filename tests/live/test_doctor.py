@@ -11,28 +11,27 @@ from ampdoctor.hooks.callbacks import hearing
 from ampdoctor.live.loop_watch import LoopWatch
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.words import place
-from ampdoctor.workflows import doctor
+from ampdoctor.workflows import watcher
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_look_sees_how_far_a_scaler_settles(fused, tmp_path, monkeypatch):
     """What its scaler has sent to a fused optimizer is away while it looks: torch would multiply the scales."""
     seen, sent = [], []
-    look = doctor.look
+    look = watcher.look
 
     def spied(program, **options):
-        with doctor.at_its_begin(program):
+        with watcher.at_its_begin(program):
             sent.append("grad_scale" in vars(program.optimizer))
         sent.append("grad_scale" in vars(program.optimizer))
         seen.append(look(program, **options))
         return seen[-1]
 
-    monkeypatch.setattr(doctor, "look", spied)
+    monkeypatch.setattr(watcher, "look", spied)
     told = []
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         scale, skipped = trained(fused)
     watching.ended(None)
@@ -67,7 +66,7 @@ def test_a_bundle_that_holds_nothing_is_not_kept(model, tmp_path):
     told, said = [], []
     weight = torch.ones(4, requires_grad=True) if model is None else None
     optimizer = torch.optim.SGD([weight] if model is None else model.parameters(), lr=0.1)
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
     with watching.attending():
         batch = torch.full((4,), torch.nan)
         (batch * weight if model is None else model(batch)).sum().backward()
@@ -84,7 +83,7 @@ def test_a_scaler_that_skips_masters_may_settle(sick, tmp_path):
     model = nn.Linear(4, 2).half()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer, scaler = torch.optim.SGD(masters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, said.append)
     with watching.attending():
         for step in range(10):
             model.zero_grad()
@@ -105,7 +104,7 @@ def test_of_several_optimizers_it_is_said_whose_step_was_sick(several, tmp_path,
     critic, actor = nn.Linear(4, 1), nn.Linear(4, 1)
     opt_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
     opt_actor = torch.optim.Adam(actor.parameters(), lr=0.1)
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         for step in range(2):
             if several:
@@ -143,7 +142,7 @@ def attended(tmp_path):
 
     def attend(loop):
         told = []
-        watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+        watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
         with watching.attending():
             loop()
         watching.ended(None)
@@ -379,7 +378,7 @@ def test_an_update_that_makes_the_weights_non_finite_is_named(fault, reason, att
 
 
 def test_gradients_that_were_not_read_are_not_called_finite(attended, monkeypatch):
-    monkeypatch.setattr(doctor.StepNumbers, "about_to_step", lambda *_, **__: None)
+    monkeypatch.setattr(watcher.StepNumbers, "about_to_step", lambda *_, **__: None)
 
     def loop():
         model = nn.Linear(4, 1)
@@ -436,7 +435,7 @@ def test_a_batch_is_bad_as_a_whole_and_its_parts_go_by_what_takes_them(tmp_path)
     model = nn.Bilinear(4, 4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rewards = torch.full((3, 1), torch.nan)
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         values = model(torch.ones(3, 4), torch.ones(3, 4).fill_(torch.nan))
         (values * rewards).sum().backward(retain_graph=True)
@@ -454,7 +453,7 @@ def test_an_op_whose_derivative_fails_may_be_the_loops(tmp_path):
     told = []
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         (model(torch.ones(3, 4)) * 0).sqrt().sum().backward()
         optimizer.step()
@@ -500,7 +499,7 @@ def test_clocks_that_the_script_puts_in_place_of_python_s_harm_no_watch(tmp_path
     told = []
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = doctor.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
+    watching = watcher.Doctor(WatchRequest(health=str(tmp_path), script="train.py"), told.append, told.append)
     with watching.attending():
         for name in ("time", "time_ns", "monotonic", "perf_counter"):
             monkeypatch.setattr(time, name, lambda: "noon")

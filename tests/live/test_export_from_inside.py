@@ -13,7 +13,7 @@ import torch
 
 import ampdoctor
 from ampdoctor.errors import UsageError
-from ampdoctor.workflows.doctor import standing
+from ampdoctor.workflows.watcher import standing
 from tests.health.sinks.test_sinks import Kept
 from tests.live.test_watch_from_inside import Loop, same
 

@@ -17,8 +17,8 @@ from ampdoctor.evidence.run_log.lines import DetailLine, RunLine, StepLine
 from ampdoctor.evidence.run_log.text import line_of
 from ampdoctor.live import data_stats
 from ampdoctor.live.data_stats import Batches, DataWait
-from ampdoctor.workflows.doctor import Doctor
-from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.requests import WatchRequest
+from ampdoctor.workflows.watcher import Doctor
 
 
 @pytest.fixture

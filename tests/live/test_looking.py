@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import nn
 
-from ampdoctor.workflows.doctor import Doctor
-from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.requests import WatchRequest
+from ampdoctor.workflows.watcher import Doctor
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.workflows.looking import look
+from ampdoctor.workflows.diagnose_step import look
 
 
 def test_a_graph_that_was_made_before_a_look_is_differentiated_after_it():

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import StoppedError
-from ampdoctor.workflows import doctor
-from ampdoctor.workflows.opening.watch_request import WatchRequest
-from ampdoctor.workflows.watching import watching
+from ampdoctor.workflows import watcher
+from ampdoctor.workflows.requests import WatchRequest
+from ampdoctor.workflows.watch_script import watching
 
 ROOT = Path(__file__).parents[2]
 
@@ -397,7 +397,7 @@ def a_scaled_loop(scaled, states, *, bad=3):
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watched, monkeypatch, ops, scaled, error):
-    states, real = {}, doctor.look
+    states, real = {}, watcher.look
 
     def look(*args, **kwargs):
         states["before"] = copy.deepcopy(state(*states["parts"]))
@@ -409,7 +409,7 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
             after = state(*states["parts"])
             states["changed"] = [key for key, was in states["before"].items() if not equal(was, after[key])]
 
-    monkeypatch.setattr(doctor, "look", look)
+    monkeypatch.setattr(watcher, "look", look)
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt), watched() as seen:
             a_scaled_loop(scaled, states)
@@ -429,13 +429,13 @@ def test_a_look_that_is_interrupted_or_finds_no_memory_leaves_all_as_it_was(watc
 
 
 def test_a_skip_that_cannot_be_looked_at_may_be_health(watched, monkeypatch):
-    real = doctor.look
+    real = watcher.look
 
     def look(*args, **kwargs):
         with _After(1, RuntimeError):
             return real(*args, **kwargs)
 
-    monkeypatch.setattr(doctor, "look", look)
+    monkeypatch.setattr(watcher, "look", look)
     with watched() as seen:
         model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=2.0**127)
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ampdoctor.live.op_watch import StepWatch
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus.reports import kind_and_phase
 

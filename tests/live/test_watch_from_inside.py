@@ -14,8 +14,8 @@ import ampdoctor
 from ampdoctor.errors import SickTrainingError, UsageError
 from ampdoctor.evidence.report.scaler import ScalerArguments
 from ampdoctor.live.numbers.async_reader import Later
-from ampdoctor.workflows.doctor import Doctor, standing
 from ampdoctor.workflows.health import health
+from ampdoctor.workflows.watcher import Doctor, standing
 
 
 class Net(nn.Module):

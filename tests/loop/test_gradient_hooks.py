@@ -12,10 +12,9 @@ import ampdoctor
 from ampdoctor import TrainingRun
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.doctor import Doctor
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.opening.watch_request import WatchRequest
 from ampdoctor.workflows.profile import profile
+from ampdoctor.workflows.requests import ReplayRequest, WatchRequest
+from ampdoctor.workflows.watcher import Doctor
 
 
 class _LogitsAndLoss(torch.autograd.Function):

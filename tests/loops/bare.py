@@ -129,7 +129,7 @@ def is_looked_at() -> bool:
     """Whether what runs is a look at a step, in which `ampdoctor run` runs it again, and not the loop."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith("ampdoctor/workflows/looking.py"):
+        if frame.f_code.co_filename.endswith("ampdoctor/workflows/diagnose_step.py"):
             return True
         frame = frame.f_back
     return False

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.precision import autocast_policy, emulate_cuda, half_products
 from ampdoctor.replay.snapshot import ProcessState
-from ampdoctor.workflows.opening.open_replay import seed_all
+from ampdoctor.workflows.open_replay import seed_all
 
 LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.open_replay import open_replay
 from tests.loops.recorder import recording
 from tests.loops.trained import SCRIPTS, each, request_of
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.loops.trained import LOOPS
 
 pytestmark = [

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.loops.recorder import LOOPS, recording, run_bare
 
 STEPS = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 LOOPS = Path(__file__).parents[2] / "fixtures" / "loops"
 POLICIES = ("cuda", "native")

@@ -9,7 +9,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 def make_run():

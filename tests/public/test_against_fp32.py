@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 PUBLIC = Path(__file__).parents[2] / "fixtures" / "public"
 

@@ -13,7 +13,7 @@ import pytest
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 PUBLIC = Path(__file__).parents[2] / "fixtures" / "public"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 
 SCRIPT = Path(__file__).parents[2] / "fixtures" / "public" / "all_steps_skipped" / "script.py"
 IN_A_CLASS = """

@@ -15,7 +15,7 @@ from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge
 from ampdoctor.ranges.profile_file import pack
 from ampdoctor.scaling.choice import choose_scale, predict
 from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.workflows.measuring.range_section import profile_section
+from ampdoctor.workflows.profile import profile_section
 from tests.ranges.known import collected, place, values
 
 A, B, NORM = place("a"), place("b"), place("norm")

@@ -18,7 +18,7 @@ from ampdoctor.replay import tensor_store
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.tensor_store import SMALL, Held, Keeper, Spilled, lies_in_memory
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 BIG = SMALL // 4 + 3  # float32 elements: more bytes than stay in memory, and no whole number of words
 

@@ -12,7 +12,7 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.precision import emulate_cuda
 from ampdoctor.replay.user_code import explained
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 WIDE = torch.ones(4, 4)
 MASK = torch.ones(4, 4).bool()

@@ -17,8 +17,8 @@ import ampdoctor
 from ampdoctor.evidence.run_log.lines import AlertLine, DetailLine, RunLine, StepLine
 from ampdoctor.evidence.run_log.text import line_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.workflows.alerting import Alerting
 from ampdoctor.workflows.health import health
+from ampdoctor.workflows.log_listeners import Alerting
 from tests.health.logs import stamped
 
 SICK = 90

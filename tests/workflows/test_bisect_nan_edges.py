@@ -16,7 +16,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows import edges
 
 FILE = Path(__file__).with_name("edges.py")

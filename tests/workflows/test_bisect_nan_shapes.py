@@ -17,7 +17,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.pairwise import THOROUGH
 
 FILE = Path(__file__).with_name("shapes.py")

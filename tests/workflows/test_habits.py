@@ -7,7 +7,7 @@ import torch
 
 from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 FILE = "tests/workflows/habits.py"
 

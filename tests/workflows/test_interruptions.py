@@ -15,7 +15,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError, ReplayError, UserCodeError
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows import interruptible
 
 FACTORY = "tests.workflows.interruptible:make_run"
@@ -159,12 +159,12 @@ def test_memory_that_the_allocator_does_not_have():
 
 
 def test_memory_that_runs_out_in_our_own_code(monkeypatch):
-    from ampdoctor.workflows.against_fp32 import rewinding
+    from ampdoctor.workflows import compare_fp32
 
     def greedy(*_):
         torch.empty(1 << 50)
 
-    monkeypatch.setattr(rewinding, "compared", greedy)
+    monkeypatch.setattr(compare_fp32, "compared", greedy)
     interruptible.reset()
     with pytest.raises(ReplayError, match="the replay ran out of memory"):
         replay(WELL)

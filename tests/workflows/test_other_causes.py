@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
-from ampdoctor.workflows.other_causes import combined
+from ampdoctor.workflows.recommend import combined
 
 
 def said(code, severity="warning", cause=None):

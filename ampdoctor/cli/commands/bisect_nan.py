@@ -18,7 +18,7 @@ from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_
 from ampdoctor.cli.settings.script_arguments import script_arguments
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, Progress, SetAside, Strategy
+from ampdoctor.workflows.requests import MOST_UNTIL_SICK, Progress, SetAside, Strategy
 
 
 @flatten

@@ -20,7 +20,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.sinks.table import Export
-from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.requests import Progress, SetAside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

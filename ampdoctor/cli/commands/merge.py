@@ -13,7 +13,7 @@ from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.process.bounded_file import read_text
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.requests import Progress, SetAside
 
 _MAX_REPORT = 256 * 1024 * 1024
 """Bytes: one with a histogram for each of 1,000 modules has some 10 MB."""

@@ -15,7 +15,7 @@ from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.process.bounded_file import read_text
 from ampdoctor.cli.process.process import loading
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.requests import Progress, SetAside
 
 _MAX_BYTES = 1 << 20
 """Of a configuration: they have some kilobytes."""
@@ -54,7 +54,7 @@ def plan(
 
         read = BatchSettings()
         if settings is not None and Path(settings).is_dir():
-            from ampdoctor.workflows.measuring.measured_batch import batch_of_log
+            from ampdoctor.workflows.plan import batch_of_log
 
             read = batch_of_log(settings)
         elif settings is not None:

@@ -15,7 +15,7 @@ from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.settings.script_arguments import script_arguments
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.requests import Progress, SetAside
 
 
 @flatten

@@ -22,8 +22,8 @@ from ampdoctor.cli.suggesting.launchers import no_script
 from ampdoctor.cli.suggesting.near import near_file
 from ampdoctor.errors import UsageError
 from ampdoctor.live.script import Script, script_at
-from ampdoctor.workflows.opening.health_folder import usual_folder
-from ampdoctor.workflows.opening.watch_request import USUAL_EVERY, Look, OnSick, WatchRequest
+from ampdoctor.workflows.output_files import usual_folder
+from ampdoctor.workflows.requests import USUAL_EVERY, Look, OnSick, WatchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

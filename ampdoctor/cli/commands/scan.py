@@ -18,7 +18,7 @@ from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.requests import Progress, SetAside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +76,19 @@ class ScanOptions:
         """Do what is asked; each workflow is loaded where it is wanted, for `--help` needs none."""
         if self.listing:
             with loading():
-                from ampdoctor.workflows.scanning.listing import list_structure
+                from ampdoctor.workflows.scan_checkpoint import list_structure
 
             return list_structure(paths[0])
         if self.against is not None:
             with loading():
-                from ampdoctor.workflows.scanning.against import compare
+                from ampdoctor.workflows.scan_against import compare
 
             return compare(
                 paths[0], self.against, progress=progress, jobs=self.jobs, exact=self.exact, thresholds=thresholds
             )
         if len(paths) > 1 or self.skip_lfs_pointers:
             with loading():
-                from ampdoctor.workflows.scan_several import scan_several
+                from ampdoctor.workflows.scan import scan_several
 
             return scan_several(
                 paths,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ampdoctor.cli.options.options import refuse_empty
-from ampdoctor.workflows.opening.request import SetAside, set_all_aside
+from ampdoctor.workflows.requests import SetAside, set_all_aside
 
 FailOn = Literal["error", "warning", "never"]
 

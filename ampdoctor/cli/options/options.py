@@ -17,7 +17,7 @@ from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.reports.forms.canvas import Color
 from ampdoctor.reports.forms.formats import ReportFormat
-from ampdoctor.workflows.opening.request import HalfProducts, Policy, Precision, ReplayRequest, is_profile
+from ampdoctor.workflows.requests import HalfProducts, Policy, Precision, ReplayRequest, is_profile
 
 ListFormat = Literal["human", "json"]
 """Of what is no report: a rule's page, the environment."""

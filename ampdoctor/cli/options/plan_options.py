@@ -13,7 +13,7 @@ from ampdoctor.cli.options.options import refuse_empty
 from ampdoctor.cli.options.size import bytes_of
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import PlanFramework
-from ampdoctor.workflows.opening.request import Precision
+from ampdoctor.workflows.requests import Precision
 
 if TYPE_CHECKING:
     from ampdoctor.batching.cluster import Cluster

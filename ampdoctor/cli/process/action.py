@@ -35,8 +35,8 @@ from ampdoctor.errors import (
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Configuration, ErrorNote, Gate, Report
 from ampdoctor.evidence.to_write import to_be_written
-from ampdoctor.workflows.opening.outputs import refuse_of_log
-from ampdoctor.workflows.opening.request import Progress, SetAside
+from ampdoctor.workflows.output_files import refuse_of_log
+from ampdoctor.workflows.requests import Progress, SetAside
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.baseline import Baseline

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ampdoctor.cli.process.progress import ProgressLine, duration
 from ampdoctor.cli.process.streams import note
-from ampdoctor.workflows.opening.request import Progress
+from ampdoctor.workflows.requests import Progress
 
 TIMED = 3
 """Steps that are timed. The first makes the optimizer's state and may be slower: the one in the middle counts."""

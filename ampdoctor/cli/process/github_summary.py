@@ -7,7 +7,7 @@ import os
 from ampdoctor.cli.process.streams import note
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.opening.outputs import refuse_unwritable
+from ampdoctor.workflows.output_files import refuse_unwritable
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
 MAX_BYTES = 1024 * 1024

@@ -22,7 +22,7 @@ from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.to_write import place_of
 from ampdoctor.reports.forms.canvas import Canvas, Color
 from ampdoctor.reports.forms.formats import FORMATS, ReportFormat, renderer
-from ampdoctor.workflows.opening.outputs import refuse_part, refuse_unwritable, write_whole
+from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report

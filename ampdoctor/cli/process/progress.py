@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from ampdoctor.reports.words.sanitise import sanitise
-from ampdoctor.workflows.opening.request import Progress
+from ampdoctor.workflows.requests import Progress
 
 _DELAY = 1.0  # seconds: shorter work needs no progress
 _INTERVAL = 0.1  # seconds between two updates

@@ -26,11 +26,10 @@ from ampdoctor.health.sinks.table import Export
 from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.words.sanitise import sentence
-from ampdoctor.workflows.opening.request import Progress, SetAside
-from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:
-    from ampdoctor.workflows.watching import Watching
+    from ampdoctor.workflows.watch_script import Watching
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +72,7 @@ class _Job:
             ForkedChildError: The script has forked, and this is the child at the script's end.
             UsageError: There is nothing to run.
         """
-        from ampdoctor.workflows.watching import watching
+        from ampdoctor.workflows.watch_script import watching
 
         process, folder = os.getpid(), Path.cwd()
         stack, watch = ExitStack(), None

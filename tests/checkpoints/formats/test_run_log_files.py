@@ -20,7 +20,7 @@ from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
 from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.run_log.text import text_of
-from ampdoctor.workflows.measuring.log_ranges import ranges_of_log
+from ampdoctor.workflows.profile import ranges_of_log
 from ampdoctor.workflows.scan import scan
 
 SCALER = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}

@@ -15,7 +15,7 @@ from ampdoctor.checkpoints.measures.change import _by_key
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scanning.against import compare
+from ampdoctor.workflows.scan_against import compare
 from tests.checkpoints.nothing import NOTHING
 
 NAN = float("nan")

@@ -13,7 +13,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.cli.process.exit_code import judge
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, SICK, WARNED
 
 
@@ -301,8 +301,7 @@ def test_a_newline_forges_no_line(arguments, capsys):
 
 
 def test_the_help_of_steps_names_the_defaults(capsys):
-    from ampdoctor.workflows import bisect_nan
-    from ampdoctor.workflows.measuring import measure
+    from ampdoctor.workflows import bisect_nan, measure
 
     main(["profile", "--help"])
     assert f"default: {bisect_nan.DEFAULT_STEPS} for bisect-nan, else {measure.DEFAULT_STEPS}" in " ".join(

@@ -18,7 +18,7 @@ from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.run_log.text import text_of
 from ampdoctor.reports.forms.formats import FORMATS
 from ampdoctor.scaling.shifts import divisors
-from ampdoctor.workflows.measuring.profile_file import write_profile
+from ampdoctor.workflows.profile import write_profile
 from tests.ranges.known import collected, place, values
 
 THE_CASE = ["--global-batch", "2048", "--gpus", "64x8", "--to-gpus", "16x8"]

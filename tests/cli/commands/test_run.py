@@ -15,7 +15,7 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.where import Where
-from ampdoctor.workflows import watching as seam
+from ampdoctor.workflows import watch_script as seam
 
 FOUND = Finding(
     code="AMP201",

@@ -12,8 +12,8 @@ import torch
 
 from ampdoctor import TrainingRun
 from ampdoctor.cli.main import main
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile as measured
+from ampdoctor.workflows.requests import ReplayRequest
 
 ROOT = Path(__file__).parents[3]
 RUN = """

@@ -20,7 +20,7 @@ from ampdoctor.health.sinks.exporting import export
 from ampdoctor.health.sinks.table import export_of
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.workflows.exporting import export_while_it_runs
+from ampdoctor.workflows.log_listeners import export_while_it_runs
 from tests.health.sinks.lines import a_run
 from tests.live.log.logs import steps, until
 
@@ -185,7 +185,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any f
 from ampdoctor.evidence.run_log.lines import RunLine, StepLine
 from ampdoctor.health.sinks.table import export_of
 from ampdoctor.live.log.run_log import RunLog
-from ampdoctor.workflows.exporting import export_while_it_runs
+from ampdoctor.workflows.log_listeners import export_while_it_runs
 
 log = RunLog(sys.argv[2] + "/log", RunLine(name="script"), say=print)
 export_while_it_runs(log, [export_of("csv=" + sys.argv[2] + "/out")])

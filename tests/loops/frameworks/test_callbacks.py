@@ -16,7 +16,7 @@ for _name in ("transformers", "lightning", "pytorch_lightning"):
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from ampdoctor.errors import SickTrainingError  # noqa: E402
-from ampdoctor.workflows.doctor import standing  # noqa: E402
+from ampdoctor.workflows.watcher import standing  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ for name in ("accelerate", "transformers", "datasets", "trl", "peft"):
     pytest.importorskip(name)
 
 from ampdoctor import ReplayRequest, bisect_nan  # noqa: E402
-from ampdoctor.workflows.opening.open_replay import open_replay  # noqa: E402
+from ampdoctor.workflows.open_replay import open_replay  # noqa: E402
 from tests.loops.recorder import LOOPS, machine  # noqa: E402
 from tests.replay.frameworks.trainers import recording  # noqa: E402
 

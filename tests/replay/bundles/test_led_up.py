@@ -22,12 +22,12 @@ from ampdoctor.errors import AmpdoctorError, CheckpointError, ReplayError
 from ampdoctor.replay.user_modules import Spec, load_object
 from ampdoctor.reports.forms.canvas import Canvas
 from ampdoctor.reports.forms.human import render_human
-from ampdoctor.workflows.doctor import Doctor
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.watch import sentence_of
+from ampdoctor.workflows.watcher import Doctor
 from tests.replay.bundles.test_hostile import edited
 
 NET = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ampdoctor import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 def test_it_replays_under_cudas_policy(bundle, code):

@@ -13,7 +13,7 @@ from ampdoctor.errors import OutputError, ReplayError
 from ampdoctor.replay.bundles import write
 from ampdoctor.replay.bundles.read import load_bundle
 from ampdoctor.replay.bundles.write import write_bundle
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.replay.bundles.steps import gradients, replayed, same
 
 ROOM = 1 << 20

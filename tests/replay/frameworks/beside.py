@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampdoctor.workflows.opening.open_replay import open_replay, seed_all
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay, seed_all
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 @dataclass(kw_only=True)

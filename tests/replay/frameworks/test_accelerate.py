@@ -17,7 +17,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.adapters import ACCELERATE
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.replay.frameworks.beside import Seen, bare, machine, replayed, same
 
 accelerate = pytest.importorskip("accelerate", exc_type=ImportError)

@@ -16,7 +16,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.replay.frameworks.adapters import LIGHTNING, Fitted
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.replay.frameworks.beside import Seen, bare, machine, replayed, same
 
 L = pytest.importorskip("lightning", exc_type=ImportError)

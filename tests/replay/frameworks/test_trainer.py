@@ -14,7 +14,7 @@ from transformers.integrations import TensorBoardCallback
 from ampdoctor import ReplayRequest, TrainingRun
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.adapters import TRAINER, adapter_of
-from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.open_replay import open_replay
 from tests.replay.frameworks.trainers import make_trainer, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore")

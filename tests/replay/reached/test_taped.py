@@ -19,7 +19,7 @@ from ampdoctor.replay import python_state
 from ampdoctor.replay.python_state import Taped
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 class Noisy(torch.utils.data.Dataset):

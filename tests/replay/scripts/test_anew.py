@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ampdoctor.replay.scripts.loops import SCALER_EACH_ROUND
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 
 HEAD = """
 import torch

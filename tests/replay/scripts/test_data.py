@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import torch
 
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 
 HEAD = """
 import sys

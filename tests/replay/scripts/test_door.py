@@ -15,8 +15,8 @@ import ampdoctor
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.replay.target import load_target
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 
 HEAD = """
 import sys

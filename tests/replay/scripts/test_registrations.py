@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.replay.scripts.files import registrations_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 LOOP = """
 import torch

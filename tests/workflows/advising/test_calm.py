@@ -11,10 +11,10 @@ from ampdoctor import TrainingRun
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows import recommend as workflow
-from ampdoctor.workflows.measuring.measure import measure
-from ampdoctor.workflows.measuring.observe import observe
-from ampdoctor.workflows.opening.request import ReplayRequest, keep_all
-from ampdoctor.workflows.other_causes import classified
+from ampdoctor.workflows.measure import measure
+from ampdoctor.workflows.recommend import classified
+from ampdoctor.workflows.replay_under_change import observe
+from ampdoctor.workflows.requests import ReplayRequest, keep_all
 
 
 def squares(model, batch):

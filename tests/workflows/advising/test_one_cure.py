@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
+from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.scan import scan
 from tests.public.test_scaler_protocol import run
 

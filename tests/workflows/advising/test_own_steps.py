@@ -7,9 +7,9 @@ import torch
 
 from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.proving.hand_scale import rescaled
+from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows.advising import own_steps
 
 

@@ -16,8 +16,8 @@ from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choice import choose_scale
-from ampdoctor.workflows.advising.precision_facts import fp16_of, precision_facts
-from ampdoctor.workflows.measuring.measure import measure
+from ampdoctor.workflows.advice import fp16_of, precision_facts
+from ampdoctor.workflows.measure import measure
 
 SPEC = importlib.util.spec_from_file_location(
     "attention_runs", Path(__file__).parents[2] / "probes" / "attention_runs.py"

@@ -9,9 +9,9 @@ import pytest
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.profile import read_profile, write_profile
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
+from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus.reports import (
     FACTORY,

@@ -13,7 +13,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 CALLS: dict[str, int] = {}
 LOG = logging.getLogger("training")

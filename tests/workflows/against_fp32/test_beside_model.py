@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.public.test_scaler_protocol import run
 
 LOOP = """\

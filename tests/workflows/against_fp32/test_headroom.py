@@ -11,7 +11,7 @@ from torch import nn
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 class MasterAdam(torch.optim.Optimizer):

@@ -10,11 +10,11 @@ import torch
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scanning.against import compare
+from ampdoctor.workflows.scan_against import compare
 
 FILE = Path(__file__).with_name("silent_runs.py")
 

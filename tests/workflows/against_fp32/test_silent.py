@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 FILE = Path(__file__).with_name("silent_runs.py")
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

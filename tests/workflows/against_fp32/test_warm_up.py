@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows.against_fp32.silent_runs import warming_up
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.workflows.measuring.observe import Observed
+from ampdoctor.workflows.replay_under_change import Observed
 
 
 def seen(error=1e-3, *, flushed=0.0, skipped=(), harmed=None):

@@ -16,9 +16,9 @@ from ampdoctor.evidence.run_log.lines import RunLine, StepLine
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.words.words import verdict
-from ampdoctor.workflows.measuring.log_ranges import NOTE, ranges_of_log
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.profile import NOTE_ON_LOGS, ranges_of_log
 from ampdoctor.workflows.recommend import recommend_from_files
+from ampdoctor.workflows.requests import ReplayRequest
 
 SCALE = 2.0
 
@@ -80,7 +80,7 @@ def test_recommend_and_profile_take_it(folder, name, run_cli, check_report):
     done = run_cli("recommend", str(folder / name), "--format", "json")
     report = check_report(done.stdout)
     assert report["scaler"]["recommended"]["init_scale"] >= 2**14
-    assert report["run"]["notes"] == [NOTE]
+    assert report["run"]["notes"] == [NOTE_ON_LOGS]
     done = run_cli("profile", str(folder / name), "--format", "json")
     assert check_report(done.stdout)["run"]["steps"] == 30
 

@@ -13,9 +13,9 @@ from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_html import render_html
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_markdown import render_markdown
-from ampdoctor.workflows.measuring.measure import hand_scale
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.measure import hand_scale
 from ampdoctor.workflows.profile import profile
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.corpus.reports import FACTORY, HEALTHY, of_case, profiled, sort_of
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,8 @@ from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.ranges.profile import merge
 from ampdoctor.ranges.profile_file import pack, unpack
 from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.workflows.measuring.profile_file import MAX_BYTES, read_profile, write_profile
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.profile import profile, profile_from_files
+from ampdoctor.workflows.profile import MAX_PROFILE_BYTES, profile, profile_from_files, read_profile, write_profile
+from ampdoctor.workflows.requests import ReplayRequest
 
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
 
@@ -140,7 +139,7 @@ def test_what_is_no_regular_file_is_refused_without_reading(make, sentence, tmp_
 def test_a_file_is_not_read_beyond_its_limit(tmp_path):
     path = tmp_path / "p.ampprofile"
     with path.open("wb") as sparse:
-        sparse.truncate(MAX_BYTES + 1)
+        sparse.truncate(MAX_PROFILE_BYTES + 1)
     with pytest.raises(UsageError, match="is larger than any profile"):
         read_profile(str(path))
 

@@ -16,9 +16,8 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.ranges.profile import SURE_BELOW, Shadow
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.measuring.measure import measure
-from ampdoctor.workflows.measuring.range_section import profile_section
-from ampdoctor.workflows.measuring.shadow_steps import shadowed
+from ampdoctor.workflows.measure import measure, shadowed
+from ampdoctor.workflows.profile import profile_section
 from tests.ranges.known import collected, place, values
 from tests.workflows.measuring import shadow_runs as runs
 

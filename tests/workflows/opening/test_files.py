@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 TRAIN = """
 import os

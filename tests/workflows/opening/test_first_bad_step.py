@@ -18,9 +18,9 @@ from ampdoctor.replay import batches
 from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_json import render_json, report_as_dict
+from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.proving import way_back
+from ampdoctor.workflows.requests import ReplayRequest
 
 FILE = "tests.workflows.opening.long_runs"
 
@@ -42,7 +42,7 @@ def replay(function, steps=None, *, compare_steps=None, **arguments):
 
 @pytest.mark.parametrize(("steps", "length"), [(1, 1), (8, 1), (15, 1), (16, 2), (50, 3), (100, 5), (1000, 15)])
 def test_the_stretch_between_two_snapshots(steps, length):
-    assert way_back.stretch(steps) == length
+    assert close_look.stretch(steps) == length
 
 
 @pytest.mark.parametrize("bad", [0, 4, 103, 104, pytest.param(119, marks=pytest.mark.slow)])
@@ -53,13 +53,13 @@ def test_the_way_back_is_short_and_exact(bad):
     assert (finding.where.step, finding.cause) == (bad, "forward_overflow")
     assert report.run["deterministic"]
     # pass 1, the way back, the trace and at most 3 trials of 4 steps and a reference: never from the start
-    assert report.run["replays"] - (bad + 1) <= way_back.stretch(steps) - 1 + 1 + 1 + 3 * 4
+    assert report.run["replays"] - (bad + 1) <= close_look.stretch(steps) - 1 + 1 + 1 + 3 * 4
 
 
 @pytest.mark.slow
 def test_the_same_with_every_step_kept(monkeypatch):
     far = replay("large_at", 60, bad=47)
-    monkeypatch.setattr(way_back, "stretch", lambda _: 1)
+    monkeypatch.setattr(close_look, "stretch", lambda _: 1)
     near = replay("large_at", 60, bad=47)
     assert report_as_dict(far)["findings"] == report_as_dict(near)["findings"]
 
@@ -76,7 +76,7 @@ def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
 
     monkeypatch.setattr(Snapshot, "__init__", counted)
     replay("large_at", 120, bad=103, compare_steps=0)
-    assert taken <= 1 + math.ceil(104 / way_back.stretch(120)) + 4
+    assert taken <= 1 + math.ceil(104 / close_look.stretch(120)) + 4
     assert most <= 4
 
 
@@ -86,7 +86,7 @@ def test_skips_in_a_row_are_gone_back_to_without_a_replay():
     assert report.verdict == "healthy"
     assert skipped > 5
     # each skipped step is traced; then every step once more beside fp32, which takes two unless it is skipped
-    assert report.run["replays"] <= 60 + skipped + (way_back.stretch(60) - 1) + 2 * 60 - skipped
+    assert report.run["replays"] <= 60 + skipped + (close_look.stretch(60) - 1) + 2 * 60 - skipped
 
 
 def test_random_states_share_what_did_not_change():
@@ -118,7 +118,7 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
     monkeypatch.setattr(batches.BatchTape, "keep", watched)
     dropped = bisect_nan(request)
     assert _without_counts(dropped) == _without_counts(kept)
-    assert max(sizes) <= way_back.stretch(24) + way_back.TRIED + 2
+    assert max(sizes) <= close_look.stretch(24) + close_look.TRIED + 2
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import UsageError
-from ampdoctor.workflows.opening.health_folder import give_back, usual_folder
-from ampdoctor.workflows.opening.watch_request import WatchRequest
+from ampdoctor.workflows.output_files import give_back, usual_folder
+from ampdoctor.workflows.requests import WatchRequest
 
 
 @pytest.fixture(autouse=True)

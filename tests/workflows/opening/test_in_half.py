@@ -14,7 +14,7 @@ from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 class Scaled(nn.Module):

@@ -19,9 +19,9 @@ from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.close_look import LayerSearch, SearchLost
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus.reports import SICK, kind_and_phase, policies, uses_transformers
 from tests.corpus.reports import request_of as request_of_case

@@ -16,7 +16,7 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows.opening import long_runs
 
 FACTORY = "tests.workflows.opening.long_runs:healthy"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import OutputError
-from ampdoctor.workflows.opening.outputs import write_whole
+from ampdoctor.workflows.output_files import write_whole
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from ampdoctor.evidence.of_runs.trace import Birth, Passage, TensorStats, Way
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.path import MOST_CARRIERS, module_types, path_section
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.report_notes import MOST_CARRIERS, module_types, path_section
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.corpus.reports import FACTORY, diagnosed, of_case
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 
 from ampdoctor.cli.main import main
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 def test_what_is_as_usual_is_not_said():

@@ -10,7 +10,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.scan import scan
 
 FACTORY = "tests.workflows.opening.test_saved_scale:own_scaler"

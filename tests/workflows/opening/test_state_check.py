@@ -6,7 +6,7 @@ from torch import nn
 
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.training_run import TrainingRun
-from ampdoctor.workflows.opening.state_check import sick_state
+from ampdoctor.workflows.open_replay import sick_state
 
 
 def found(model, optimizer=None):

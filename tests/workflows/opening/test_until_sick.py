@@ -10,10 +10,10 @@ import torch
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.open_replay import open_replay
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.proving import way_back
+from ampdoctor.workflows.open_replay import open_replay
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows.opening import late_runs
 
 FACTORY = "tests.workflows.opening.late_runs:make_run"
@@ -163,18 +163,18 @@ def test_single_skips_of_a_scaler_at_work_do_not_end_it():
 
 def test_only_two_snapshots_are_held_on_the_way_and_little_of_what_was_seen(monkeypatch):
     held = []
-    passes = way_back.WayBack.passes
+    passes = close_look.WayBack.passes
 
     def watched(self, session, step, **options):
         passes(self, session, step, **options)
         held.append((len(self._ring), len(self._states)))
 
-    monkeypatch.setattr(way_back.WayBack, "passes", watched)
+    monkeypatch.setattr(close_look.WayBack, "passes", watched)
     options = {"rate": 0.01}
     bisect_nan(ReplayRequest(factory=FACTORY, arguments=options, until_sick=True, max_steps=80))
     assert len(held) == 80
     assert max(ring for ring, _ in held) == 2
-    assert max(states for _, states in held) <= 2 * max(way_back.stretch(80), 8)
+    assert max(states for _, states in held) <= 2 * max(close_look.stretch(80), 8)
 
 
 @pytest.mark.parametrize("at", [13, 0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 from tests.pairwise import THOROUGH
 
 FILE = Path(__file__).with_name("controls.py")

@@ -10,8 +10,8 @@ import torch
 from ampdoctor.replay.session import Session
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.proving.trials import Trials
+from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.trials import Trials
 from tests.workflows.proving.judged_runs import diverging
 
 FILE = Path(__file__).with_name("judged_runs.py")

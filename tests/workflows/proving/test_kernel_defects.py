@@ -10,7 +10,7 @@ from torch.nn import functional
 from ampdoctor import TrainingRun
 from ampdoctor.replay.scripts.files import Registrations
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 ARITHMETIC = "this kernel gives NaN where the arithmetic is finite and in range"
 

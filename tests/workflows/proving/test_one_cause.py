@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, stepped_again_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.workflows.proving.one_cause import unproved_while_misused
+from ampdoctor.workflows.judge import unproved_while_misused
 from tests.samples import OVERFLOW
 
 AGAIN = stepped_again_finding(0, None, held_back=False)

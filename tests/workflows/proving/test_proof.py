@@ -14,8 +14,7 @@ from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.proving.proof import MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
-from ampdoctor.workflows.proving.trials import AFTER, AGREEMENT
+from ampdoctor.workflows.trials import AFTER, AGREEMENT, MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
 from tests.corpus.reports import diagnosed, of_case, recommended, request_of
 
 pytestmark = [

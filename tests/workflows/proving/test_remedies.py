@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.bisect.smallest_set import trials_bound
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
+from ampdoctor.workflows.searches import trials_bound
 
 FILE = "tests/workflows/proving/remedies.py"
 FIRST = 3

@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 def diagnose(name, **arguments):

@@ -10,8 +10,8 @@ from torch.nn import functional
 from ampdoctor.evidence.of_runs.trace import StepEvent, StepOutcome
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.requests import ReplayRequest
 
 
 class Lost(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import nn
 
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.requests import ReplayRequest
 
 TINY = 2.0**-24
 

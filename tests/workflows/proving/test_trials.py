@@ -13,8 +13,8 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.proving import changes as change
-from ampdoctor.workflows.proving.trials import Trials, first_cure
+from ampdoctor.workflows import changes as change
+from ampdoctor.workflows.trials import Trials, first_cure
 
 
 class Net(nn.Module):

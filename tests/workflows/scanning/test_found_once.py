@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import load_state
-from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scan_several import scan_several
-from ampdoctor.workflows.scanning.against import compare
-from ampdoctor.workflows.scanning.listing import list_structure
+from ampdoctor.workflows.scan import scan, scan_several
+from ampdoctor.workflows.scan_against import compare
+from ampdoctor.workflows.scan_checkpoint import list_structure
 
 
 @pytest.fixture

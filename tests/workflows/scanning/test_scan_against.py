@@ -20,7 +20,7 @@ from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StridedTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.workflows.scanning.against import compare
+from ampdoctor.workflows.scan_against import compare
 from tests.workflows.scanning.trained import Training
 
 
@@ -313,7 +313,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
     code = """
 import sys, torch
 from ampdoctor.numerics import Histogram
-from ampdoctor.workflows.scanning.against import compare
+from ampdoctor.workflows.scan_against import compare
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 Histogram.of(torch.zeros(1 << 20))
 before = peak()

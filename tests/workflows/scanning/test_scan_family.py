@@ -16,8 +16,8 @@ from ampdoctor.evidence.report.scans import ListedLog
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scanning.against import compare
-from ampdoctor.workflows.scanning.listing import list_structure
+from ampdoctor.workflows.scan_against import compare
+from ampdoctor.workflows.scan_checkpoint import list_structure
 from tests.workflows.scanning.trained import Training
 
 

@@ -14,8 +14,7 @@ from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.reports.forms.to_github import render_github
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_sarif import render_sarif
-from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scan_several import scan_several
+from ampdoctor.workflows.scan import scan, scan_several
 
 CHECKPOINTS = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"

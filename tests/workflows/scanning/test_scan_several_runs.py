@@ -17,8 +17,7 @@ from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.storage import listing as listing_module
 from ampdoctor.cli.main import main
 from ampdoctor.errors import CheckpointError
-from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scan_several import scan_several
+from ampdoctor.workflows.scan import scan, scan_several
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "public" / "two_runs_in_a_folder" / "make.py"
 

@@ -12,8 +12,8 @@ import torch
 from ampdoctor.checkpoints import open_checkpoint
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.scan import scan
-from ampdoctor.workflows.scanning.against import compare
-from ampdoctor.workflows.scanning.listing import list_structure
+from ampdoctor.workflows.scan_against import compare
+from ampdoctor.workflows.scan_checkpoint import list_structure
 
 
 def state(step=7):

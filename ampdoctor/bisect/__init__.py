@@ -1,1 +1,0 @@
-"""Searches by trials: where harm begins, and the smallest set that cures. No torch, no model."""

@@ -1,0 +1,414 @@
+"""From measured ranges to advice on loss scaling and precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ampdoctor.diagnosis.ranges.forward_range import near_limit
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
+from ampdoctor.evidence.of_runs.precision import PrecisionFacts, ScaleFacts, Spread
+from ampdoctor.evidence.report.scaler import (
+    FlushedGradients,
+    ScalePath,
+    ScalePaths,
+    ScalerSection,
+    ScalingConfidence,
+    ScalingMargin,
+    ScalingOutcome,
+    SettingBound,
+    Simulated,
+    SimulatedOutcome,
+)
+from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FLUSHED
+from ampdoctor.numerics import FORMATS, FloatFormat
+from ampdoctor.scaling.choice import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
+from ampdoctor.scaling.search import Outcome, expect, search
+from ampdoctor.scaling.settings import Bound, ScalerSettings
+from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
+from ampdoctor.scaling.trace import StepTrace, trace_of
+from ampdoctor.scaling.trajectory import Trajectory, largest_scales, trajectory
+from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.frameworks import Framework
+    from ampdoctor.evidence.targets import Target
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.ranges.profile import RangeProfile
+    from ampdoctor.scaling.scoring import Expectation
+    from ampdoctor.workflows.replay_under_change import Observed
+    from ampdoctor.workflows.requests import ReplayRequest
+
+
+# From measured ranges to advice on loss scaling: classify first, keep what works, change only what pays.
+
+
+MASK_LIKE = 2.0**120
+"""Magnitudes from here on are constants that mask something out (finfo.min of bf16 or fp32), not activations."""
+SKIPS_THAT_PAY = 1e-3
+"""A change pays if it saves this share of the steps (a tenth of a percent, within the noise of equal runs), or
+`FLUSH_THAT_PAYS` of the activation gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a profile of an fp16 run says about loss scaling.
+
+    Attributes:
+        choice: The scale that fits.
+        current: The run's scaler; for a run without one, a scaler that never moves (and its skips do not happen).
+        recommended: The settings to try.
+        outcome: The result of simulating the candidates.
+        expected: The result of simulating the recommended settings.
+        trace: The recorded steps that were simulated.
+        now: Prediction for the run's scaler over the recorded steps.
+        then: Prediction for the recommended settings.
+        large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
+    """
+
+    choice: ScaleChoice
+    current: ScalerSettings
+    recommended: ScalerSettings
+    outcome: Outcome
+    expected: Expectation
+    trace: StepTrace
+    now: Prediction
+    then: Prediction
+    large: dict[str, float]
+
+    @property
+    def simulated_change(self) -> bool:
+        """Does the simulation prefer other settings, on a recording that is long enough to say so?"""
+        return self.outcome.change and self.outcome.expected_current is not None and not self.outcome.confidence.low
+
+
+def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
+    """Returns the advice; None if no half gradient has a finite nonzero value, so that nothing needs scaling.
+
+    Args:
+        ranges: The measured ranges.
+        request: Holds the thresholds, the framework, and what the training does that the recording did not.
+    """
+    thresholds, framework, shift = request.thresholds, request.framework, shift_of(ranges, request)
+    choice = choose_scale(ranges, thresholds, shift)
+    if choice is None:
+        return None
+    state = ranges.run.scaler
+    fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
+    current = ScalerSettings.of_state(state) if state is not None else fixed
+    trace = trace_of(ranges, choice.fp32_modules, shift)
+    outcome = search(
+        trace,
+        current=current if state is not None else None,
+        start=Bound(value=choice.exponent, by=choice.bound_by),
+        framework=framework,
+        thresholds=thresholds,
+        censored=float(np.isposinf(trace.log2_amax).mean()),  # steps whose magnitude nobody knows
+    )
+    recommended = _recommended(choice, outcome, current if state is not None else None)
+    return Advice(
+        choice=choice,
+        current=current,
+        recommended=recommended,
+        outcome=outcome,
+        expected=expect(recommended, trace, framework=framework, thresholds=thresholds),
+        trace=trace,
+        now=predict(ranges, current),
+        then=predict(ranges, recommended, choice.fp32_modules),
+        large=large_activations(ranges, thresholds),
+    )
+
+
+def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
+    """Returns what only the training does to gradients, not the recording: an fp16 all-reduce, another accumulation."""
+    run = ranges.run
+    reduced = reduction_shift(request.ranks, request.reduce_fp16) if request.reduce_fp16 is not None else Shift()
+    after = request.accumulation or run.accumulation
+    pure = not run.autocast and not run.master_weights
+    return reduced + accumulation_shift(
+        run.accumulation, after, loss_divided=run.loss_divided, half_gradients=pure and run.precision == "fp16"
+    )
+
+
+def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings | None) -> ScalerSettings:
+    """Returns the simulation's settings if they are allowed; else the closed form's scale and the present settings.
+
+    A few steps show how large gradients are, but hardly how they vary: then only the scale is changed.
+    """
+    if outcome.change and not outcome.confidence.low:
+        return outcome.settings
+    kept = current if current is not None and is_sound(current) else ScalerSettings()
+    return replace(kept, scale=choice.settings.scale, growth_tracker=0)
+
+
+def is_sound(settings: ScalerSettings) -> bool:
+    """Can a scaler work with these settings: grow, back off, get a new scale, and start at one?"""
+    return (
+        0.0 < settings.scale < math.inf
+        and 1.0 < settings.growth_factor < math.inf
+        and 0.0 < settings.backoff_factor < 1.0
+        and settings.growth_interval >= 1
+    )
+
+
+def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str, float]:
+    """Returns the largest magnitude of half activations near fp16's limit, by module."""
+    found: dict[str, float] = {}
+    near = near_limit(thresholds)
+    for index in ranges.of_kind("activation"):
+        module, amax = ranges.sites[index].module, ranges.histograms[index].amax
+        if amax is not None and near <= amax < MASK_LIKE:
+            found[module] = max(amax, found.get(module, 0.0))
+    return found
+
+
+def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
+    """Is the recommended scaler better than the present one by more than noise? A replay overrules a prediction.
+
+    Args:
+        advice: The predictions.
+        thresholds: What counts as lost, and as harmful.
+        scaled: The run has a scaler or scales by hand; without either it does not survive an overflow.
+        now: The replay with the run's own scaling, if there was one.
+        then: The replay with the recommended scaler, if there was one.
+    """
+    if not scaled and advice.now.skipped:
+        return True
+    if advice.outcome.expected_current is not None and not is_sound(advice.current):
+        return True  # a scaler that cannot work
+    if advice.now.poisoned or not _settles(advice.now, now):
+        return True
+    if now is not None and then is not None and len(then.skipped) > len(now.skipped):
+        return _gains(advice, thresholds, now, then)  # a scaler that loses more steps must have better gradients
+    if advice.simulated_change:
+        return True
+    skips = (_skips(advice.now, now) - _skips(advice.then, then)) / thresholds.horizon
+    if skips > SKIPS_THAT_PAY:
+        return True
+    return _gains(advice, thresholds, now, then)
+
+
+def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
+    """Does the change save gradients?"""
+    flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
+    if now is not None and max(flushed_now) <= thresholds[FLUSHED]:
+        return False  # nothing is lost: the error comes from rounding, which no scale changes
+    error_now, error_then = _error(advice.now, now), _error(advice.then, then)
+    if error_now > thresholds[ERROR_NOTE] and error_now > thresholds[CLEARLY_BETTER] * error_then:
+        return True
+    return flushed_now[0] - flushed_then[0] > FLUSH_THAT_PAYS
+
+
+def _settles(expected: Prediction, seen: Observed | None) -> bool:
+    return expected.settled if seen is None else seen.settled
+
+
+def _skips(expected: Prediction, seen: Observed | None) -> int:
+    return expected.skipped if seen is None else len(seen.skipped)
+
+
+def _error(expected: Prediction, seen: Observed | None) -> float:
+    return expected.relative_error if seen is None or seen.relative_error is None else seen.relative_error
+
+
+def _flushed(expected: Prediction, seen: Observed | None) -> tuple[float, float]:
+    if seen is None or seen.relative_error is None:
+        return expected.activation_flushed, expected.weight_flushed
+    return seen.activation_flushed or 0.0, seen.weight_flushed or 0.0
+
+
+def outcome_of(expected: Prediction) -> ScalingOutcome:
+    """Returns a prediction as the report shows it."""
+    return ScalingOutcome(
+        skip_rate=expected.skip_rate,
+        flushed=FlushedGradients(activation_grad=expected.activation_flushed, weight_grad=expected.weight_flushed),
+        relative_error=expected.relative_error,
+    )
+
+
+def outcome_seen(seen: Observed) -> ScalingOutcome:
+    """Returns a replay as the report shows it."""
+    return ScalingOutcome(
+        skip_rate=seen.skip_rate,
+        flushed=FlushedGradients(activation_grad=seen.activation_flushed, weight_grad=seen.weight_flushed),
+        relative_error=seen.relative_error,
+    )
+
+
+def with_simulation(
+    section: ScalerSection, advice: Advice, framework: Framework, horizon: int, *, change: bool
+) -> ScalerSection:
+    """Returns the simulation as the report shows it; "recommended" are the settings to use, changed or not."""
+    outcome = advice.outcome
+    margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
+    used = advice.expected if change or kept is None else None
+
+    def path(expected: Expectation | None) -> ScalePath | None:
+        return None if expected is None else _shown(trajectory(expected, advice.trace, framework, horizon))
+
+    return replace(
+        section,
+        framework=framework,
+        horizon=horizon,
+        bounds=_bounds(advice, change=change),
+        simulated=Simulated(
+            current=_expectation(outcome.expected_current),
+            default=_expectation(outcome.expected_default),
+            recommended=_expectation(advice.expected if change or kept is None else kept),
+        ),
+        trajectory=ScalePaths(
+            current=path(kept),
+            recommended=path(used),
+            limit=tuple((step, scale) for step, scale in largest_scales(advice.trace)),
+        ),
+        margin=None
+        if kept is None
+        else ScalingMargin(skip_rate=margin.skip_rate, relative_error=margin.relative_error, headroom=margin.headroom),
+        confidence=ScalingConfidence(
+            steps=confidence.steps,
+            censored=confidence.censored,
+            exceedances=confidence.exceedances,
+            drift=confidence.drift.slope,
+            spiky=confidence.spikes.spiky,
+            low=confidence.low,
+        ),
+    )
+
+
+def _shown(path: Trajectory) -> ScalePath:
+    return ScalePath(
+        points=tuple((step, scale) for step, scale in path.points),
+        changes=path.changes,
+        skips=tuple(path.skips),
+        skipped=path.skipped,
+        replica=path.replica,
+    )
+
+
+_ARGUMENTS = {"scale": "init_scale"}
+
+
+def _bounds(advice: Advice, *, change: bool) -> dict[str, SettingBound]:
+    """Returns each setting to use and what it follows from: its closed form, or the reason to prefer another value."""
+    used, closed = advice.recommended if change else advice.current, advice.outcome.bounds
+    default = ScalerSettings()
+    bounds = {}
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
+        value, form = getattr(used, name), closed[name]
+        if value == form.value:
+            by = form.by
+        elif value == getattr(advice.current, name):
+            by = f"kept as it is; in closed form {form.value:g} ({form.by})"
+        elif value == getattr(default, name):
+            by = f"the usual default; in closed form {form.value:g} ({form.by})"
+        else:
+            by = f"the simulation, which does better with it than with {form.value:g} ({form.by})"
+        bounds[_ARGUMENTS.get(name, name)] = SettingBound(value=value, by=by)
+    alarm = closed["min_scale"]
+    if alarm.value < used.scale:
+        bounds["min_scale"] = SettingBound(value=alarm.value, by=f"an alarm, no floor: {alarm.by}")
+    return bounds
+
+
+def _expectation(expected: Expectation | None) -> SimulatedOutcome | None:
+    if expected is None:
+        return None
+    low, middle, high = expected.skips
+    return SimulatedOutcome(
+        skips=(low, middle, high),
+        skip_rate=expected.skip_rate,
+        relative_error=expected.relative_error,
+        activation_flushed=expected.activation_flushed,
+        weight_flushed=expected.weight_flushed,
+        final_scale=expected.final_scale,
+        poisoned=expected.poisoned,
+    )
+
+
+# What a range profile says about the choice of a precision.
+
+
+FP8_FLUSHED = 1e-2
+"""Share of a tensor's nonzero elements that FP8 may lose: ten times the aim of a loss scale, because FP8's recipes keep
+sums and master weights wide and lose the smallest of each tensor by design (Transformer Engine's default is HYBRID,
+and this share gives HYBRID for the measured gradients: 23 binades)."""
+
+
+def precision_facts(
+    profile: RangeProfile,
+    target: Target,
+    *,
+    choice: ScaleChoice | None,
+    pure: bool = False,
+    harm: str | None = None,
+    settled: bool = False,
+    precision_matters: bool = False,
+    flushed: float = FP8_FLUSHED,
+) -> PrecisionFacts:
+    """Derive from a profile the facts that `diagnosis.precision_advice.advise_precision` needs.
+
+    Args:
+        profile: The measured ranges.
+        target: The hardware.
+        choice: The loss scale chosen for the profile; None if no half gradient was seen.
+        pure: The run keeps its weights in its compute format: no autocast, no fp32 master weights.
+        harm: What went wrong in an fp16 replay and no loss scale cures, a clause; None if nothing or without a replay.
+        settled: The scaler did not skip the steps after that replay's harm.
+        precision_matters: The user needs more than bf16's 8 bits.
+        flushed: Share of a tensor's nonzero elements that FP8 may lose, 0 to 1.
+    """
+    forward: dict[str, float] = {}
+    for index in profile.of_kind("activation"):
+        module, amax = profile.sites[index].module, profile.histograms[index].amax
+        if amax is not None and amax < MASK_LIKE:
+            forward[module] = max(amax, forward.get(module, 0.0))
+    scale = fp16 = bf16 = None
+    if choice is not None:
+        gradients = profile.merged("weight_grad", choice.fp32_modules)
+        fp16 = COMPOUNDING * gradients.relative_error("fp16", profile.factor("weight_grad", 2.0**choice.exponent))
+        bf16 = COMPOUNDING * gradients.relative_error("bf16", profile.factor("weight_grad", 1.0))
+        scale = ScaleFacts(exponent=choice.exponent, unserved=choice.unserved, share=choice.share)
+    return PrecisionFacts(
+        target=target,
+        own=profile.run.precision,
+        pure=pure,
+        forward=forward,
+        forward_flushed=profile.merged("activation").flushed(fp16_of(target)),
+        scale=scale,
+        fp16_error=fp16,
+        bf16_error=bf16,
+        harm=harm,
+        settled=settled,
+        spreads=tuple(_spreads(profile, flushed)),
+        modules=profile.modules,
+        updates=profile.updates,
+        precision_matters=precision_matters,
+    )
+
+
+def fp16_of(target: Target) -> FloatFormat:
+    """Returns the fp16 of a target's forward: without subnormals if the target flushes them.
+
+    The threshold is then the upper end of a bin that also holds the smallest normal number itself. If many values are
+    exactly that number, they count as flushed.
+    """
+    fp16 = FORMATS["fp16"]
+    if not target.flushes_subnormals:
+        return fp16
+    least = 2.0**target.fp16_flush
+    return replace(fp16, min_normal=least, min_subnormal=least, flush_at=math.nextafter(least, 0.0))
+
+
+def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
+    """Yields the spread of each half tensor that a matrix product reads or makes."""
+    kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
+    for kind in kinds:
+        for index in profile.of_kind(kind):
+            top, low = profile.histograms[index].amax, profile.histograms[index].quantile(flushed)
+            if top is not None and low is not None and top < MASK_LIKE:
+                binades = math.log2(top) - math.log2(low)
+                yield Spread(module=profile.sites[index].module, kind=kind, binades=binades)

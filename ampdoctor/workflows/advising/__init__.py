@@ -1,1 +1,0 @@
-"""Settings and precisions derived from what was measured."""

@@ -1,1 +1,0 @@
-"""Compares what stays finite with the same steps in fp32."""

@@ -1,0 +1,224 @@
+"""Changes to try on a replay: of formats, of the optimizer, and of the loss scale, by hand or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import ReplayError
+from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.precision import force_fp32
+
+if TYPE_CHECKING:
+    from ampdoctor.hooks.backwards import Backwards
+    from ampdoctor.replay.session import Session
+
+
+# The changes to try on a replay: each is a context around its steps, and is undone afterwards.
+
+
+Change = Callable[["Session"], AbstractContextManager[Any]]
+
+
+def fp32_modules(names: Sequence[str]) -> Change:
+    """Returns a change: the named modules in fp32."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        real = {clean: name for name, clean in session.module_names.items()}
+        modules = dict(session.model.named_modules())
+        for name in names:
+            if isinstance(modules.get(real.get(name, name)), torch.jit.ScriptModule):
+                raise ReplayError(f"{name} is a scripted module, whose precision cannot be changed from outside")
+        with force_fp32(session.model, [real.get(name, name) for name in names], session.optimizers.values()):
+            yield
+
+    return change
+
+
+def compute_dtype(compute: str) -> Change:
+    """Returns a change: the whole run in another compute format."""
+
+    def change(session: Session) -> AbstractContextManager[Any]:
+        return session.computing_in(compute)
+
+    return change
+
+
+def loss_scale(scale: float) -> Change:
+    """Returns a change: another loss scale at the bad step."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        state = session.scaler.state_dict()
+        if state:
+            session.scaler.load_state_dict({**state, "scale": scale})
+        yield
+
+    return change
+
+
+def with_scaler(scale: float) -> Change:
+    """Returns a change: a fresh, enabled GradScaler of that scale in place of the run's own."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=scale)):
+            yield
+
+    return change
+
+
+def optimizer_argument(name: str, value: float) -> Change:
+    """Returns a change: one hyper-parameter of every optimizer."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        for optimizer in session.optimizers.values():
+            for group in optimizer.param_groups:
+                if name in group:
+                    group[name] = value
+        yield
+
+    return change
+
+
+TRAINED_IN_FP32 = (
+    "keep the parameters that are trained in fp32, and the frozen ones as they are: p.data = p.data.float() for those "
+    "of model.parameters() that require a gradient, before the optimizer is built"
+)
+
+
+def trained_in_fp32(session: Session) -> AbstractContextManager[Any]:
+    """Keep what the optimizers hold in fp32, moments included; what is frozen stays half."""
+    return session.keeping_masters()
+
+
+def mostly_frozen(session: Session) -> bool:
+    """Do the optimizers hold less than half of the model's elements (adapters, a head)?"""
+    held = {id(p) for o in session.optimizers.values() for group in o.param_groups for p in group["params"]}
+    sizes = [(p.numel(), id(p) in held) for p in session.model.parameters()]
+    return 0 < 2 * sum(n for n, trained in sizes if trained) < sum(n for n, _ in sizes)
+
+
+@contextmanager
+def fresh_casts(session: Session) -> Iterator[None]:  # noqa: ARG001 - autocast keeps its copies beside the session
+    """Make autocast's copies of the weights anew at each use: cache_enabled=False, in the user's contexts too."""
+    switch, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
+
+    def off(enabled: bool) -> None:  # noqa: FBT001, ARG001 - torch's signature
+        switch(False)
+
+    torch.set_autocast_cache_enabled = off
+    switch(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled = switch
+        switch(before)
+
+
+@contextmanager
+def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
+    """Change nothing, for a trial that leaves out a step."""
+    yield
+
+
+def jolted(narrow: torch.dtype) -> Change:
+    """Returns a change: each weight is moved by half a unit in a format's last place (in fp32's, by a whole one).
+
+    If half precision moves the gradients no farther than this moves fp32's, the step is chaotic (or its gradient is a
+    small difference of large numbers), and a distance from fp32 says nothing else.
+    """
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        unit = torch.finfo(narrow).eps / (1 if narrow is torch.float32 else 2)  # half of one would round away
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in session.model.parameters():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
+        yield
+
+    return change
+
+
+# Another loss scale for a step that scales its loss by hand. The code is the user's: it is tried in the backward.
+
+
+def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
+    """Returns a change: the backward runs on `factor` times the loss, and the parameters' gradients are divided by it.
+
+    In between, where gradients are half, everything is as if the step's code had another constant. Gradients that the
+    step asks for (`torch.autograd.grad`) are of no such loss, and stay as they are.
+
+    Args:
+        factor: A power of two, so that both multiplications are exact.
+    """
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        backwards = session.events.backwards
+
+        def divided(grad: torch.Tensor) -> torch.Tensor | None:
+            return grad / factor if backwards.inside else None
+
+        with ExitStack() as stack:
+            for parameter in session.model.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    handle = on_gradient(parameter, divided)
+                    stack.callback(handle.remove)
+            stack.enter_context(_roots_scaled(factor, backwards))
+            yield
+
+    return change
+
+
+@contextmanager
+def noted_roots() -> Iterator[list[float]]:
+    """Yields the values from which backwards start, in order: divided by the loss, they show how a step scales it."""
+    noted: list[float] = []
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **keywords: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        noted.extend(float(root.detach().float().sum()) for root in roots)
+        original(tensors, *args, **keywords)
+
+    torch.autograd.backward = backward
+    try:
+        yield noted
+    finally:
+        torch.autograd.backward = original
+
+
+@contextmanager
+def _roots_scaled(factor: float, backwards: Backwards) -> Iterator[None]:
+    """Make `loss.backward()` and `torch.autograd.backward(loss)` start with `factor` instead of 1.
+
+    A backward inside another (reentrant checkpointing) starts with what has that factor already.
+    """
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **keywords: Any) -> None:
+        if backwards.inside:
+            original(tensors, grad_tensors, *args, **keywords)
+            return
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        starts = tuple(given) if len(tuple(given)) == len(roots) else (None,) * len(roots)
+        scaled = [
+            torch.full_like(root, factor) if start is None else start * factor
+            for root, start in zip(roots, starts, strict=True)
+        ]
+        original(roots, scaled, *args, **keywords)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original

@@ -1,0 +1,575 @@
+"""Goes back to the step that fired and runs it once more: traced op by op, or searched by halving."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome, Trace
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation, first_difference
+from ampdoctor.probes.halving.points import OrderProbe, Point, PointProbe
+from ampdoctor.probes.halving.window import Interval, IntervalTrace, UpdateTrace
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.replay.snapshot import ProcessState, Snapshot
+from ampdoctor.workflows.searches import first_bad
+from ampdoctor.workflows.trials import AFTER
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Finding
+    from ampdoctor.hooks.interfaces import Probe
+    from ampdoctor.hooks.process_state import RandomState
+    from ampdoctor.replay.session import Session
+    from ampdoctor.workflows.open_replay import OpenReplay
+
+
+# `--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad.
+#
+# One partial replay records the order of the step's points. Each further one looks at one point and ends the step
+# there. The last one traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 for n
+# points.
+#
+# The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a
+# healthy infinity, or a value that bypasses the points breaks it. The search notices: the interval reads a bad value
+# that none of its ops made, or a whole replay that follows its births does not reach the harm. Then every op of the
+# step is traced.
+
+
+class SearchLost(Exception):  # noqa: N818 - no error: a reason to look at the whole step
+    """The search's premise does not hold; the message says what showed it."""
+
+
+@dataclass(slots=True)
+class LayerSearch:
+    """Searches one step that did harm.
+
+    Attributes:
+        session: The run; the search leaves it in the state in which it found it.
+        snapshot: The state before the step.
+        outcome: How the step ended.
+        sentinel: The probe that watched it.
+        partial_replays: Replays that ended before the step was over, including one that traced the optimizers only.
+    """
+
+    session: Session
+    snapshot: Snapshot
+    outcome: StepOutcome
+    sentinel: NonFiniteProbe
+    partial_replays: int = field(default=0, init=False)
+
+    def trace(self) -> Trace:
+        """Returns the births behind the harm that pass 1 saw.
+
+        Raises:
+            SearchLost: Halving cannot find them.
+        """
+        sinks = self.sentinel.sightings.sinks
+        forward = "loss" in sinks
+        gradients = any(sink.startswith("grad:") for sink in sinks)
+        if not forward and not gradients:
+            if not sinks or any(sink.startswith("buffer:") for sink in sinks):
+                raise SearchLost("neither the loss nor a gradient nor an optimizer's state is harmed")
+            with self._keeping_the_state():
+                return self._traced_update()
+        with self._keeping_the_state():
+            interval = self._searched(forward=forward)
+            tracer = IntervalTrace(interval)
+            self._partly(tracer)
+            self._check(tracer.reached)
+            return self._followed(interval, "loss" if forward else "grad:")
+
+    # -- the search ----------------------------------------------------------------------------------------------
+
+    def _searched(self, *, forward: bool) -> Interval:
+        """Returns the interval between the last good point and the first bad one."""
+        harmed = self._first_harmed_gradient()
+        if harmed is None and not forward:
+            raise SearchLost("no gradient of the model's own parameters is harmed")
+        order = OrderProbe(None if harmed is None else harmed + 1)
+        self._partly(order)
+        points = order.points
+        end = len(points) if harmed is None else self._place_of_gradient(points, harmed)
+        line = _Line(order, end, forward=forward, unseen_loss=self.outcome.loss is None)
+        count = len(line.places)
+        if not count:
+            raise SearchLost("no module returned a floating-point tensor before the harm")
+        # the harm itself is one more position; what remains between two positions lies in the interval
+        found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
+        after = line.earliest_source(found.suspects)
+        if found.bad == count:
+            until, later = (None, []) if forward else (points[end], points[end:])
+        else:
+            until = line.point(found.bad)
+            later = [until]
+        if until is None or until.kind == "output":
+            return Interval(after=after, until=until)
+        oldest = next((point.sequence for point in later if point.kind == "arrival"), None)
+        newest = after.sequence if after is not None and after.kind == "arrival" else None
+        return Interval(
+            after=after,
+            until=until,
+            oldest=-math.inf if oldest is None else oldest,
+            newest=math.inf if newest is None else newest,
+        )
+
+    def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
+        """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
+        names = self.session.parameter_names()
+        own = {names[id(parameter)] for parameter in self.session.model.parameters()}
+        return [(one.name, one.value) for one in sentinel.observed if one.kind == "grad" and one.name in own]
+
+    def _first_harmed_gradient(self) -> int | None:
+        seen = self._gradients_seen(self.sentinel)
+        return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
+
+    def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
+        """Returns the place in the order of a gradient that pass 1 saw; the backward must have taken the same way."""
+        places = [place for place, point in enumerate(points) if point.kind == "gradient"]
+        expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
+        if [points[place].name for place in places[: index + 1]] != expected:
+            raise SearchLost("the gradients came in another order than before")
+        return places[index]
+
+    def _is_bad(self, point: Point) -> bool:
+        probe = PointProbe(point)
+        self._partly(probe)
+        if probe.bad is None:
+            raise SearchLost(f"the step did not get to {point.name or 'the model'} again")
+        return probe.bad
+
+    # -- what the interval shows ---------------------------------------------------------------------------------
+
+    def _check(self, births: Sequence[Birth]) -> None:
+        """Check that what is non-finite at the interval's end was made in the interval, from finite values."""
+        if not births:
+            raise SearchLost("nothing non-finite was born where the search ended")
+        for birth in births:
+            if birth.origin == "constant" or any(read.nans or read.infs for read in birth.inputs):
+                raise SearchLost("where the search ended, a non-finite value comes from elsewhere")
+
+    def _followed(self, interval: Interval, harm: str) -> Trace:
+        """Follow the births in a whole replay to the harm that pass 1 saw; a masked birth does not reach it."""
+        tracer = IntervalTrace(interval, follow=True)
+        self.snapshot.restore()
+        process = ProcessState()
+        try:
+            with self.session.watched(tracer):
+                self.session.step(self.outcome.step)
+        except AmpdoctorError as error:
+            raise SearchLost(f"the step cannot be followed to its end: {error}") from error
+        finally:
+            process.restore()
+        if tracer.trace is None:
+            raise SearchLost("the step did not get to its end again")
+        births = tuple(birth for birth in tracer.trace.births if birth.harms)
+        if not any(sink.startswith(harm) for birth in births for sink in birth.harms):
+            raise SearchLost("what was born where the search ended does no harm")
+        self._check(births)
+        return replace(tracer.trace, births=births, unattributed=())
+
+    def _traced_update(self) -> Trace:
+        tracer = UpdateTrace()
+        self._partly(tracer)
+        trace = tracer.trace
+        births = [birth for birth in trace.births if birth.harms] if trace is not None else []
+        if trace is None or trace.unattributed or not births or any(birth.origin == "constant" for birth in births):
+            raise SearchLost("what harms the state was not made after the backward")
+        return trace
+
+    # -- replays -------------------------------------------------------------------------------------------------
+
+    def _partly(self, probe: Probe) -> None:
+        """Replay until the probe ends the step; it does not count as a replay of the step."""
+        session = self.session
+        self.snapshot.restore()
+        process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
+        self.partial_replays += 1
+        try:
+            with session.watched(probe):
+                session.step(self.outcome.step)
+        except StepHalted:
+            pass
+        except AmpdoctorError as error:
+            raise SearchLost(f"a partial replay could not run: {error}") from error
+        finally:
+            process.restore()
+            session.replays, session.replays_of[self.outcome.step] = replays, of_step
+
+    @contextmanager
+    def _keeping_the_state(self) -> Iterator[None]:
+        """Keep the state after the step, whatever is replayed meanwhile: the run goes on from it."""
+        after = self.session.snapshot()
+        try:
+            yield
+        finally:
+            after.restore()
+
+
+class _Line:
+    """The points before a step's harm, in the same turn of forward and backward, and how values flow between them.
+
+    Args:
+        order: The recorded order.
+        end: The place in it at which the harm was seen.
+        forward: The harm shows in the loss.
+        unseen_loss: The step returns no loss, so a harmed gradient may come from the forward or the backward.
+    """
+
+    def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
+        points = order.points
+        self._order = order
+        turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
+        self.places = [
+            place
+            for place, point in enumerate(points[:end])
+            if point.turn == turn
+            and (
+                (point.kind == "output" and not point.recompute and (forward or unseen_loss))
+                or (point.kind == "arrival" and not forward)
+            )
+        ]
+
+    def point(self, at: int) -> Point:
+        """Returns the point at a position."""
+        return self._order.points[self.places[at]]
+
+    def before(self) -> list[int]:
+        """Returns for each position a bit mask of its sources; the last position is the harm, which comes from all."""
+        masks = [self._mask(at, self._leads) for at in range(len(self.places))]
+        return [*masks, (1 << len(masks)) - 1]
+
+    def earliest_source(self, suspects: Sequence[int]) -> Point | None:
+        """Returns the last point before the ops that make the values at the suspects; None for the step's start."""
+        sources = [self._first_source(at) for at in suspects]
+        first = min(sources)
+        place = self.places[first] if first >= 0 else self.places[0] - 1
+        return self._order.points[place] if place >= 0 else None
+
+    def _first_source(self, at: int) -> int:
+        count = len(self.places)
+        if at == count:
+            if self.point(count - 1).kind == "arrival":
+                return count - 1
+            handed_on = 0
+            for later in range(count):
+                handed_on |= self._mask(later, self._leads)
+            return next(i for i in range(count) if not handed_on >> i & 1)
+        if _loose(self.point(at)):
+            return at - 1
+        parents = self._mask(at, self._is_parent)
+        return (parents & -parents).bit_length() - 1
+
+    def _mask(self, at: int, related: Callable[[Point, Point], bool]) -> int:
+        later = self.point(at)
+        return sum(1 << i for i in range(at) if related(self.point(i), later))
+
+    def _leads(self, earlier: Point, later: Point) -> bool:
+        """Does the value at the earlier point flow into the value at the later one?"""
+        if later.kind == "output":
+            return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
+        if earlier.kind == "output" or _loose(earlier) or _loose(later):
+            return True
+        return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
+
+    def _is_parent(self, earlier: Point, later: Point) -> bool:
+        """Does it flow there without passing another point?"""
+        if later.kind == "output":
+            return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
+        if earlier.kind == "output" or _loose(earlier):
+            return False
+        return bool(self._order.flow.parents[earlier.number] >> later.number & 1)
+
+
+def _loose(point: Point) -> bool:
+    """Is it an arrival in a separate graph (a recomputation, a second derivative)? Only its order is known."""
+    return point.recompute or point.firing > 0
+
+
+# The close look runs the step that fired once more: traced op by op, or searched by halving if asked for.
+
+
+@dataclass(slots=True)
+class CloseLook:
+    """Runs a step again with every op watched, from its snapshot or, if that does not rewind, from a fresh run.
+
+    Attributes:
+        replay: Makes fresh sessions.
+        session: The run under examination; once snapshots turn out not to rewind, another session from the factory.
+        rewinds: Snapshots bring a step back bit by bit.
+        deterministic: Every repeated step came back bit by bit, from a snapshot or from a fresh run.
+        findings: Findings about the replay itself.
+        partial_replays: Replays that a search ended before the end of the step.
+        left_out: What the looks could not find out.
+    """
+
+    replay: OpenReplay
+    session: Session = field(init=False)
+    rewinds: bool = True
+    deterministic: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    partial_replays: int = 0
+    left_out: list[Skipped] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.session = self.replay.session()
+
+    def sentinel(self) -> NonFiniteProbe:
+        """Returns the probe for pass 1; a search by halving, or of thousands of steps, need not know where harm is."""
+        return NonFiniteProbe(locate=not self._bisects and not self.replay.request.until_sick)
+
+    def described(self) -> dict[str, Any]:
+        """Returns the part of the report's `run` section on the close look."""
+        run: dict[str, Any] = {"deterministic": self.deterministic, "strategy": self.replay.request.strategy}
+        return {**run, "partial_replays": self.partial_replays} if self._bisects else run
+
+    @property
+    def _bisects(self) -> bool:
+        return self.replay.request.strategy == "bisect"
+
+    def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
+        """Trace the same step again; None if not even a fresh run brings it back.
+
+        Args:
+            snapshot: The state before the step.
+            outcome: How the step ended.
+            sentinel: The probe that watched it; it watches the step again.
+        """
+        trace = self._trace(snapshot, outcome, sentinel)
+        if trace is not None:
+            self.left_out += [
+                Skipped(
+                    what=f"step {outcome.step}: {one.what}",
+                    reason=f"looking at {one.op} failed ({one.reason}): a defect of ampdoctor's, please report it",
+                )
+                for one in trace.left_out
+            ]
+        return trace
+
+    def _trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
+        seen, step = sentinel.observed, outcome.step
+        if not self.rewinds:
+            return self._from_the_start(step, seen, go_on=False)
+        if (
+            self._bisects
+            and outcome.raised is None
+            and (found := self._searched(snapshot, outcome, sentinel)) is not None
+        ):
+            return found
+        tracer = OpTraceProbe()
+        snapshot.restore()
+        with self.session.watched(sentinel, tracer):
+            again = self.session.attempt(step)
+        differs = first_difference(seen, sentinel.observed)
+        if differs is None and (again.optimizer_steps, again.skipped) == (outcome.optimizer_steps, outcome.skipped):
+            return tracer.trace
+        self.rewinds = False
+        fresh = self._from_the_start(step, seen, go_on=True)
+        if fresh is not None or differs is None:
+            return fresh
+        self.deterministic = False
+        self.findings.append(nondeterministic_finding(step, *differs))
+        return tracer.trace
+
+    @contextmanager
+    def started_again(self, step: int) -> Iterator[Session]:
+        """Yields a fresh run at the start of a step: the way back if snapshots do not rewind."""
+        session = self.replay.session()
+        try:
+            for earlier in range(step):
+                if session.has_step(earlier):
+                    session.step(earlier)
+                session.keep_steps(lambda later, now=earlier: later > now)  # type: ignore[misc]
+            yield session
+        finally:
+            self.session.count_with(session)
+            session.close()
+
+    def _searched(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
+        """Returns what halving finds; None if its premise does not hold and the whole step has to be traced."""
+        search = LayerSearch(self.session, snapshot, outcome, sentinel)
+        try:
+            return search.trace()
+        except SearchLost as lost:
+            self.replay.notes.append(f"step {outcome.step}: traced instead of searched by halving: {lost}")
+            return None
+        finally:
+            self.partial_replays += search.partial_replays
+
+    def _from_the_start(self, step: int, seen: Sequence[Observation], *, go_on: bool) -> Trace | None:
+        """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
+
+        With `go_on` the search continues in the fresh run: in the old one, state outside snapshots has moved on twice.
+        """
+        session = self.replay.session()
+        sentinel, tracer = self.sentinel(), OpTraceProbe()
+        try:
+            for earlier in range(step):
+                if not session.has_step(earlier):
+                    return None
+                session.step(earlier)
+                session.keep_steps(lambda later, now=earlier: later > now)  # type: ignore[misc]
+            if not session.has_step(step):
+                return None
+            with session.watched(sentinel, tracer):
+                session.attempt(step)
+            same = first_difference(seen, sentinel.observed) is None
+            if same and go_on:
+                self.session, session = session, self.session
+        finally:
+            self.session.count_with(session)
+            session.close()
+        return tracer.trace if same else None
+
+
+# The way back to a step: a snapshot now and then, and the random state of every step since.
+#
+# A snapshot before each step would make the return free and every step dearer; without any, each return would be a
+# replay from the start. The distance between two snapshots depends on the length of the run, not on a clock: a report
+# must come out the same twice.
+
+
+TRIED = AFTER + 1
+"""Steps after a bad one that a trial may replay: one more than `AFTER` in case it leaves the bad one out."""
+
+
+def stretch(steps: int) -> int:
+    """Returns the number of steps from one snapshot to the next in a run of `steps`.
+
+    A snapshot costs r steps, and a return replays half a stretch on average: steps * r / k + k / 2 is least at
+    k = sqrt(2 r steps). Measured: r = 0.04 (46 million parameters with AdamW, 512 tokens a step, one CPU core), and
+    more where a step is smaller. r = 1/8 gives sqrt(steps) / 2: each of the usual 8 steps, every 15th of 1,000, and at
+    most 1 / sqrt(steps) of the run's steps for a return.
+
+    Args:
+        steps: Number of steps that are asked for.
+
+    Returns:
+        At least 1.
+    """
+    return max(1, math.isqrt(steps) // 2)
+
+
+@dataclass(slots=True)
+class WayBack:
+    """Leads to the start of the step that has just run, from the nearest snapshot before it.
+
+    It holds one snapshot. Where it is to lead to some steps before the last one as well it holds two, which are never
+    nearer to each other than that. A snapshot that it handed out lives as long as its receiver keeps it.
+
+    Args:
+        steps: Steps of the whole run.
+        behind: Steps before the last one that it leads to as well.
+    """
+
+    steps: int
+    behind: int = 0
+    _states: dict[int, RandomState] = field(default_factory=dict)
+    _session: Session | None = None
+    _ring: deque[tuple[int, Snapshot]] = field(default_factory=deque)
+    _last: RandomState | None = None
+    _fired: bool = False
+    _given: list[tuple[int, weakref.ref[Snapshot]]] = field(default_factory=list)
+
+    def passes(self, session: Session, step: int, *, exact: bool = False) -> None:
+        """Remember the random state of the next step, whose batches are drawn; take a snapshot if one is due.
+
+        The step after one that had to be returned to gets a snapshot at once, because failures come in a row.
+
+        Args:
+            session: The run; a session other than the last one starts anew.
+            step: The next step.
+            exact: Take a snapshot in any case, because nothing between two of them could be replayed.
+        """
+        self._last = self._states[step] = session.random_state(self._last)
+        due = exact or self.is_due(session, step)
+        if session is not self._session:
+            self._ring.clear()
+        self._let_go(step)
+        if due:
+            if not self.behind:
+                self._ring.clear()  # never two of them
+            elif len(self._ring) > 1:  # taken for a failure: the older one still leads far enough back
+                self._ring.pop()
+            self._ring.append((step, session.snapshot()))
+            self._session, self._fired = session, False
+        session.keep_steps(self._is_needed)
+
+    def is_due(self, session: Session, step: int) -> bool:
+        """Is a snapshot to be taken before this step?"""
+        if self._fired or not self._ring or session is not self._session:
+            return True
+        return step - self._ring[-1][0] >= max(stretch(self.steps), self.behind)
+
+    def random_state(self, step: int) -> RandomState:
+        """Returns the generators' states at the start of a step, after its batches were drawn."""
+        return self._states[step]
+
+    def also(self, step: int, snapshot: Snapshot) -> None:
+        """Keep the batches that a trial from this snapshot may need, as long as it lives.
+
+        Args:
+            step: The step that it stands before.
+            snapshot: A snapshot that is held elsewhere.
+        """
+        self._given.append((step, weakref.ref(snapshot)))
+
+    @property
+    def nearest(self) -> Snapshot:
+        """The last snapshot."""
+        return self._nearest[1]
+
+    @property
+    def begin(self) -> int:
+        """The first step that it leads to; 0 where no step has begun."""
+        return self._ring[0][0] if self._ring else 0
+
+    @property
+    def farthest(self) -> Snapshot:
+        """The snapshot before step `begin`."""
+        return self._ring[0][1]
+
+    @property
+    def _nearest(self) -> tuple[int, Snapshot]:
+        if not self._ring:
+            raise AssertionError("no step has begun")
+        return self._ring[-1]
+
+    def to(self, step: int) -> Snapshot:
+        """Returns the state before a step that has just run; the session is left where it is.
+
+        Args:
+            step: The last step that was passed to `passes`.
+        """
+        session, (at, snapshot) = self._session, self._nearest
+        self._fired = True
+        if session is not None and at < step:
+            now = session.snapshot()
+            snapshot.restore()
+            for earlier in range(at, step):
+                self._states[earlier].restore()
+                session.step(earlier)
+            self._states[step].restore()
+            snapshot = session.snapshot()
+            now.restore()
+        self._given = [(at, given) for at, given in self._given if given() is not None]
+        self._given.append((step, weakref.ref(snapshot)))
+        return snapshot
+
+    def _let_go(self, step: int) -> None:
+        """Let go of what leads no further back than a later snapshot that is far enough back itself."""
+        while len(self._ring) > 1 and self._ring[1][0] <= step - self.behind:
+            self._ring.popleft()
+        for old in [earlier for earlier in self._states if earlier < self.begin]:
+            del self._states[old]
+
+    def _is_needed(self, step: int) -> bool:
+        """May this step's batches be needed again: on the way back, or by a trial from a snapshot in use?"""
+        return step >= self.begin or any(at <= step <= at + TRIED for at, given in self._given if given() is not None)

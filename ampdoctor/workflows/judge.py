@@ -1,0 +1,550 @@
+"""Decides whether a step is sick, what its cause is, and which findings have one cause in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.optimizer.step_counters import RULE as COUNTERS
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES, diverging_finding
+from ampdoctor.diagnosis.replay.bad_state import beside_finding, harms_beside_alone
+from ampdoctor.diagnosis.replay.births import finding_of_birth
+from ampdoctor.diagnosis.replay.causes import (
+    Cause,
+    cause_of,
+    culprits,
+    excess_binades,
+    independent,
+    past_the_scaler,
+    scale_may_cure,
+)
+from ampdoctor.diagnosis.replay.dead_scale import (
+    collapsed_saved_scale_finding,
+    collapsed_scale_finding,
+    dead_scaler_finding,
+)
+from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
+from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
+from ampdoctor.diagnosis.replay.scaler_verdict import (
+    MAKE_ONCE,
+    PERSISTS,
+    scale_kills,
+    times_begun_again,
+    verdict_on_skips,
+)
+from ampdoctor.diagnosis.updates.stuck_state import RULE as STUCK
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
+from ampdoctor.evidence.of_runs.proof import ReplayedStep
+from ampdoctor.evidence.report import ErrorNote, Finding, Prescription, Severity
+from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.workflows.changes import loss_scale
+from ampdoctor.workflows.prescribe import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.repairs import put_right, repair
+from ampdoctor.workflows.trials import AFTER, SHOWN, Trials, replayed
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+    from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.close_look import CloseLook
+
+
+# Decides whether a step is sick: births give the cause, the cause a prescription. A skipped step may be healthy.
+
+
+CULPRITS = 8
+"""Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
+
+SEVERAL = 3
+"""Steps in a row whose skipping has to be explained, although the scaler takes steps after them: one or two are a scale
+that has just been doubled, or an unusual batch."""
+OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
+"""Causes to which growing weights lead."""
+
+
+@dataclass(slots=True)
+class _Skip:
+    """A skipped step that a lower loss scale may explain. It is kept until the run shows whether the scaler settles."""
+
+    step: int
+    snapshot: Snapshot
+    birth: Birth
+    optimizers: frozenset[str] = frozenset()
+    steps: int = 1
+
+    @property
+    def unexplained(self) -> bool:
+        """Have several steps in a row been skipped, and fewer than would bring the overflow into its format?"""
+        return SEVERAL <= self.steps < (excess_binades(self.birth) or 0.0)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Non-finite gradients of a step that only accumulates; kept until an optimizer uses them or a scaler skips."""
+
+    snapshot: Snapshot
+    births: tuple[Birth, ...]
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges the steps of a run one by one, and its scaler at the end.
+
+    Attributes:
+        look: The run, and the way back to its steps.
+        steps: Number of steps that were asked for.
+        start_scale: The loss scale before step 0; None if no scaler is enabled.
+        start: The state before step 0.
+        fresh: The scale at which the factory's scaler starts, where the checkpoint's has collapsed.
+        earlier: A step before the one that is judged, and the state before it: a change for good must not break what
+            lies between. None: step 0.
+        findings: What is sick.
+        errors: What could not be explained.
+        births: The birth that a finding names or rests on, by the finding's fingerprint.
+    """
+
+    look: CloseLook
+    steps: int
+    start_scale: float | None
+    start: Snapshot | None = None
+    fresh: float | None = None
+    findings: list[Finding] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)
+    births: dict[str, Birth] = field(default_factory=dict)
+    earlier: tuple[int, Snapshot] | None = None
+    _skipped: set[int] = field(default_factory=set)
+    _replayed: list[ReplayedStep] = field(default_factory=list)
+    _unsettled: _Skip | None = None
+    _unexplained: _Skip | None = None
+    _pending: _Pending | None = None
+    _raised: str | None = None
+
+    def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """Did this step do harm? If so, add its findings.
+
+        Gradients of a step that only accumulates are judged in the step whose optimizer uses them.
+
+        Args:
+            snapshot: The state before the step.
+            outcome: How the step ended.
+            sentinel: The probe that watched it.
+        """
+        sightings = sentinel.sightings
+        sinks = sightings.sinks
+        self._raised = outcome.raised
+        self._replayed.append(replayed(outcome, sinks))
+        if outcome.skipped:
+            self._skipped.add(outcome.step)
+        used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
+        used = used or outcome.raised is not None  # nothing comes after it
+        if used and (not outcome.skipped or self._has_settled(outcome)):
+            self._keep_unexplained()
+            self._unsettled = None
+        pending, self._pending = self._pending, None
+        if not outcome.harms(sinks) and not outcome.skipped:
+            self._pending = None if used else pending
+            return False
+        if pending is not None and not used:
+            self._pending = pending
+            return False
+        trace = self.look.trace(snapshot, outcome, sentinel)
+        births = culprits(trace) if trace is not None else ()
+        if outcome.raised is not None:  # a check of the user's raised, or a mistake of theirs in a healthy step
+            births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
+        if not used and births and all(sink.startswith("grad:") for sink in sinks):
+            self._pending = _Pending(snapshot, births)
+            return False
+        if pending is not None:
+            new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
+            births, snapshot = (*pending.births, *new), pending.snapshot
+        return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _keep_unexplained(self) -> None:
+        """Remember the first skips that ended, though the scale had not come down to what they need."""
+        if self._unexplained is None and self._unsettled is not None and self._unsettled.unexplained:
+            self._unexplained = self._unsettled
+
+    def _has_settled(self, outcome: StepOutcome) -> bool:
+        """Has each optimizer whose update was skipped first made one since? Another's may be skipped now."""
+        skip = self._unsettled
+        own = {event.optimizer for event in outcome.updates_skipped}
+        stepped = {event.optimizer for event in outcome.events if event.kind == "optimizer_step"}
+        return skip is not None and bool(skip.optimizers) and skip.optimizers <= stepped - own
+
+    def _judge(
+        self,
+        trace: Trace | None,
+        births: tuple[Birth, ...],
+        outcome: StepOutcome,
+        sightings: Sightings,
+        snapshot: Snapshot,
+    ) -> bool:
+        """Is this step sick? If so, add its findings. A step that a scaler skips may be healthy."""
+        if not births:
+            if outcome.skipped or (trace is not None and trace.unattributed):
+                self.errors.append(
+                    ErrorNote(
+                        what=f"step {outcome.step}",
+                        kind="unattributed",
+                        message=_unattributed(outcome.step, sightings.sinks),
+                    )
+                )
+                return bool(trace is not None and trace.unattributed)
+            return False  # the cheap sum fired on finite values
+        if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
+            # one update's overflow is the scaler's affair, where another's gradients are lost at every scale
+            births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
+        main = births[0]
+        if outcome.loses_updates and scale_may_cure(births, sightings):
+            if outcome.skipped and self._unsettled is not None:
+                self._unsettled.steps += 1
+            elif outcome.skipped:
+                by = frozenset(event.optimizer for event in outcome.updates_skipped)
+                self._unsettled = _Skip(main.where.step or 0, snapshot, main, by)
+            return False
+        if harms_beside_alone(main):
+            self._add(beside_finding(main), main)
+            return True
+        if scale_kills(main, outcome.scale_before):
+            own = main.where.phase == "scaler"
+            phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"
+            where = main.where if own else Where(step=outcome.step, phase=phase, op="scaler_state")
+            self._add(self.dead_scaler(snapshot, where, outcome.scale_before), main)
+            return True
+        cause = cause_of(main)
+        if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
+            finding = unguarded_step_finding(main, outcome.scale_before)
+            trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+            cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
+            self._add(replace(finding, prescription=cure), main)
+            return True
+        self._prescribe(births, cause, snapshot, outcome)
+        return True
+
+    def _prescribe(self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome) -> None:
+        """Add a finding for each independent birth, with the change that cures them together."""
+        main, *rest = independent(births)
+        session = self.look.session
+        steps = self._known_steps(outcome.step + 1)
+        trials = self._trials(snapshot, main.where.step or 0, steps, settles=cause != "backward_overflow")
+        cure = prescribe(main, cause, trials, session, others=rest)
+        if self._diverges(main, cause, cure, trials):
+            return
+        if not session.precision.reduced and cause in OVERFLOWS and cure.status == "intervention":
+            cure = _unless_diverging(cure, trials)
+        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified:
+            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
+        if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
+            cause = "grad_overflow"
+        if cure.kind == "fp32_modules" and cure.verified:
+            # a birth in the backward that is cured although its own module is unchanged was a consequence
+            rest = [b for b in rest if b.where.module in cure.value or b.where.phase == main.where.phase == "forward"]
+        finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
+        finding = replace(finding, help=cure.detail) if cure.detail in {FP32_FAILS, DIVERGES} else finding
+        self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
+        first = cause_of(main)
+        batch = next((birth for birth in (main, *rest) if birth.origin == "data"), None)
+        # a batch is bad as a whole: returns and advantages are made of the same rewards
+        apart = [birth for birth in rest if birth.origin != "data" or birth is batch]
+        for birth in apart[: CULPRITS - 1]:
+            own = cause if cause_of(birth) == first else None
+            self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
+
+    def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
+        """Returns findings about the state before step 0, with the run tried on repaired state.
+
+        Args:
+            findings: Findings that each name their tensor.
+            start: The state before step 0.
+        """
+        if not findings or not self.look.session.has_step(0):
+            return list(findings)
+        cure = repair([finding.where for finding in findings], self.trials_of_state(start))
+        return [replace(finding, prescription=cure) for finding in findings]
+
+    def trials_of_state(self, start: Snapshot) -> Trials:
+        """Returns the trials of step 0 for changes of the state before it."""
+        return self._trials(start, 0, self._known_steps(1), settles=True)
+
+    def collapsed_scale(self, severity: Severity, *, harmed: bool) -> Finding | None:
+        """What is to be said of a checkpoint's scale that has collapsed; None where the run needs one as low.
+
+        A run without other harm is tried with a fresh scaler: if that does not come down to a scale at which it takes
+        steps, before it is below 1, the gradients are as large as that.
+
+        Args:
+            severity: How bad a scan calls it.
+            harmed: The run has come to harm otherwise.
+        """
+        if self.fresh is None or self.start is None or self.start_scale is None:
+            return None
+        value, detail = {"init_scale": self.fresh}, "Resume with a fresh scaler instead of the stored state."
+        if harmed:
+            reason = "replayed together with the change of what overflows, not by itself"
+            cure = Prescription(kind="scaler", value=value, status="not_run", reason=reason, detail=detail)
+            return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity)
+        cure = self.trials_of_state(self.start).attempt("scaler", value, loss_scale(self.fresh), detail)
+        return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity) if cure.verified else None
+
+    def dead_scale(self) -> float | None:
+        """The loss scale before step 0, where it is one with which every step does harm."""
+        return self.start_scale if self.start_scale is not None and is_dead(self.start_scale) else None
+
+    def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
+        """Returns the finding for a dead scale, after a trial with a fresh scaler.
+
+        Args:
+            snapshot: The state before the step.
+            where: The place where the scale does harm, or the checkpoint.
+            scale: The dead scale.
+        """
+        step = where.step or 0
+        trials = self._trials(snapshot, step, self._known_steps(step + 1))
+        return dead_scaler_finding(scale or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
+
+    def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
+        """Judge skips at a high scale: healthy once a step is taken; otherwise the scale is at fault, or none works.
+
+        Args:
+            outcomes: The outcomes of all steps.
+            lost: The checkpoint's settled or collapsed scaler, if the run does not continue it.
+        """
+        skip = self._unsettled
+        if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
+            self._keep_unexplained()
+            skip = None  # a scaler at work
+        over = self._unexplained if skip is None else None
+        skip = skip or over
+        told = self._not_continued(lost, skip, outcomes) if lost is not None else None
+        if told is not None:
+            self._add(told, skip.birth if skip is not None else None)
+        elif skip is not None:
+            trials = self._trials(skip.snapshot, skip.step, len(outcomes))
+            session = self.look.session
+            later = [event for o in outcomes[skip.step :] for event in o.updates_skipped]
+            scales = [event.scale or 1.0 for event in later if event.optimizer in skip.optimizers]
+            used = scales[0] if scales else None
+            if over is not None and self._fits_lower(skip, used):
+                return  # the gradients of a few batches are larger than those after them
+            cure = scale_cure(skip.birth, trials, session, used)
+            cures = cure is not None and cure.verified
+            begun_again = times_begun_again(outcomes[skip.step :], skip.optimizers)
+            verdict = verdict_on_skips(
+                skip.birth,
+                scales=scales,
+                steps=skip.steps if over is not None else len(outcomes) - skip.step,
+                cures=cures,
+                updated=any(event.kind == "update" for outcome in outcomes for event in outcome.events),
+                hopeless=not cures and trials.reference() is None,
+                begun_again=begun_again,
+            )
+            prescription = cure if cures else prescribe(skip.birth, verdict.cause, trials, session)
+            if self._diverges(skip.birth, verdict.cause, prescription, trials):
+                return
+            finding = finding_of_birth(
+                skip.birth, cause=verdict.cause, prescription=prescription, severity=verdict.severity
+            )
+            if begun_again and cures:
+                finding = _of_new_scalers(finding, scales, begun_again)
+            elif verdict.advice:
+                finding = replace(finding, help=f"{verdict.advice} {finding.help}")
+            self._add(finding, skip.birth)
+
+    def _fits_lower(self, skip: _Skip, used: float | None) -> bool:
+        """Is the skipped step well at some lower scale? What comes after it does not count: it was never taken."""
+        alone = self._trials(skip.snapshot, skip.step, skip.step + 1)
+        cure = scale_cure(skip.birth, alone, self.look.session, used)
+        return cure is not None and cure.verified
+
+    def held_back(self, last: int, steps: int) -> None:
+        """Judge steps that the user's own check skips for their gradients: healthy, unless none is taken any more.
+
+        Args:
+            last: Number of steps at the end that were skipped like this.
+            steps: Number of steps of the whole run.
+        """
+        pending = self._pending
+        if pending is None or last < min(PERSISTS, steps):
+            return
+        birth, *rest = pending.births
+        trials = self._trials(pending.snapshot, birth.where.step or 0, steps)
+        cause = cause_of(birth)
+        lower = scale_cure(birth, trials, self.look.session) if cause == "backward_overflow" else None
+        cured = lower is not None and lower.verified
+        cure = lower if cured else prescribe(birth, cause, trials, self.look.session, others=rest)
+        if self._diverges(birth, cause, cure, trials):
+            return
+        settles = cure is not None and cure.kind == "init_scale" and cure.verified
+        finding = finding_of_birth(
+            birth,
+            cause="grad_overflow" if settles else cause,
+            prescription=cure,
+            others=rest,
+            severity="warning" if settles else "error",
+        )
+        self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
+
+    def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
+        """Does no change cure an overflow in half, and fp32 diverges too? Then add a finding on the updates."""
+        if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
+            return False
+        losses = trials.diverges()
+        if not losses:
+            return False
+        self._add(diverging_finding(birth, losses), birth)
+        return True
+
+    def _add(self, finding: Finding, birth: Birth | None) -> None:
+        self.findings.append(finding)
+        if birth is not None:
+            self.births.setdefault(finding.fingerprint, birth)
+
+    def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding | None:
+        """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it.
+
+        One that has collapsed is not to be gone on with, unless it is what lets a run that skips its steps take them:
+        the gradients are as large as that. None where it does not.
+        """
+        own = outcomes[0].scale_before
+        collapsed = lost.collapsed and (own is None or own >= 1)
+        if skip is None:
+            return (collapsed_saved_scale_finding if collapsed else lost_scale_finding)(lost, own)
+        trials = self._trials(skip.snapshot, skip.step, len(outcomes))
+        cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
+        return None if collapsed and not cure.verified else lost_scale_finding(lost, own, skip.birth, cure)
+
+    def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
+        look = self.look
+        make = partial(Trials, look.session, snapshot, step, steps, settles=settles, fresh=self.fresh)
+        make = partial(make, raised=self._raised, without=self._replayed)
+        if look.rewinds:
+            begin, before = self.earlier or (0, self.start)
+            known = before is not None and step > begin
+            return make(before=(before, frozenset(self._skipped)) if known else None, begin=begin)
+        return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
+
+    def _known_steps(self, known: int) -> int:
+        """Returns how many steps have batches, so that a trial may run past the bad one."""
+        last = min(known + AFTER + 1, self.steps)
+        while known < last and self.look.session.has_step(known):
+            known += 1
+        return known
+
+
+def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
+    what = sinks[0] if sinks else "a gradient"
+    where = "in another thread, or outside torch's dispatcher"
+    return f"step {step}: {what} is non-finite, but no op was seen to make it so ({where}?)"
+
+
+def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:
+    """A bound on one op's operands is no cure of a run in fp32 that its updates drive beyond the finite."""
+    if not trials.diverges():
+        return cure
+    reason = "how large a step the run bears is not tried"
+    return Prescription(kind="code", value=DIVERGES, status="not_run", detail=DIVERGES, reason=reason)
+
+
+def _of_new_scalers(finding: Finding, scales: Sequence[float], begun_again: int) -> Finding:
+    """The scale would settle, but the scaler is made anew before it has."""
+    lower = finding.prescription
+    made_once = Prescription(
+        kind="code",
+        value=MAKE_ONCE,
+        status="not_run",
+        reason="the steps that a scaler needs to settle are more than a proof replays",
+        detail=MAKE_ONCE,
+        alternatives=() if lower is None else (replace(lower, alternatives=()), *lower.alternatives),
+    )
+    starts = f"the loss scale is back at {max(scales):g} {begun_again} times after a skip: the GradScaler is made anew"
+    return replace(
+        finding,
+        message=f"{starts}, as in each epoch, and no update is made; {finding.message}",
+        evidence={**finding.evidence, "begun_again": begun_again, "begins_at": max(scales)},
+        where=replace(finding.where, source=None, forward_source=None),
+        help="Make the GradScaler once, before the epochs; or start it at an init_scale that fits.",
+        prescription=made_once,
+    )
+
+
+# One cause, one finding: of harm that stayed finite first, and of step counters that a checkpoint brought along.
+
+
+LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
+"""Causes of harm that stays finite for some steps, and is then not; weights that stand still make no NaN."""
+
+
+def led_on(earlier: Sequence[Finding], later: Sequence[Finding]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Returns the earlier findings that may be why, and the later ones that they do not account for.
+
+    Where one change was shown to cure both, they have one cause: the earlier finding tells of the later step.
+
+    Args:
+        earlier: What was found in finite steps.
+        later: What was found in a step after them.
+    """
+    first = [finding for finding in earlier if finding.cause in LEADS_ON]
+    left = list(later)
+    told: list[Finding] = []
+    for finding in first:
+        same = [one for one in left if _one_cure(finding, one)]
+        left = [one for one in left if one not in same]
+        then = [{"step": f.where.step, "op": f.where.op, "nonfinite": f.where.nonfinite} for f in same]
+        told.append(replace(finding, evidence={**finding.evidence, "then": then}) if then else finding)
+    return tuple(told), tuple(left)
+
+
+def _one_cure(first: Finding, later: Finding) -> bool:
+    one, other = first.prescription, later.prescription
+    if one is None or other is None or (one.kind, one.value) != (other.kind, other.value):
+        return False
+    return one.status == other.status and one.status in SHOWN
+
+
+def unproved_while_misused(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings; none has a proved cure while a step's calls on its scaler are out of order.
+
+    What a replay shows of such a loop holds up to the next step that the scaler skips, or scales otherwise.
+    """
+    broken = next((f for f in findings if f.code == MISUSE.code and _is_of_calls(f)), None)
+    return [one if broken is None or _is_of_calls(one) else _unproved(one, broken) for one in findings]
+
+
+def _is_of_calls(finding: Finding) -> bool:
+    return finding.cause == "scaler_misuse" and finding.severity == "error" and finding.where.op != "scaler_state"
+
+
+def _unproved(finding: Finding, broken: Finding) -> Finding:
+    cure = finding.prescription
+    if cure is None or not cure.verified:
+        return finding
+    reason = f"no proof as long as the order of the scaler's calls is broken ({broken.where.op}): mend that first"
+    return replace(finding, prescription=replace(cure, status="not_run", reason=reason, proof=None))
+
+
+def told_once(
+    of_state: Sequence[Finding], beside: Sequence[Finding]
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Returns both kinds of findings, with what they say of the same step counters said by one of them.
+
+    The state before step 0 has the first word: it has the length of the updates. Only where a counter stopped in a
+    later step, and the state's note says that it will, it is the steps that know.
+
+    Args:
+        of_state: What was found in the state before step 0.
+        beside: What was found in the steps beside fp32.
+    """
+    counters = [finding for finding in of_state if finding.code == COUNTERS.code]
+    named = {f"optimizer:{where.tensor}.step" for finding in counters for where in (finding.where, *finding.also)}
+    same = [finding for finding in beside if finding.code == STUCK.code and _all_of(finding, named)]
+    stopped = any(finding.severity != "note" for finding in same)
+    untold = counters if stopped and all(finding.severity == "note" for finding in counters) else same
+    return tuple(f for f in of_state if f not in untold), tuple(f for f in beside if f not in untold)
+
+
+def _all_of(finding: Finding, named: set[str]) -> bool:
+    """Does the finding speak of these tensors alone? It lists the first of many."""
+    return named.issuperset(finding.evidence["tensors"]) and finding.evidence["tensors_count"] <= len(named)

@@ -1,0 +1,175 @@
+"""Listeners of a training's log while it runs: the judge that raises alerts, and the exports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.run_log.files import logs_in
+from ampdoctor.evidence.run_log.lines import AlertLine, Line, Stamped, StepLine
+from ampdoctor.evidence.run_log.text import kind_of, line_of
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.to_write import place_of
+from ampdoctor.health.reading.opening import FoundLog
+from ampdoctor.health.reading.our_log import AMPDOCTOR
+from ampdoctor.health.sinks.apart import Apart
+from ampdoctor.health.sinks.exporting import Exporter
+from ampdoctor.health.sinks.given import sink_of
+from ampdoctor.health.sinks.sink import Sink
+from ampdoctor.health.sinks.table import Export, export_of
+from ampdoctor.workflows.output_files import refuse_of_log
+
+if TYPE_CHECKING:
+    from ampdoctor.live.log.run_log import RunLog
+
+
+# `Alerting`: judges a run while it goes on, from its own log, on a thread of its own.
+
+
+OnAlert = Callable[[Finding], None]
+_LOUD = ("error", "warning")
+_ENOUGH_BYTES = 4 * 2**20
+"""Of the end of a log: some ten thousand steps, of which the judge remembers a few hundred."""
+
+
+class Alerting:
+    """Hears the lines of a log; what the judge finds becomes a line of it, a sentence, and a call of a user's function.
+
+    Args:
+        write: Takes a line for the log.
+        say: Told an alert in a line; notes are in the log alone.
+        thresholds: Those in force.
+        on_alert: The user's own, told each alert, notes too; None for none. What it raises is said once, and it is
+            called no more.
+        earlier: Steps of the process that this one has taken the place of; read on the judge's thread.
+
+    Attributes:
+        fired: The name of the last rule that fired loudly and that nobody has taken notice of yet.
+        errors: The last error of each rule, by its code.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Line], None],
+        say: Callable[[str], None],
+        thresholds: Thresholds,
+        on_alert: OnAlert | None = None,
+        earlier: Iterable[StepLine] = (),
+    ) -> None:
+        self.fired: str | None = None
+        self.errors: dict[str, Finding] = {}
+        self._judge = Judge(thresholds)
+        self._write, self._say, self._on_alert = write, say, on_alert
+        self._earlier: Iterable[StepLine] | None = earlier
+
+    def hear(self, whole: Stamped) -> None:
+        """Told of a line of the log."""
+        if self._earlier is not None:
+            for step in self._earlier:
+                self._judge.hear(step)
+            self._judge.resumes()
+            self._earlier = None
+        for finding in self._judge.hear(whole.line):
+            self._write(AlertLine(step=finding.where.step or 0, finding=finding))
+            if finding.severity == "error":
+                self.errors[finding.code] = finding
+            if finding.severity in _LOUD:
+                self.fired = finding.name
+                whose = finding.evidence.get("optimizer")  # said where there are several
+                at = f"step {finding.where.step}" + (f" of {whose}" if whose else "")
+                self._say(f"{finding.severity} {finding.code} at {at}: {finding.message}")
+            self._tell(finding)
+
+    def taken(self) -> str | None:
+        """Returns the rule that has fired since this was last asked; None if none has."""
+        fired, self.fired = self.fired, None
+        return fired
+
+    def _tell(self, finding: Finding) -> None:
+        if self._on_alert is None:
+            return
+        try:
+            self._on_alert(finding)
+        except Exception as error:  # noqa: BLE001 - somebody else's function, on our thread
+            self._on_alert = None
+            self._say(f"on_alert is called no more: {type(error).__name__}: {error}")
+
+
+def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]:
+    """Reads the last steps that a rank's process before this one has logged; none where it was the first.
+
+    Args:
+        folder: Of the log, in which this process has a file by now.
+        rank: Of the process.
+        restarts: How often it was started anew.
+    """
+    if not restarts:
+        return
+    with suppress(OSError):
+        *before, _ = logs_in(os.listdir(folder)).get(rank, [""])  # noqa: PTH208 - names are all that is wanted
+        for name in before[-1:]:
+            with Path(folder, name).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _ENOUGH_BYTES))
+                for text in file.read().splitlines():
+                    with suppress(ValueError):  # the first and the last may be cut off
+                        whole = line_of(text) if kind_of(text) == "step" else None
+                        if whole is None or whole.stamp.restarts != restarts - 1:
+                            continue
+                        if isinstance(whole.line, StepLine):
+                            yield whole.line
+
+
+# Where a training's log goes while it runs: what was asked for, as listeners of the log.
+
+
+def exports_of(given: Iterable[Any]) -> tuple[Export | Sink, ...]:
+    """Returns what was asked for.
+
+    Args:
+        given: Texts like `tensorboard=DIR`, and objects that are sinks.
+
+    Raises:
+        UsageError: One of them is neither, or its library is not installed.
+    """
+    if isinstance(given, str):
+        given = (given,)
+    return tuple(export_of(one) if isinstance(one, str) else sink_of(one) for one in given)
+
+
+def refuse_log(exports: Iterable[Export], log: FoundLog) -> None:
+    """Refuses exports that would write over the log that is read, or beside it what would be read the next time.
+
+    Raises:
+        UsageError: One of them would.
+    """
+    read = {place_of(log.folder / name) for name in log.names}
+    for one in exports:
+        for file in one.files(log.folder.absolute().name):
+            if place_of(file) in read:
+                raise UsageError(f"--export {one}: cannot write {file}: it is what is to be read")
+            if log.kind is AMPDOCTOR:
+                refuse_of_log(file, log.folder)
+            elif is_folder(Path(log.typed)) and place_of(Path(file).parent) == place_of(log.folder):
+                raise UsageError(f"--export {one}: the next run would read {file} as a log as well; name another place")
+
+
+def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
+    """Has sinks listen to a log: those with a library in processes of their own, a user's object here, on a thread."""
+    for one in exports:
+        if isinstance(one, Export):
+            far = Apart(one)
+            log.listen(far.hear, name=f"the export {one}", end=far.close, dropped=far.abandon)
+        else:
+            near = _near(one)
+            log.listen(near.hear, name=f"the export {type(one).__name__}", idle=near.idle, end=near.close)
+
+
+def _near(sink: Sink) -> Exporter:
+    return Exporter(lambda _: sink, often=True)

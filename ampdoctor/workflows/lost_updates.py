@@ -1,0 +1,487 @@
+"""Updates that are lost or wrong in finite numbers: of all parameters, and tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.diagnosis.ranges.starved_parameters import common_module, shown_in, starved, starved_finding
+from ampdoctor.diagnosis.replay.births import finding_of_birth, is_absorbed
+from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnation_finding, unmoved
+from ampdoctor.diagnosis.updates.frozen_parameters import frozen, frozen_finding, severity_of
+from ampdoctor.diagnosis.updates.stuck_state import counting, counting_finding, owner_of, stuck, stuck_finding
+from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, made_zero, wrong_step_finding
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.where import Where
+from ampdoctor.probes.altering.intervene import address_at
+from ampdoctor.probes.cheap.gradients import DistanceProbe
+from ampdoctor.probes.trace.writes import last_written
+from ampdoctor.workflows import changes as change
+from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
+from ampdoctor.workflows.rerun_step import (
+    Again,
+    Place,
+    first_wrong_op,
+    in_code,
+    last_op,
+    noise,
+    tensors_in_fp32,
+    too_few,
+    traced,
+    without_casts,
+)
+from ampdoctor.workflows.step_beside_fp32 import compared, kept, moved, stepped
+from ampdoctor.workflows.trials import Trials, first_cure
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
+    from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside, StateBeside, Trace
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.step_beside_fp32 import Kept, Known
+
+
+# Tries what lets tensors move that stand still in half: fp32 for modules or for everything, code without casts.
+
+
+def standing_still(
+    session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation
+) -> Finding | None:
+    """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
+
+    None where nothing is lost by it: the optimizer rounds by chance, or keeps what rounding loses.
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the step.
+        comparison: The step beside fp32.
+        stagnation: What stands still.
+    """
+    if _lost_nothing(Again(session, before, comparison.step), stagnation):
+        return None
+    step, still = comparison.step, unmoved(comparison)
+    if not still or rounded_away(still):
+        cure = stagnation_cure(session, before, step, stagnation)
+        return replace(stagnation_finding(step, stagnation), prescription=cure)
+    cure = stagnation_cure(session, before, step, stagnation, in_code=True)
+    return zeroed_by_an_op(session, before, step, still, cure) or replace(
+        stagnation_finding(step, stagnation), prescription=cure
+    )
+
+
+def zeroed_by_an_op(
+    session: Session, before: Snapshot, step: int, still: Sequence[ParameterBeside], cure: Prescription
+) -> Finding | None:
+    """Returns the finding for an overflow that makes updates zero: a trust or clip factor of something over infinity.
+
+    None where no infinity of the step is gone before it reaches the loss, a gradient or the run's state.
+
+    Args:
+        session: The session; it is left after the step.
+        before: The state before the step.
+        step: The step.
+        still: The parameters whose updates are zero.
+        cure: What lets them move.
+    """
+    births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
+    if not births:
+        return None
+    found = finding_of_birth(births[0], prescription=cure, others=births[1:])
+    names = ", ".join(p.name for p in still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
+    stand = "stands" if len(still) == 1 else "stand"
+    evidence = {**found.evidence, "stands_still": [p.name for p in still[:16]], "stands_still_count": len(still)}
+    return replace(
+        found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence
+    )
+
+
+def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
+    if again.written().draws:
+        return True
+    names = {name for update in stagnation.updates for name in update.tensors}
+    return names <= again.kept_elsewhere()
+
+
+def stagnation_cure(
+    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, in_code: bool = False
+) -> Prescription:
+    """Try fp32 for what is trained, then for everything: do the weights that move in fp32 now move?
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the step.
+        step: The step.
+        stagnation: What stands still.
+        in_code: Code that casts to half may be why.
+    """
+    if change.mostly_frozen(session):
+        words = change.TRAINED_IN_FP32
+        plan = Prescription(kind="code", value=words, status="not_run", detail=words)
+        alone = _moves_with(session, before, step, stagnation, plan=plan, tried=change.trained_in_fp32)
+        if alone.verified:
+            return replace(alone, status="intervention")
+    plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
+    wide = change.compute_dtype("fp32")
+    cure = _moves_with(session, before, step, stagnation, plan=plan, tried=wide)
+    if cure.verified or not in_code:
+        return cure
+    advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
+    plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
+    code = _moves_with(session, before, step, stagnation, plan=plan, tried=without_casts(wide))
+    if code.verified:
+        return replace(code, status="intervention", alternatives=(cure,))
+    return cure
+
+
+def _moves_with(
+    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, plan: Prescription, tried: change.Change
+) -> Prescription:
+    """The plan with what its replay shows."""
+    before.restore()
+    values = kept(session, trained=False)
+    try:
+        with tried(session):
+            stepped(session, step)
+            moves = moved(session, values).half
+    except AmpdoctorError as error:  # an update over tensors of two formats, which the user's code does not allow
+        return replace(plan, reason=f"the replay with the change cannot run: {error}")
+    names = [name for update in stagnation.updates for name in update.tensors]
+    expected = sum(update.moved for update in stagnation.updates)
+    now = sum(int((moves[name] != 0).sum()) for name in names)
+    if now > 0.9 * expected:
+        return replace(plan, status="verified")
+    return replace(plan, status="failed", reason=f"{now} of {expected} elements move with it")
+
+
+# A learning rate that is still coming up: does what stands still at it move at the rate that it comes up to?
+#
+# In a model that is bf16 throughout, the first steps of nearly every warm-up move nothing, and no harm comes of it.
+
+
+Rates = Mapping[tuple[str, int], float]
+"""A learning rate for each group, by optimizer and position."""
+
+RISING = 0.99
+"""Share of a group's full rate below which it is still coming up; a decay begins nearer to it."""
+
+
+def at_full_rate(session: Session, start: Snapshot, before: Snapshot, step: int) -> Comparison | None:
+    """Replay a step and its twin in fp32 with the learning rates that a warm-up brings them to.
+
+    A group's full rate is what torch's schedulers note down (`initial_lr`), else what it had before the first step: a
+    loop that sets the rate by hand begins with the optimizer's own.
+
+    Args:
+        session: The session; it is left at the start of the step.
+        start: The state before step 0.
+        before: The state before the step.
+        step: The step.
+
+    Returns:
+        The step beside fp32; None where the rates are not below their full ones, or it cannot be run so.
+    """
+    start.restore()
+    full = _full(session)
+    before.restore()
+    used: dict[tuple[str, int], float] = {}
+    values = kept(session)
+    try:
+        with session.reference(), _held_at(session, full, used):
+            wide, reference = stepped(session, step)
+            there = moved(session, values)
+        before.restore()
+        if not any(rate < RISING * full[group] for group, rate in used.items()):
+            return None
+        beside = DistanceProbe(wide.gradients, wide.times)
+        with _held_at(session, full, {}), session.watched(beside):
+            outcome = session.step(step)
+        here = moved(session, values)
+        return compared(session, step, (outcome, reference), beside.distances, (values, here, there))
+    except AmpdoctorError:
+        return None
+    finally:
+        before.restore()
+
+
+def _full(session: Session) -> Rates:
+    return {
+        (name, at): max(_number(group.get("initial_lr")), _number(group.get("lr")))
+        for name, optimizer in session.optimizers.items()
+        for at, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _number(rate: Any) -> float:
+    return float(rate) if rate is not None else 0.0
+
+
+@contextmanager
+def _held_at(session: Session, full: Rates, used: dict[tuple[str, int], float]) -> Iterator[None]:
+    """Inside, each group steps with its full rate; `used` is told the rate that it would have had."""
+    with ExitStack() as stack:
+        for name, optimizer in session.optimizers.items():
+
+            def raise_rates(optimizer: Optimizer, _args: Any, _kwargs: Any, name: str = name) -> None:
+                for at, group in enumerate(optimizer.param_groups):
+                    rate = _number(group.get("lr"))
+                    used.setdefault((name, at), rate)
+                    if rate < full.get((name, at), 0.0):
+                        group["lr"] = full[name, at]
+
+            stack.callback(optimizer.register_step_pre_hook(raise_rates).remove)
+        yield
+
+
+# What single tensors show over the compared steps of how they are written: frozen, stepped wrongly, stuck.
+
+
+NO_CASTS = "do not cast to half what is added to it"
+
+
+def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
+    """Is there nothing above a note in how single tensors are written?
+
+    Args:
+        compared: The steps.
+        thresholds: What counts.
+    """
+    steps = _moving(compared)
+    still = frozen(steps)
+    sick = still and severity_of(steps, still, thresholds) != "note"
+    return not (sick or far_from(steps, thresholds)[1] or made_zero(steps)[1] or stuck(compared)[1])
+
+
+def by_update(
+    place: Place, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
+) -> tuple[Finding, ...]:
+    """Returns what the compared steps show of how single tensors are written; the session is left in any state.
+
+    Args:
+        place: The run, at its start.
+        compared: The steps that were held beside fp32, and in which no rule saw anything.
+        thresholds: What counts.
+        known: Parameters of which something is said already.
+        seen: What was looked at in this run before; told where a warm-up is why something stands still.
+    """
+    steps = _moving(compared)
+    still = tuple(p for p in frozen(steps) if p.name not in known)
+    since, runs = far_from(steps, thresholds)
+    far = tuple(run for run in runs if run[0].name not in known)
+    when, zero = made_zero(steps)
+    zero = tuple(p for p in zero if p.name not in known)
+    at, states = stuck(compared)
+    findings: list[Finding | None] = []
+    if still and (again := Again.at(place, steps[0].step)):
+        still = _at_full_rate(again, place.start, still, seen)
+        findings.append(_frozen(again, steps, still, thresholds) if still else None)
+    if zero and (again := Again.at(place, steps[when].step)):
+        findings.append(_made_zero(again, zero))
+    if far and (again := Again.at(place, steps[since].step)):
+        findings.append(_stepped_wrongly(again, steps, since, far, thresholds[RATIO]))
+    if states and (again := Again.at(place, compared[at].step)):
+        findings.append(_stuck(again, compared, at, states))
+    if counters := counting(compared):
+        findings.append(counting_finding(compared, counters))
+    return tuple(finding for finding in findings if finding is not None)
+
+
+def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
+    """Returns the steps in which fp32 moves parameters: under a warm-up the first may have a learning rate of 0."""
+    return [step for step in compared if any(p.meant_to_move for p in step.parameters)]
+
+
+def _at_full_rate(
+    again: Again, start: Snapshot, still: Sequence[ParameterBeside], seen: Known
+) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that stand still at the learning rate that a warm-up comes up to as well."""
+    later = at_full_rate(again.session, start, again.before, again.step)
+    moves = frozenset(p.name for p in later.parameters if p.moved) if later is not None else frozenset[str]()
+    left = tuple(p for p in still if p.name not in moves)
+    seen.warm_up = seen.warm_up or len(left) < len(still)
+    return left
+
+
+def _frozen(
+    again: Again, steps: Sequence[Comparison], still: Sequence[ParameterBeside], thresholds: Thresholds
+) -> Finding | None:
+    writes = again.written()
+    left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
+    still = tuple(p for p in still if p.name not in left_out)
+    if not still or writes.draws:  # an optimizer that rounds stochastically moves a weight now and then
+        return None
+    severity = severity_of(steps, still, thresholds)
+    finding = frozen_finding(steps, still, severity, last_op(writes, still[0].name))
+    if severity == "note":
+        return finding
+    wanted = {p.name: p.meant_to_move for p in still}
+
+    def stay(now: Kept) -> str | None:
+        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
+
+    return replace(finding, prescription=again.in_fp32(stay))
+
+
+def _made_zero(again: Again, zero: Sequence[ParameterBeside]) -> Finding | None:
+    left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
+    zero = tuple(p for p in zero if p.name not in left_out)
+    wanted = {p.name: p.meant_to_move for p in zero}
+
+    def stay(now: Kept) -> str | None:
+        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
+
+    found = zeroed_by_an_op(again.session, again.before, again.step, zero, again.in_fp32(stay)) if zero else None
+    again.before.restore()
+    return found
+
+
+def _stepped_wrongly(
+    again: Again, steps: Sequence[Comparison], since: int, far: Sequence[tuple[ParameterBeside, ...]], ratio: float
+) -> Finding | None:
+    noisy = noise(again.session, again.before, again.step)
+    far = tuple(run for run in far if run[0].name not in noisy)
+    if not far:
+        return None
+    here, there = again.written(), again.written(wide=True)
+    largest = max((run[0] for run in far), key=lambda p: p.expected).name
+    op = first_wrong_op(here, there, largest, ratio) or last_op(here, largest)
+    meant = {run[0].name: run[0].expected_update for run in far}
+
+    def wrong(now: Kept) -> str | None:
+        for name, expected in meant.items():
+            apart = float(now.trained[name].norm()) / expected if name in now.trained else 0.0
+            if not 1 / ratio <= apart <= ratio:
+                return f"the update of {name} is still {apart:.2g} times fp32's"
+        return None
+
+    return replace(wrong_step_finding(steps, since, far, op), prescription=again.in_fp32(wrong))
+
+
+def _stuck(again: Again, compared: Sequence[Comparison], since: int, states: Sequence[StateBeside]) -> Finding | None:
+    copies = again.copies()
+    states = tuple(state for state in states if state.name not in copies)
+    if not states:
+        return None
+    written = last_written(again.written().writes.get(states[0].name, ()), again.step)
+    where = Where(step=again.step, phase="optimizer", op="aten.copy_") if written is None else written
+    finding = stuck_finding(compared, since, states, where)
+    return replace(finding, prescription=_unstuck(again, states))
+
+
+def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None:
+    """fp32 for the modules that hold them, or for everything, or for them alone, which only the user's code can do."""
+    wanted = {state.name: state.meant_to_move for state in states}
+    inside = list(dict.fromkeys(owner_of(state.name) for state in states if state.kind == "buffer"))
+
+    def stay(now: Kept) -> str | None:
+        return too_few({name: int((m != 0).sum()) for (_, name), m in now.states.items() if name in wanted}, wanted)
+
+    def attempts() -> Iterator[Prescription]:
+        if inside and all(inside):
+            said = f"keep {', '.join(inside)} in fp32"
+            plan = Prescription(kind="fp32_modules", value=inside, status="not_run", detail=said)
+            yield again.tried(plan, change.fp32_modules(inside), stay)
+            plan = in_code(f"{said}, and {NO_CASTS}")
+            yield again.tried(plan, without_casts(change.fp32_modules(inside)), stay)
+        if all(state.kind == "counter" for state in states):
+            yield again.in_fp32(stay)  # what an optimizer counts with is of its parameters' format
+        said = f"keep {states[0].name}{' and the others' if len(states) > 1 else ''} in fp32"
+        for casts in (True, False):
+            plan = in_code(said if casts else f"{said}, and {NO_CASTS}")
+            yield again.tried(plan, tensors_in_fp32(frozenset(wanted), casts=casts), stay)
+        if not any(state.kind in ("counter", "own") for state in states):
+            yield again.in_fp32(stay)
+
+    cure = first_cure(attempts())
+    if cure is not None and cure.kind == "code" and cure.verified:
+        return replace(cure, status="intervention")
+    return cure
+
+
+# What the total does not show: parameters that get nothing, though in fp32 they would; and single updates.
+
+
+_MOSTLY = 0.9
+"""Share of an op's result that it flushes where a whole gradient dies."""
+
+
+def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Thresholds, seen: Known) -> tuple[Finding, ...]:
+    """Returns what the compared steps show of single parameters; the session is left in any state.
+
+    Args:
+        place: The run, at its start.
+        compared: The steps that were held beside fp32, and in which no rule saw anything.
+        thresholds: What counts.
+        seen: What was looked at in this run before; told where a warm-up is why something stands still.
+    """
+    hungry = starved(compared, thresholds)
+    fed = _starving(place, shown_in(compared, hungry), hungry) if hungry else ()
+    known = frozenset(parameter.name for parameter in hungry)
+    return (*fed, *by_update(place.anew(), compared, thresholds, known, seen))
+
+
+def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> tuple[Finding, ...]:
+    """Returns the finding for what is starved and is no noise."""
+    if not place.comes_to(compared[0].step):
+        return ()
+    session, step = place.session, compared[0].step
+    before = session.snapshot()
+    noisy = noise(session, before, step)
+    hungry = tuple(parameter for parameter in hungry if parameter.name not in noisy)
+    return (_fed(place, before, compared, hungry),) if hungry else ()
+
+
+def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> Finding:
+    """Returns the finding for parameters that get nothing, with what feeds them."""
+    session, step = place.session, compared[0].step
+    trace = traced(session, before, step, flushes=True)
+    saturated = _saturated(trace, hungry)
+    finding = starved_finding(compared, hungry, None if saturated else _dies_at(trace.flushes, hungry), saturated)
+    trials = Trials(session, before, step, place.steps, tensors=[parameter.name for parameter in hungry])
+    return replace(finding, prescription=_cure(trials, session, finding, hungry))
+
+
+def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flush | None:
+    """Returns the first op of the backward that loses nearly all, in the module of what is starved if there is one."""
+    whole = [flush for flush in flushes if flush.fraction >= _MOSTLY]
+    module = common_module([parameter.name for parameter in found])
+    within = [f for f in whole if module and (f.where.module == module or f.where.module.startswith(f"{module}."))]
+    return next(iter(within or whole), None)
+
+
+def _saturated(trace: Trace, found: Sequence[ParameterBeside]) -> Where | None:
+    """Returns the op whose derivative is zero from what the forward left, in float64 too; None where one flushes.
+
+    A sigmoid that rounds to 1 has no derivative left. It is the op behind most of the parameters.
+    """
+    names = {parameter.name for parameter in found}
+    behind = Counter(died for died in trace.died if died.parameter in names)
+    orders = Counter(died.order for died in behind)
+    flushed = {flush.order for flush in trace.flushes}
+    for order, _ in orders.most_common(1):
+        if order not in flushed:
+            return next(died.where for died in behind if died.order == order)
+    return None
+
+
+def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[ParameterBeside]) -> Prescription | None:
+    """A loss scale; where the forward has rounded into saturation, fp32 for the module; else another format."""
+    modules = list(dict.fromkeys([finding.where.module, common_module([p.name for p in found])]))
+
+    def attempts() -> Iterator[Prescription]:
+        yield from underflow_cures(trials, session, scales=True)
+        for module in modules:
+            if module:
+                yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
+        address = address_at(finding.where) if finding.cause == "forward_precision" else None
+        if address is not None:
+            yield intervene_at([("line_fp32", [address])], trials)
+        yield from underflow_cures(trials, session, scales=False)
+
+    return first_cure(attempts())

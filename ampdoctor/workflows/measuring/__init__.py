@@ -1,1 +1,0 @@
-"""Measures ranges on a replay, and lossless shadows of half steps."""

@@ -1,0 +1,504 @@
+"""Opens a replay: the factory, the checkpoint and what it brings, and a check of the state before the first step."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.checkpoints import load_state
+from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
+from ampdoctor.diagnosis.replay.bad_state import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
+from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
+from ampdoctor.errors import FactoryError, ReplayError, UsageError
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.report import Finding, Skipped
+from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
+from ampdoctor.evidence.where import Where
+from ampdoctor.hooks.interfaces import is_out_of_memory
+from ampdoctor.hooks.names import other_names, scripted_modules
+from ampdoctor.hooks.process_state import RandomState
+from ampdoctor.package import working_folder
+from ampdoctor.precision import (
+    HalfProducts,
+    autocast_policy,
+    emulate_cuda,
+    half_products,
+    lasting_emulation,
+    lends_kernels,
+    without_overrides,
+)
+from ampdoctor.precision.shims import torch_shims
+from ampdoctor.probes.cheap.nonfinite import state_tensors
+from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
+from ampdoctor.probes.ops.half_made import HalfMade
+from ampdoctor.probes.ops.source import shown_from
+from ampdoctor.replay.batches import DataPlace, loads_state
+from ampdoctor.replay.bundles.manifest import bundle_at
+from ampdoctor.replay.bundles.read import Bundle
+from ampdoctor.replay.frameworks.accelerate import own_state
+from ampdoctor.replay.frameworks.lightning import one_device
+from ampdoctor.replay.load_checkpoint import (
+    ResumeReport,
+    load_schedulers,
+    not_restored,
+    resume,
+    scaler_state_of,
+    set_generators,
+)
+from ampdoctor.replay.parts import choose_device, make_usable
+from ampdoctor.replay.scripts.script import Script
+from ampdoctor.replay.session import Session
+from ampdoctor.replay.snapshot import ProcessState
+from ampdoctor.replay.target import Target, load_target
+from ampdoctor.replay.tensor_store import lies_in_memory
+from ampdoctor.replay.training_run import takes_start
+from ampdoctor.replay.user_code import out_of_memory
+from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
+
+if TYPE_CHECKING:
+    from ampdoctor.checkpoints.standing import Standing
+    from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+    from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
+    from ampdoctor.replay.training_run import TrainingRun
+    from ampdoctor.workflows.requests import Policy, ReplayRequest
+
+
+# Brings a run to where its checkpoint stood beside the weights: place in the data, random numbers, schedule.
+
+
+def begin_anew(session: Session, request: ReplayRequest, say: Callable[[str], None]) -> None:
+    """Let the batches of a run without a checkpoint begin where the request says.
+
+    Args:
+        session: The run, before its first batch is drawn.
+        request: How many batches to pass over, and whether epoch follows epoch.
+        say: Told how the place was come to.
+    """
+    session.tape.place = DataPlace(batches=_passed_over(request, session, 0), epochs=request.until_sick, say=say)
+
+
+def go_on(
+    session: Session, request: ReplayRequest, step: int | None, standing: Standing, say: Callable[[str], None]
+) -> Iterator[str]:
+    """Let the run go on where its checkpoint was saved, as far as the request asks for it.
+
+    Args:
+        session: The run with the checkpoint loaded, before its first batch is drawn.
+        request: How the place in the data is to be found.
+        step: The optimizer steps that the checkpoint holds; None if it does not say.
+        standing: What else it holds of where the training stood.
+        say: Told how the place was come to.
+
+    Yields:
+        What is another than it was in the training, a clause each.
+    """
+    run = session.run
+    unloaded = None if run.load is not None else load_schedulers(session.schedulers, standing.schedulers)
+    asked = request.until_sick or request.skip_batches is not None
+    if not (asked or takes_start(run.batches)):
+        session.tape.place = DataPlace(say=say)
+        return
+    if unloaded is not None:
+        yield f"the file {unloaded}"
+    yield from not_restored(standing.random, session.device.type)
+    if run.counters is not None:
+        put = run.counters(standing.numbers)
+        said = ", ".join(f"{name} = {value:g}" for name, value in put.items())
+        rest = "what else the script counts begins as in a fresh run (where it can resume by itself: -- --resume ...)"
+        yield f"{'of the script ' + said + ' are set; ' if put else ''}{rest}"
+    if step is None and not isinstance(request.skip_batches, int):
+        yield "the file says no step: the batches begin with the factory's first (--skip-batches N passes over some)"
+    state = None
+    if asked and not isinstance(request.skip_batches, int) and loads_state(run.batches):
+        state = standing.loaders[0] if len(standing.loaders) == 1 else None
+    session.tape.place = DataPlace(
+        steps=step or 0,
+        batches=_passed_over(request, session, step or 0),
+        state=state,
+        epochs=request.until_sick,
+        arrive=partial(set_generators, standing.random),
+        say=say,
+    )
+
+
+def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
+    """Returns the micro-batches that lie behind the run."""
+    wanted = request.skip_batches
+    if isinstance(wanted, int):
+        if wanted and takes_start(session.run.batches):
+            raise UsageError("--skip-batches: TrainingRun(batches=...) takes `start`, and finds its place by itself")
+        return wanted
+    return step * session.run.accumulation_steps if wanted == "checkpoint" or request.until_sick else 0
+
+
+# Opens a replay: loads the factory and a checkpoint, chooses the device, puts CUDA's casts in place.
+
+
+SEED = 0
+"""Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+"""What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
+
+
+@dataclass(slots=True)
+class OpenReplay:
+    """A replay that is ready: makes fresh sessions, and remembers what a report must say about them.
+
+    Attributes:
+        request: The request.
+        device: The device of the replay.
+        policy: The autocast that a replay on a CPU follows.
+        resumed: The result of loading the checkpoint; None without one.
+        log: The training log beside the checkpoint.
+        notes: What differs from the machine where the run failed, and what cannot be seen, in sentences.
+        detour: The fp16 products that run through fp32 kernels; None where the device's own are asked for.
+        scaler: The run's own loss scaler before step 0; None if it has none, or a disabled one.
+        refused: Settings of that scaler that torch refuses, and what replaces them.
+        first_step: The training's step that a recorded step is; None for a run that begins by itself.
+        finite_again: As of the run: a recorded step was sick in its loop, and finite when it was run again there.
+        other_names: Each name of a module or tensor with several names, with the others.
+        half_made: Where the run's code makes parameters in float16.
+    """
+
+    request: ReplayRequest
+    device: torch.device
+    factory: Target
+    policy: Policy = "cuda"
+    resumed: ResumeReport | None = None
+    log: tuple[LogEntry, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    half_made: HalfMade = field(default_factory=HalfMade)
+    detour: HalfProducts | None = None
+    scaler: ScalerState | None = None
+    refused: tuple[RefusedSetting, ...] = ()
+    first_step: int | None = None
+    finite_again: str | None = None
+    _not_as_it_was: tuple[str, ...] = ()
+
+    def session(self) -> Session:
+        """Returns a fresh run from the factory, with the checkpoint loaded.
+
+        Raises:
+            FactoryError: The factory does not make a usable run, or a script trains on another device.
+            CheckpointError: The checkpoint cannot be read or does not fit.
+        """
+        request = self.request
+        seed_all()
+        run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
+        if isinstance(self.factory, Script) and self.device.type == "cuda":
+            _require_on_gpu(self.factory.name, run)
+        session = Session(
+            run, device=self.device, precision=request.precision, user_code=self._user_code, spill=self._spill_folder()
+        )
+        try:
+            refused = make_usable(session.scaler)
+            self._load(run, session)
+            self.refused = refused + make_usable(session.scaler)  # a load hook may have brought others
+            self.scaler = scaler_state_of(session.scaler)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    @contextmanager
+    def _user_code(self, what: str) -> Iterator[None]:
+        """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
+
+        def note(did: str, _place: Path) -> None:
+            if not any(said.startswith(CHANGES) for said in self.notes):
+                self.notes.append(changes_note(did, self.factory.instead))
+
+        with told_of_changes((working_folder(), *self.factory.path), note), self.factory.user_code(what):
+            yield
+
+    def _spill_folder(self) -> Path | None:
+        """Returns where temporary files are, if the state is to be kept there.
+
+        A note says if that saves nothing, or is not where the user wanted them.
+        """
+        if not self.request.spill:
+            return None
+        try:
+            folder = Path(tempfile.gettempdir())
+        except FileNotFoundError as error:
+            raise ReplayError(f"--spill: {error.strerror}") from None
+        name, wanted = next(((name, os.environ[name]) for name in _TEMPORARY if os.environ.get(name)), ("", folder))
+        if Path(wanted).resolve() != folder.resolve():
+            self.notes.append(f"--spill keeps the state in {folder}: {name} names {wanted}, which does not serve")
+        if lies_in_memory(folder):
+            self.notes.append(f"--spill saves nothing in {folder}, which is kept in memory: let TMPDIR name another")
+        return folder
+
+    def _load(self, run: TrainingRun, session: Session) -> None:
+        request = self.request
+        if request.checkpoint is not None:
+            state = load_state(request.checkpoint)
+            self.log = state.log
+            self.resumed = resume(
+                run,
+                session.optimizers,
+                session.scaler,
+                state,
+                allow_partial=request.allow_partial,
+                fresh_scaler=request.fresh_scaler,
+            )
+            session.state_loaded()
+            if run.lead_up is not None:
+                session.lead_up(run.lead_up(self.resumed.loaded, self.notes.append))
+            step = self.resumed.global_step
+            self._not_as_it_was = tuple(go_on(session, request, step, state.standing, self.notes.append))
+        else:
+            begin_anew(session, request, self.notes.append)
+        self.notes += run.notes
+        self.first_step = run.first_step
+        self.finite_again = run.finite_again
+        self.other_names = other_names(session.model)
+        self.notes += (
+            f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
+            for name in scripted_modules(session.model)
+        )
+
+    def left_out(self) -> tuple[Skipped, ...]:
+        """Returns what in the checkpoint was absent, did not fit, or was changed while it was loaded."""
+        if self.resumed is None:
+            return ()
+        resumed, where = self.resumed, f"checkpoint {self.request.checkpoint}"
+        reasons = [f"the file holds no {part}" for part in resumed.lacks]
+        for what, names in (
+            ("missing from the file", resumed.missing),
+            ("in the file but not in the model", resumed.unexpected),
+            ("of another shape", resumed.mismatched),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                reasons.append(f"{what}: {', '.join(names[:3])}{more}")
+        reasons += self._not_as_it_was
+        return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
+
+    @property
+    def global_step(self) -> int | None:
+        """The training's step that the replay's step 0 is: the run's own word, else the checkpoint's; None: unknown."""
+        if self.first_step is not None:
+            return self.first_step
+        return None if self.resumed is None else self.resumed.global_step
+
+    def located(self, finding: Finding) -> Finding:
+        """Returns the finding with the training's step beside the replay's, and with every other name."""
+        finding = self._with_other_names(finding)
+        if self.global_step is None or finding.where.step is None:
+            return finding
+        where = replace(finding.where, global_step=self.global_step + finding.where.step)
+        return replace(finding, where=where)
+
+    def _with_other_names(self, finding: Finding) -> Finding:
+        operands = [(operand["name"] or "").partition(":")[2] for operand in finding.evidence.get("inputs", ())]
+        named = [finding.where.module, finding.where.tensor or "", *operands]
+        others = {name: list(self.other_names[name]) for name in named if name in self.other_names}
+        return replace(finding, evidence={**finding.evidence, "also_named": others}) if others else finding
+
+    def described(self, session: Session, steps: int) -> Mapping[str, Any]:
+        """Returns the report's `run` section."""
+        return {
+            "device": str(self.device),
+            "policy": self.policy if self.device.type == "cpu" else "native",
+            "precision": session.precision.compute,
+            "autocast": session.precision.autocast,
+            "steps": steps,
+            "replays": session.replays,
+            "torch": torch.__version__,
+            **({"half_products": "fp32"} if self.detour is not None and self.detour.used else {}),
+            **({"torch_shims": list(shims)} if (shims := torch_shims()) else {}),
+            "threads": torch.get_num_threads(),
+            "notes": list(dict.fromkeys(self.notes)),
+        }
+
+
+@contextmanager
+def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
+    """Set up everything that a replay needs; the process is as before afterwards.
+
+    Args:
+        request: What to replay, and how.
+
+    Raises:
+        AmpdoctorError: The device, the factory or the checkpoint cannot be used; the sentence says why.
+    """
+    usual = _usual_policy(request)
+    policy = request.policy or usual
+    device = choose_device(request.device)
+    before = RandomState.capture()
+    plain = device.type == "cpu" and request.half_products == "plain"
+    notes = ["fp16 products run through the CPU's own kernels (--half-products plain)"] if plain else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(without_overrides())
+        stack.enter_context(own_state())
+        stack.callback(before.restore)
+        stack.callback(ProcessState().restore)
+        stack.enter_context(lasting_emulation())
+        stack.enter_context(shown_from(working_folder()))
+        half_made = HalfMade()
+        stack.enter_context(half_made.recording())
+        stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        casts = stack.enter_context(autocast_policy(policy)) if device.type == "cpu" else None
+        detour = stack.enter_context(half_products()) if _detours(request, policy, device) else None
+        seed_all()
+        emulated = device.type == "cpu" and not torch.cuda.is_available()
+        environment = _emulated_cuda(notes, says_yes=policy == "cuda") if emulated else nullcontext
+        if request.until_sick:  # thousands of steps: what is replaced around each is then replaced once
+            stack.enter_context(environment())
+        factory = load_target(
+            request.factory,
+            request.app_dir,
+            environment=environment,
+            script_arguments=request.script_arguments,
+            notes=notes,
+            model=request.model,
+        )
+        replay = OpenReplay(request, device, factory, policy, notes=notes, half_made=half_made, detour=detour)
+        try:
+            yield replay
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory("the replay", error) from None
+        if casts is not None:
+            notes.extend(casts.notes)
+
+
+def _require_on_gpu(name: str, run: TrainingRun) -> None:
+    """A script puts its model and batches where it wants them, and no replay moves them.
+
+    Raises:
+        FactoryError: It trains on the CPU.
+    """
+    parameters = list(run.model.parameters())
+    if parameters and not any(parameter.is_cuda for parameter in parameters):
+        raise FactoryError(f"{name} trains on the CPU, and --device auto takes this machine's GPU: give --device cpu")
+
+
+def _usual_policy(request: ReplayRequest) -> Policy:
+    """A bundle says on what it was recorded; everything else was made for a GPU.
+
+    Raises:
+        ReplayError: A bundle lacks its parameters, and no checkpoint has them.
+    """
+    if not isinstance(request.factory, str) or bundle_at(request.factory) is None:
+        return "cuda"
+    bundle = Bundle(request.factory)
+    if bundle.needs_checkpoint and request.checkpoint is None:
+        raise ReplayError(
+            f"{bundle.name} was written without the parameters, {bundle.lacks}: give a checkpoint of the training from "
+            f"before step {bundle.step} with --checkpoint"
+        )
+    return bundle.policy
+
+
+def _detours(request: ReplayRequest, policy: Policy, device: torch.device) -> bool:
+    """Under the CPU's own policy its own kernels multiply as well: it stands for nothing but itself."""
+    asked = policy == "cuda" and request.half_products == "fp32"
+    return asked and device.type == "cpu" and lends_kernels()
+
+
+def _emulated_cuda(notes: list[str], *, says_yes: bool) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a CUDA emulation for each piece of user code; what it had to pretend goes to `notes`.
+
+    The CPU's own policy stands for a training on a CPU: there the code hears that no GPU is there.
+    """
+
+    @contextmanager
+    def environment() -> Iterator[None]:
+        with emulate_cuda(says_yes=says_yes) as emulation, one_device(notes.append, pretended=says_yes):
+            try:
+                yield
+            finally:
+                notes.extend(note for note in emulation.notes if note not in notes)
+
+    return environment
+
+
+def seed_all() -> None:
+    """Seed each fresh run with the same random numbers, even if the factory seeds nothing itself."""
+    import numpy as np
+
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - the global generator is what user code draws from
+    torch.manual_seed(SEED)
+
+
+# The state of a run before its first step, and of its scaler after the last.
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers that never hold an infinity on purpose."""
+_HOLD_FP16 = (torch.float16, torch.float32)
+"""Formats that hold fp16's largest number exactly: weights clamped to it stay there if they are stored wider."""
+
+
+def sick_state(session: Session) -> list[Finding]:
+    """Returns what cannot be right before step 0: non-finite, a negative square, clamped to fp16's largest number.
+
+    A buffer may hold infinities on purpose: only a step can show harm.
+    """
+    found = []
+    for kind, name, tensor in state_tensors(session):
+        path, _, key = name.partition(":")
+        module, _, leaf = path.rpartition(".")
+        op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
+        where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="none")
+        if (kind != "buffer" or leaf in _STATISTICS) and is_nonfinite(tensor):
+            stats = stats_of(tensor)
+            if kind == "param" and not stats.nans and not tensor.requires_grad:
+                continue  # a mask that is kept as a parameter
+            found.append(state_finding(kind, replace(where, nonfinite="nan" if stats.nans else "inf"), stats))
+        elif (key or leaf) in NEVER_NEGATIVE and tensor.is_floating_point():
+            lowest = float(tensor.min()) if tensor.numel() else 0.0
+            if lowest < -_tolerated(session, module, leaf):
+                found.append(impossible_finding(where, stats_of(tensor), int((tensor < 0).sum()), lowest))
+        elif kind == "param" and tensor.requires_grad and tensor.dtype in _HOLD_FP16:
+            at_max = int((tensor.detach().abs() == FP16_MAX).sum())
+            if at_max:
+                found.append(saturated_finding(where, stats_of(tensor), at_max))
+    return found
+
+
+def _tolerated(session: Session, module: str, leaf: str) -> float:
+    """Returns how far below zero a running variance may be: BatchNorm adds its epsilon before it takes the root."""
+    if leaf != "running_var":
+        return 0.0
+    real = {clean: name for name, clean in session.module_names.items()}
+    owner = dict(session.model.named_modules()).get(real.get(module, module))
+    epsilon = getattr(owner, "eps", 0.0)
+    return float(epsilon) if isinstance(epsilon, int | float) else 0.0
+
+
+def scaler_after(session: Session, findings: Sequence[Finding]) -> ScalerSection | None:
+    """Returns the report's `scaler` section: the scaler after the replay, and what a verified prescription changes."""
+    if not session.events.enabled:
+        return None
+    state = session.scaler.state_dict()
+    current = {key: value for key, value in state.items() if not key.startswith("_")}
+    cures = [f.prescription for f in findings if f.prescription is not None and f.prescription.verified]
+    scales = [
+        cure.value["init_scale"] if cure.kind == "scaler" else cure.value
+        for cure in cures
+        if cure.kind in ("init_scale", "scaler")
+    ]
+    own = scaler_state_of(session.scaler)
+    sound = {name: FRESH_SCALER[name] for name in wrong_settings(own) if name in current} if own is not None else {}
+    settings = {key: value for key, value in current.items() if key != "scale"} | sound
+    recommended = from_plain(ScalerArguments, {**settings, "init_scale": scales[0]}) if scales else None
+    return ScalerSection(current=current, recommended=recommended, change=recommended is not None)

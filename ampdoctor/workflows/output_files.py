@@ -1,0 +1,196 @@
+"""The files that a command writes, and the folder of a watch's log."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ampdoctor.errors import OutputError, UsageError
+from ampdoctor.evidence.run_log.files import is_of_log
+from ampdoctor.live.log.facts import grouped
+from ampdoctor.live.log.facts import launched as launched_as
+
+# Files that a command writes: refused before the work begins if they cannot be written, and written as a whole.
+
+
+def refuse_unwritable(file: str) -> None:
+    """Refuse a file that cannot be written, before minutes of work.
+
+    Raises:
+        UsageError: The file is a folder, its folder does not exist, or permission is denied.
+    """
+    path = Path(os.path.realpath(file))
+    try:
+        there = os.stat(file).st_mode  # noqa: PTH116 - as named: a pipe's real path leads nowhere
+    except FileNotFoundError:
+        there = None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
+    if there is not None and stat.S_ISDIR(there):
+        raise UsageError(f"cannot write {file}: it is a folder")
+    if there is not None and not stat.S_ISREG(there):
+        if not os.access(file, os.W_OK):
+            raise UsageError(f"cannot write {file}: permission denied")
+        return
+    if there is not None and not os.access(file, os.W_OK):  # replacing it takes only the folder's permission
+        raise UsageError(f"cannot write {file}: permission denied")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {file}: its folder does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {file}: permission denied")
+
+
+def refuse_part(file: str, folder: str) -> None:
+    """Refuse to write a file that the next run would read as a part of the folder that is read.
+
+    Args:
+        file: The file to write; it need not exist.
+        folder: The folder that is read; if it is not a folder, nothing is refused.
+
+    Raises:
+        UsageError: The file lies in the folder, under the name of a part.
+    """
+    try:
+        place = Path(os.path.realpath(file))
+        inside = Path(folder).is_dir() and place.is_relative_to(os.path.realpath(folder))
+    except (OSError, ValueError):  # a name that no file can have
+        return
+    if not inside:
+        return
+    from ampdoctor.checkpoints.layouts.folder import may_be_read  # here, for it brings torch
+
+    if may_be_read(place.name):
+        raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")
+
+
+def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
+    """Refuse to write where a part of a log of ours is, or will be.
+
+    Args:
+        file: The file to write.
+        folder: The log's; it need not exist yet.
+
+    Raises:
+        UsageError: The file has the name of a part, or the folder's own, or would lie below such a name.
+    """
+    try:
+        place, log = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    except (OSError, ValueError):  # a name that no file can have
+        return
+    inside = place.relative_to(log).parts[:1] if place.is_relative_to(log) else ()
+    if log.is_relative_to(place) or any(map(is_of_log, inside)):
+        raise UsageError(f"cannot write {file}: the run's log is kept there; name another file")
+
+
+def write_whole(file: str, data: bytes) -> None:
+    """Write a file completely or not at all; a pipe or device is opened under its given name and written directly.
+
+    Raises:
+        OutputError: The file cannot be written; its earlier contents are still there.
+    """
+    try:
+        if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
+            Path(file).write_bytes(data)
+            return
+        path = Path(os.path.realpath(file))
+        beside = path.with_name(f".ampdoctor-{secrets.token_hex(16)}.tmp")  # short: the file's own name may be long
+        try:
+            _create(beside, data, like=path)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _create(file: Path, data: bytes, *, like: Path) -> None:
+    """Create a file, readable to the same users as `like`, or as the umask says if `like` does not exist.
+
+    Nobody else may decide where the bytes go: neither another process, even one with the same number (in containers
+    each is number 1), nor whoever has put a link there.
+    """
+    try:
+        mode = stat.S_IMODE(like.stat().st_mode)
+    except FileNotFoundError:
+        mode = None
+
+    def alone(name: str, flags: int) -> int:  # "x" is O_EXCL; at no moment can more users read it
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666 if mode is None else 0o600)
+
+    with open(file, "xb", opener=alone) as stream:
+        stream.write(data)
+        if mode is not None and hasattr(os, "fchmod"):
+            os.fchmod(stream.fileno(), mode)
+
+
+# The folder in which a watch keeps its log, where nobody has named one.
+
+
+FOLDERS = "ampdoctor-health"
+"""Where they lie, from the working directory."""
+
+
+def usual_folder(script: str, *, is_module: bool) -> str:
+    """Returns `ampdoctor-health/<time>-<name>`, made where that is possible, so that no other run has it.
+
+    The processes that one launcher has started share theirs: its time is that at which the launcher began.
+
+    Args:
+        script: A path, or a module's name.
+        is_module: It is a module's name.
+    """
+    last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
+    name = re.sub(r"[^\w.-]+", "_", last) or "script"
+    several = os.environ.get("WORLD_SIZE", "1") != "1" or launched_as().world > 1 or _is_spawned()
+    launched = _launched() if several else None
+    when = time.time() if launched is None else launched
+    folder = Path(FOLDERS) / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(when))}-{name}"
+    count = 2
+    free = folder
+    while launched is None and not _made(free):
+        free, count = folder.with_name(f"{folder.name}-{count}"), count + 1
+    return str(free)
+
+
+def give_back(folder: str) -> None:
+    """Removes a folder that `usual_folder` has made and nobody has written to."""
+    path = Path(folder)
+    if path.parent.name == FOLDERS:
+        with suppress(OSError):  # as it is not empty
+            path.rmdir()
+            path.parent.rmdir()
+
+
+def _is_spawned() -> bool:
+    """Whether this is one of the processes of `torch.multiprocessing.spawn`, which has joined the others by now."""
+    place = grouped()
+    if place is None or place.world == 1:
+        return False
+    import multiprocessing  # here: `--help` needs none of it
+
+    return multiprocessing.parent_process() is not None
+
+
+def _made(folder: Path) -> bool:
+    """Whether the folder is nobody else's; where none can be made, that is said when something is to be written."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return not folder.exists()
+    except OSError:
+        return True
+    return True
+
+
+def _launched() -> float | None:
+    """When the parent process began, in seconds since 1970, as Linux tells; None elsewhere."""
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        after_name = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        return int(booted.split()[1]) + int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5)
+    return None

@@ -1,0 +1,508 @@
+"""Prescriptions: candidate changes for a cause, in settings and in the user's code, replayed until one cures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ampdoctor.diagnosis.replay.causes import (
+    HELP,
+    STATE,
+    Cause,
+    batch_is_at_fault,
+    batch_may_be_at_fault,
+    excess_binades,
+)
+from ampdoctor.evidence.of_runs.trace import LOST
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.probes.altering.intervene import Address, How, Intervention, address_of
+from ampdoctor.probes.altering.ran import OwnOps
+from ampdoctor.workflows import changes as change
+from ampdoctor.workflows.changes import rescaled
+from ampdoctor.workflows.repairs import put_right, repair
+from ampdoctor.workflows.searches import smallest_set
+from ampdoctor.workflows.trials import SHOWN, first_cure
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Birth
+    from ampdoctor.replay.session import Session
+    from ampdoctor.workflows.changes import Change
+    from ampdoctor.workflows.trials import Trials
+
+
+# Interventions: changes that only the user's code can make, tried at the line of a birth.
+
+
+FP32_MAX = FORMATS["fp32"].max
+Way = tuple[How, Sequence[Address]]
+"""What is changed, and where."""
+
+
+def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
+    """Try the change at the line of the first birth (and of the others) until a replay cures, or all were tried.
+
+    Args:
+        births: The independent births; the first one's numbers decide what is tried.
+        trials: The trials of their step.
+        first_only: Try one change only, because another remedy is verified already.
+    """
+    address = address_of(births[0])
+    if address is None:
+        return Prescription(
+            kind="code",
+            value="change the op",
+            status="not_run",
+            detail="change the op",
+            reason="no line of the user's code runs the op, so nothing can be put in its place",
+        )
+    addresses = [a for a in map(address_of, births) if a is not None]
+    lost_at = _lost_at(births[0])
+    ways: list[Way] = [(how, addresses) for how in _ways(births[0])]
+    ways += [("line_fp32", [lost_at, *addresses])] if lost_at is not None else []
+    return intervene_at(ways[:1] if first_only else ways, trials)
+
+
+def intervene_at(ways: Sequence[Way], trials: Trials) -> Prescription:
+    """Try changes at lines until a replay cures; else the first of them.
+
+    Args:
+        ways: What is changed, and where; at least one.
+        trials: The trials of the step.
+    """
+    tried: list[Prescription] = []
+    for how, places in ways:
+        tried.append(_attempt(places, how, trials))
+        if tried[-1].status == "intervention":
+            return tried[-1]
+    return tried[0]
+
+
+def _ways(birth: Birth) -> tuple[How, ...]:
+    """Returns what may help, likeliest first, from the op's recomputation in float64 on the same inputs."""
+    verdict = birth.recomputed
+    if any(stats.dtype.startswith("float8") for stats in birth.outputs):
+        return ("guard", "fp32")  # the cast to FP8 is intended: its input must be kept in range
+    if verdict is not None and not verdict.finite:
+        return ("guard", "line_fp32", "line_guard")
+    if verdict is not None and verdict.amax > FP32_MAX:
+        return ("fp64", "line_fp64", "guard")
+    if birth.where.phase == "backward":
+        return ("line_fp32", "fp32", "guard")  # the derivative must stay wide until it has left the line
+    return ("fp32", "line_fp32", "guard")
+
+
+def _lost_at(birth: Birth) -> Address | None:
+    """Returns the line whose narrow format lost what the birth needs, if it is another line."""
+    operand = birth.operand
+    if operand is None or operand.made_by not in LOST or operand.op is None:
+        return None
+    if operand.source is None or operand.source in (birth.where.source, birth.where.forward_source):
+        return None
+    return Address(operand.source, operand.op.removeprefix("aten."))
+
+
+def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescription:
+    """Try one way; in a model that is half throughout, the result may have to become half again for later ops."""
+    for narrow in (False, True):
+        mode = Intervention(addresses, how, narrow=narrow)
+        detail = _words(addresses, how, mode)
+        result = trials.attempt("code", detail, _change(mode), detail, stands_in=True)
+        if addresses[0] not in mode.met:
+            return replace(result, status="not_run", reason="the replay did not meet the op at that line again")
+        if result.status == "not_run":
+            continue
+        break
+    counts = result.detail.removeprefix(detail)
+    detail = _words(addresses, how, mode)
+    if result.status == "failed" and addresses[0] in mode.helpless:
+        result = replace(result, reason=f"{result.reason}; no bound on its operands makes the op finite")
+    return replace(result, value=detail, detail=detail + counts)
+
+
+def _change(mode: Intervention) -> Change:
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:  # noqa: ARG001 - the seam's signature
+        with mode.watching():
+            yield
+
+    return change
+
+
+def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
+    """Returns what to write, and where."""
+    address = addresses[0]
+    place, *others = dict.fromkeys(f"{one.source.file}:{one.source.line}" for one in addresses)
+    too = f", and {' and '.join(others)} as well" if others else ""
+    op = f"aten.{address.op}"
+    guards = [f"aten.{name}: {guard.words}" for (at, name), guard in mode.guards.items() if at == address]
+    if guards:
+        return f"{place}: in float32; {'; '.join(guards)}"
+    beyond = f"{op} exceeds float32 too: rewrite"
+    return {
+        "guard": f"{place}: run {op} in float32 (autocast off, inputs .float()), and guard its operands",
+        "line_guard": f"{place}: compute this line in float32, and guard the operands of its ops",
+        "fp32": f"{place}: run {op} in float32 (autocast off, inputs .float(), result left in float32)",
+        "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float()){too}",
+        "fp64": f"{place}: {beyond} the formula (in log space); in float64 the step is right",
+        "line_fp64": f"{place}: {beyond} this line (in log space); in float64 the step is right",
+    }[how]
+
+
+# Other kernels for the same arithmetic: tried first where a kernel is at fault, as nothing else of the run changes.
+
+
+AROUND = "a way around, which runs another kernel and proves no cause"
+"""What is said of another format where a kernel is at fault."""
+
+
+def other_kernels(birth: Birth, trials: Trials, session: Session) -> Iterator[Prescription]:
+    """Try the kernels that torch has beside the one at fault, on the device of the replay.
+
+    Args:
+        birth: The culprit.
+        trials: The trials of its step.
+        session: The session.
+    """
+    foreign = not birth.kernel.startswith("aten.")  # a library's operator may stand behind any of torch's functions
+    if foreign or "attention" in birth.kernel or "attention" in (birth.where.op or ""):
+        words = "torch's own attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the step"
+        yield trials.attempt("code", words, _attention, words, stands_in=True)
+    if session.device.type == "cuda":
+        words = "cuDNN off: torch.backends.cudnn.enabled = False"
+        yield trials.attempt("code", words, _without_cudnn, words, stands_in=True)
+    elif torch.backends.mkldnn.is_available():
+        words = "oneDNN off: torch.backends.mkldnn.enabled = False"
+        yield trials.attempt("code", words, _without_onednn, words, stands_in=True)
+
+
+def around(tried: Iterator[Prescription]) -> Iterator[Prescription]:
+    """Yields the same attempts, each named as a way around."""
+    for one in tried:
+        yield replace(one, detail=f"{one.detail.removesuffix('.')} ({AROUND})")
+
+
+@contextmanager
+def _attention(session: Session) -> Iterator[None]:  # noqa: ARG001 - the seam's signature
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _without_cudnn(session: Session) -> AbstractContextManager[Any]:  # noqa: ARG001 - the seam's signature
+    flags: AbstractContextManager[Any] = torch.backends.cudnn.flags(enabled=False)
+    return flags
+
+
+@contextmanager
+def _without_onednn(session: Session) -> Iterator[None]:  # noqa: ARG001 - the seam's signature
+    before = torch.backends.mkldnn.set_flags(False)[0]  # `flags` also sets what only Intel's GPUs have, and warns
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
+
+
+# Turns a cause into candidate changes, smallest first, and replays them until one cures.
+
+
+EPSILON = 1e-3
+"""An optimizer epsilon well above fp16's smallest normal number (6e-5), so that fp16 and bf16 state hold it."""
+
+
+FP32_FAILS = (
+    "The same step is not finite in fp32 either, so no precision and no loss scale cures it: look at the learning "
+    "rate, the data and the formula."
+)
+SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
+"""Loss scales tried against underflow: torch's default, then a lower one in case it overflows, then higher ones."""
+
+
+_PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
+"""Causes that a format may be behind: if nothing smaller cures, fp32 throughout does, provided fp32 is finite."""
+MOST_TRIALS = 60
+"""Maximum number of trials of a search: enough to find a set of five among hundreds of modules."""
+MOST_SCALES = 8
+"""Number of lower loss scales to try, two binades apart."""
+
+
+def prescribe(
+    birth: Birth, cause: Cause, trials: Trials, session: Session, *, others: Sequence[Birth] = ()
+) -> Prescription:
+    """Returns the first candidate that a replay verifies; else the change that the code needs, as an intervention.
+
+    Args:
+        birth: The culprit.
+        cause: Its cause.
+        trials: Replays changes on the bad step.
+        session: The session.
+        others: Independent births of the same step.
+    """
+    births = (birth, *others)
+    if birth.origin == "grad":
+        return put_right(birth.where.op or "", trials, session)
+    cure = first_cure(_candidates(births, cause, trials, session))
+    if cure is None or cure.status not in SHOWN:
+        return _in_code(births, cause, trials, session, cure)
+    return replace(cure, alternatives=(*cure.alternatives, *_beside(births, cure, trials, session)))
+
+
+def _in_code(
+    births: Sequence[Birth], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
+) -> Prescription:
+    """Returns a change of the user's own code; what is left to try where none is shown to help; else words.
+
+    Args:
+        births: The culprit, and others.
+        cause: Its cause.
+        trials: Replays changes on the bad step.
+        session: The session.
+        failed: What was tried before, of which nothing cures.
+    """
+    birth = births[0]
+    tried = (replace(failed, alternatives=()), *failed.alternatives) if failed is not None else ()
+    if birth.origin in STATE:
+        code = repair([b.where for b in births if b.origin in STATE], trials)
+    else:
+        code = intervene(births, trials)
+    if code.status == "intervention":
+        return replace(code, alternatives=tried)
+    fails_anyway = trials.reference() is None and trials.unable is None
+    last: Prescription | None = None
+    if cause in _PRECISIONS_OWN and trials.reference() is not None:
+        last = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
+    elif cause == "invalid_op" and fails_anyway and batch_may_be_at_fault(birth) and not batch_is_at_fault(birth):
+        last = _without_the_batch(birth, trials, session)
+    if last is not None and last.verified:
+        return replace(last, alternatives=(*tried, code))
+    advice = FP32_FAILS if fails_anyway and cause != "bad_data" else HELP[cause]
+    return replace(code, value=advice, detail=advice, alternatives=tried)
+
+
+def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
+    """Yields alternatives to a verified change, if they cost little to try.
+
+    To a whole run in another format for one line of the loss: the change of that line. To several modules in fp32:
+    another format for all. To a module in fp32 for an unusual batch: the run without that batch, whose replay takes
+    only the steps after it.
+    """
+    birth = births[0]
+    if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
+        yield _in_bf16(trials, session)
+    if cure.kind == "dtype" and not birth.where.module:
+        yield intervene(births, trials, first_only=True)
+    if cure.kind == "fp32_modules" and birth.where.phase == "forward" and (birth.where.step or 0) > 0:
+        yield _without_the_batch(birth, trials, session)
+
+
+def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | None = None) -> Prescription | None:
+    """Try lower loss scales, from the one that removes the overflow down to 1; None if no scaler is enabled.
+
+    Args:
+        birth: The overflow.
+        trials: The trials of its step.
+        session: The session.
+        used: The scale of the scaler that skipped the step; the step may have made that scaler itself.
+    """
+    scale, lowered = session.events.scale(), change.loss_scale
+    if scale is None or (used is not None and session.makes_scalers):
+        scale, lowered = used, change.with_scaler
+    if scale is None:
+        return None
+    scale = abs(scale)  # GradScaler accepts a negative scale, which overflows just as soon
+    if not 0.0 < scale < math.inf:
+        return None
+    excess = excess_binades(birth) or 1.0
+    wanted = 2.0 ** math.floor(math.log2(scale) - excess)
+    # other gradients of the step may be larger than the first that overflowed: go on down, two binades at a time
+    candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
+    return first_cure(
+        trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={exact(s)})") for s in candidates
+    )
+
+
+def fresh_scaler(trials: Trials) -> Prescription | None:
+    """Try a new GradScaler in place of one that cannot work."""
+    return first_cure(_scalers(trials))
+
+
+def _scalers(trials: Trials) -> Iterator[Prescription]:
+    for scale in SCALES:
+        yield trials.attempt(
+            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={exact(scale)})"
+        )
+
+
+def can_unscale(session: Session) -> bool:
+    """Would a GradScaler take the run's gradients? Those of weights that are fp16 themselves it refuses to unscale."""
+    groups = (group for optimizer in session.optimizers.values() for group in optimizer.param_groups)
+    return all(parameter.dtype is not torch.float16 for group in groups for parameter in group["params"])
+
+
+def underflow_cure(trials: Trials, session: Session) -> Prescription:
+    """Try loss scales at which the gradients may agree with fp32 again, the usual one first; then bf16."""
+    tried = (attempt for scales in (True, False) for attempt in underflow_cures(trials, session, scales=scales))
+    return first_cure(tried) or Prescription(
+        kind="code",
+        value=HELP["grad_underflow"],
+        status="not_run",
+        detail=HELP["grad_underflow"],
+        reason="the run does not compute in fp16",
+    )
+
+
+def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterator[Prescription]:
+    """Tries what may bring gradients back that fp16 has lost: loss scales, the usual one first, or else bf16.
+
+    Args:
+        trials: The trials of the step.
+        session: The session.
+        scales: Try loss scales; False: bf16.
+    """
+    if session.precision.compute != "fp16":
+        return
+    if scales:
+        yield from _scalers(trials) if can_unscale(session) else ()
+    else:
+        yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
+
+
+def _candidates(  # noqa: C901 - one row for each cause
+    births: Sequence[Birth], cause: Cause, trials: Trials, session: Session
+) -> Iterator[Prescription]:
+    birth = births[0]
+    compute = session.precision.compute
+    if cause == "kernel_defect":
+        yield from other_kernels(birth, trials, session)
+        yield from around(_other_formats(births, trials, session))
+        return
+    if cause == "bad_data":
+        if birth.origin == "op" and birth.where.module and trials.reference() is not None:
+            yield from modules_in_fp32(births, trials)  # a cast that fp32 does without
+        yield _without_the_batch(birth, trials, session)
+        return
+    if cause == "optimizer_precision":
+        if change.mostly_frozen(session):
+            words = change.TRAINED_IN_FP32
+            yield trials.attempt("code", words, change.trained_in_fp32, words, stands_in=True)
+        if not birth.after_backward:
+            yield trials.attempt(
+                "optimizer",
+                {"eps": EPSILON},
+                change.optimizer_argument("eps", EPSILON),
+                f"optimizer epsilon {EPSILON:g}",
+            )
+        yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
+        return
+    if cause == "backward_overflow" and compute == "fp16" and not session.events.enabled:
+        yield from _scales_by_hand(birth, trials)
+    wide_fails = cause == "invalid_op" and trials.reference() is None and trials.unable is None
+    if not wide_fails and cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
+        yield from modules_in_fp32(births, trials)
+    if not wide_fails and compute == "fp16" and cause != "bad_checkpoint":
+        yield _in_bf16(trials, session)
+    if cause == "invalid_op" and batch_is_at_fault(birth) and trials.reference() is None:
+        yield _without_the_batch(birth, trials, session)
+
+
+def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) -> Iterator[Prescription]:
+    """Try formats in which the same arithmetic runs through another kernel."""
+    if trials.reference() is None:
+        return
+    if births[0].where.module:
+        yield from modules_in_fp32(births, trials)
+    if session.precision.compute == "fp16":
+        yield _in_bf16(trials, session)
+    yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
+
+
+def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
+    """Try lower scales for a step that multiplies its loss itself."""
+    trials.reference()
+    own = trials.by_hand
+    if not (math.isfinite(own) and own >= 2.0):
+        return
+    first = math.floor(excess_binades(birth) or 0.0) + 1
+    for binades in range(first, first + 2 * MOST_SCALES, 2):
+        scale = own / 2.0**binades
+        if scale < 1.0:
+            return
+        yield trials.attempt(
+            "init_scale", scale, rescaled(2.0**-binades), f"scale the loss by {exact(scale)} in place of {exact(own)}"
+        )
+
+
+def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescription]:
+    """Try fp32 for the culprit's module, then for the modules of all births, then for the smallest set that cures.
+
+    Args:
+        births: The births, the culprit first.
+        trials: The trials of their step.
+    """
+    ran = OwnOps()
+    known: dict[frozenset[str], Prescription] = {}
+
+    def attempt(names: Sequence[str], *, watch: OwnOps | None = None) -> Prescription:
+        tried = known.get(frozenset(names))
+        if tried is None:
+            made = change.fp32_modules(names) if watch is None else _watching(change.fp32_modules(names), watch)
+            tried = trials.attempt("fp32_modules", list(names), made, f"run {_listed(names)} in fp32")
+            known[frozenset(names)] = tried
+        return tried
+
+    yield attempt([births[0].where.module], watch=ran)
+    if any(not birth.where.module for birth in births):
+        return  # one of the births lies outside every module
+    if known[frozenset([births[0].where.module])].status == "not_run":
+        return
+    together = list(dict.fromkeys(birth.where.module for birth in births))
+    elements = [*ran.modules, *(name for name in together if name not in ran.modules)]
+    found = smallest_set(
+        elements, lambda names: attempt(_ordered(elements, names)).verified, given=together, limit=MOST_TRIALS
+    )
+    if found is None:
+        everything = known[frozenset(elements)]
+        yield replace(everything, value=[""], detail=f"run all {len(elements)} modules that compute in fp32")
+        return
+    proof = "none can be left out" if found.minimal else "perhaps not the smallest set"
+    cure = attempt(found.elements)
+    yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
+
+
+def _watching(made: Change, watch: OwnOps) -> Change:
+    @contextmanager
+    def both(session: Session) -> Iterator[None]:
+        with made(session), watch.attach(session):
+            yield
+
+    return both
+
+
+def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:
+    return [name for name in elements if name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name or "the whole model" for name in names]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _in_bf16(trials: Trials, session: Session) -> Prescription:
+    scaled = session.events.enabled or session.makes_scalers
+    detail = "train in bf16" if session.precision.autocast else "train in bf16: model.to(torch.bfloat16)"
+    if scaled or session.precision.autocast:
+        detail += ", without a GradScaler"
+    return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), detail)
+
+
+def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:
+    step = birth.where.step or 0
+    batch = step * session.batches_per_step + birth.where.micro_batch
+    of = "" if session.batches_per_step == 1 else f" (the replay left out all of step {step})"
+    return trials.attempt("skip_batch", batch, change.no_change, f"leave out batch {batch}{of}", from_step=step + 1)

@@ -1,1 +1,0 @@
-"""Changes that are tried on a replay, and what they prove."""

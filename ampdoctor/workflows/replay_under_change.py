@@ -1,0 +1,462 @@
+"""Replays the run under a change, and watches whether a search for other causes could find any."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
+from ampdoctor.diagnosis.ranges.starved_parameters import starved
+from ampdoctor.diagnosis.replay.scaler_verdict import times_begun_again
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+from ampdoctor.evidence.report import PrescriptionStatus
+from ampdoctor.probes.cheap.gradients import DistanceProbe, GradientProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, Zeroed, ZeroedProbe
+from ampdoctor.replay.python_state import Beyond, has_moved
+from ampdoctor.workflows.changes import Change, no_change
+from ampdoctor.workflows.compare_fp32 import Alongside, DoesNotComeBackError, Seen, Twin, is_calm
+from ampdoctor.workflows.lost_updates import is_quiet
+from ampdoctor.workflows.measure import comes_back, harms, is_far, not_compared, spread
+from ampdoctor.workflows.step_beside_fp32 import Kept, kept, moved
+from ampdoctor.workflows.trials import AGREEMENT, replayed
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Comparison, StepOutcome
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.cheap.gradients import Gradients
+    from ampdoctor.probes.measures.grad_sites import HalfPlan
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.scaling.settings import ScalerSettings
+    from ampdoctor.workflows.measure import Moment
+
+
+# Replays the run under a change, and compares some steps with the fp32 reference from the same state.
+
+
+FLUSH_THAT_PAYS = 1e-2
+"""Share of the gradients' elements whose loss no run was seen to suffer from."""
+NOTHING_FAILS = (
+    "nothing fails without the change either (gradients {:.2g} away from fp32's without it, {:.2g} with it), so "
+    "nothing is shown to be cured"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The result of a replay; fractions refer to the elements that are not zero in fp32.
+
+    Attributes:
+        steps: Number of replayed steps; fewer than asked for if one was harmed.
+        skipped: The steps that the scaler skipped.
+        lost_at: First skipped step whose loss was not finite, if later steps are taken.
+        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None if nothing did. Also a
+            loss after which the scaler skips to the end.
+        harmed_at: The step in which it did.
+        scales: Loss scale of each step; empty without an enabled scaler.
+        scaled: The step used the scaler that it was given.
+        compared: The steps that were compared with the reference (only steps that the scaler did not skip).
+        unlike: A step that does not come back: its reference saw other data. Then nothing is compared.
+        activation_flushed, weight_flushed: Shares; None if nothing was compared.
+        errors: Relative L2 error of the weight gradients, for each compared step.
+        failure: Why the replay could not be run, in a sentence.
+        begun_again: How often the loss scale was higher after a skip than in it: of a scaler that is made anew.
+        first: The first step's gradients beside the reference's, taken or not; None if it was not compared.
+        rows: The replayed steps.
+        references: The compared steps in fp32.
+    """
+
+    steps: int = 0
+    skipped: tuple[int, ...] = ()
+    lost_at: int | None = None
+    harmed: str | None = None
+    harmed_at: int | None = None
+    scales: tuple[float, ...] = ()
+    scaled: bool = False
+    compared: tuple[int, ...] = ()
+    unlike: int | None = None
+    activation_flushed: float | None = None
+    weight_flushed: float | None = None
+    errors: tuple[float, ...] = ()
+    failure: str | None = None
+    begun_again: int = 0
+    first: Zeroed | None = None
+    rows: tuple[ReplayedStep, ...] = ()
+    references: tuple[ReplayedStep, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Was the last step taken, and nothing harmed?"""
+        return self.harmed is None and self.failure is None and self.steps - 1 not in self.skipped
+
+    @property
+    def relative_error(self) -> float | None:
+        """Median error of the compared steps (one step at a kink of the loss proves nothing); None without any."""
+        return statistics.median(self.errors) if self.errors else None
+
+    @property
+    def skip_rate(self) -> float:
+        """Share of the replayed steps that were skipped."""
+        return len(self.skipped) / self.steps if self.steps else 0.0
+
+    def proof(self, now: Observed | None) -> Proof:
+        """Returns what this replay of a change shows, compared with the unchanged run.
+
+        Args:
+            now: The replay without the change.
+        """
+        return Proof(without=now.rows if now is not None else (), changed=self.rows, fp32=self.references)
+
+    def shares(self) -> dict[str, float]:
+        """Returns the shares that the rules read; 0.0 if nothing was compared."""
+        return {
+            "relative_error": self.relative_error or 0.0,
+            "activation_grad": self.activation_flushed or 0.0,
+            "weight_grad": self.weight_flushed or 0.0,
+        }
+
+    def status(self, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
+        """Returns whether this replay proves a cure, and why not.
+
+        Args:
+            skips: Number of skipped steps that are expected (a scaler that finds its level).
+        """
+        if self.failure is not None:
+            return "failed", f"the replay with the change fails: {self.failure}"
+        if self.harmed is not None:
+            return "failed", f"step {self.harmed_at} is still non-finite ({self.harmed})"
+        if len(self.skipped) > skips or not self.settled:
+            return "failed", f"the scaler still skips {len(self.skipped)} of {self.steps} steps"
+        if not self.errors:
+            none = "no step could be compared with fp32"
+            return "not_run", none if self.unlike is None else not_compared(self.unlike)
+        if not max(self.errors) <= AGREEMENT:
+            return "failed", f"finite, but the gradients are {max(self.errors):.2g} away from fp32's (relative L2)"
+        return "verified", None
+
+    def cures(self, now: Observed | None, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
+        """Returns whether this replay of a change proves a cure: it is well, and without the change something is not.
+
+        Args:
+            now: The replay without the change; None if there is none to compare with.
+            skips: As for `status`.
+        """
+        status, reason = self.status(skips=skips)
+        if status != "verified" or now is None or not now.is_well or self._betters(now):
+            return status, reason
+        return "not_run", NOTHING_FAILS.format(now.relative_error, self.relative_error)
+
+    @property
+    def is_well(self) -> bool:
+        """The scale settled, and the gradients agree with fp32's."""
+        return self.settled and bool(self.errors) and max(self.errors) <= AGREEMENT
+
+    def _betters(self, now: Observed) -> bool:
+        """Is less lost than in another replay, by more than what no run was seen to suffer from?"""
+        mine, other = self.shares(), now.shares()
+        closer = CLEARLY_BETTER.default * mine["relative_error"] < other["relative_error"]
+        if closer or len(self.skipped) < len(now.skipped):
+            return True
+        return any(other[name] - mine[name] > FLUSH_THAT_PAYS for name in ("activation_grad", "weight_grad"))
+
+
+def observe(
+    session: Session,
+    start: Snapshot,
+    steps: int,
+    plan: HalfPlan | None,
+    change: Change = no_change,
+    *,
+    moment: Moment | None = None,
+    calm: Calm | None = None,
+    unlike: int | None = None,
+) -> Observed:
+    """Replay under a change; the session is back at `start` afterwards.
+
+    Args:
+        session: The session, in any state.
+        start: Its snapshot at step 0.
+        steps: Steps to replay; there must be batches for them.
+        plan: Which tensors are half.
+        change: The change, as a context around the steps.
+        moment: The measured step 0, whose gradients may then be the reference's; None where the change reaches fp32.
+        calm: Is shown the steps that it wants, for a replay without a change.
+        unlike: A step that is known not to come back.
+    """
+    start.restore()
+    watch = _Watch(session, plan, spread(steps), moment, calm, unlike=unlike)
+    failure = None
+    try:
+        with change(session):
+            watch.run(steps)
+    except AmpdoctorError as error:
+        failure = str(error)
+    finally:
+        start.restore()
+    return watch.observed(failure)
+
+
+def scaler(settings: ScalerSettings) -> Change:
+    """Returns a change: a fresh GradScaler with these settings."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, **settings.arguments())):
+            yield
+
+    return change
+
+
+def both(first: Change, second: Change) -> Change:
+    """Returns two changes as one, the first outside."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with first(session), second(session):
+            yield
+
+    return change
+
+
+class _Watch:
+    def __init__(
+        self,
+        session: Session,
+        plan: HalfPlan | None,
+        compare: frozenset[int],
+        moment: Moment | None,
+        calm: Calm | None,
+        *,
+        unlike: int | None,
+    ) -> None:
+        self._session = session
+        self._plan = plan
+        self._compare = compare if unlike is None else frozenset()
+        run = session.run
+        self._ours = run.step is None and run.max_grad_norm is None and not session.masters
+        """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
+        self._moment = moment if self._ours and not kept(session, trained=False).half else None
+        self._calm = calm
+        self._first: Zeroed | None = None
+        self._times: Mapping[str, int] = {}
+        self._sentinel = NonFiniteProbe()
+        self._outcomes: list[StepOutcome] = []
+        self._harmed: tuple[str, int] | None = None
+        self._lost: int | None = None
+        self._compared: list[int] = []
+        self._unlike = unlike
+        self._flushed: Counter[str] = Counter()
+        self._nonzero: Counter[str] = Counter()
+        self._errors: list[float] = []
+        self._rows: list[ReplayedStep] = []
+        self._references: list[ReplayedStep] = []
+
+    def run(self, steps: int) -> None:
+        """Run step by step, up to the first harmed one."""
+        sentinel = self._sentinel
+        with self._session.watched(sentinel):
+            for step in range(steps):
+                outcome, norm, sinks = self._step(step)
+                self._outcomes.append(outcome)
+                self._rows.append(replace(replayed(outcome, sinks), gradient_norm=norm))
+                seen = harms(sinks)
+                used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
+                nowhere = outcome.skipped or outcome.guarded or not used  # no optimizer got the gradients
+                harm = [s for s in seen if not (nowhere and s.startswith("grad:"))]
+                if harm == ["loss"] and outcome.loses_updates:
+                    # a forward, or the backward of a gradient penalty: a lower scale cures only the second
+                    self._lost = step if self._lost is None else self._lost
+                elif harm:
+                    self._harmed = harm[0], step
+                    return
+
+    def _step(self, step: int) -> tuple[StepOutcome, float | None, tuple[str, ...]]:
+        """Returns the outcome, for a compared step the norm of the gradients that the optimizer got, and the sinks."""
+        session = self._session
+        calm = self._calm is not None and self._calm.wants(session, step)
+        if step not in self._compare and not calm:
+            return session.step(step), None, self._sentinel.sightings.sinks
+        values = kept(session) if calm else Kept()
+        before, reference, wide, received, there = self._reference(step, values)
+        zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
+        with session.watched(zeroed, probe):
+            outcome = session.step(step)
+        if self._calm is not None and calm:
+            twin = Twin(probe, values, there, wide, math.isfinite(probe.distance.reference))
+            self._calm.note(session, twin, outcome, self._sentinel)
+        sinks = self._sentinel.sightings.sinks
+        if step in self._compare:
+            self._compared_with(reference, step, before, zeroed.zeroed, outcome)
+        handed = received and (outcome.optimizer_steps or not session.optimizers)
+        return outcome, math.sqrt(probe.distance.norm) if handed else None, sinks
+
+    def _compared_with(
+        self, reference: ReferenceGradients, step: int, before: Snapshot, found: Zeroed, outcome: StepOutcome
+    ) -> None:
+        """Count a compared step, unless it does not come back; the session is left after it."""
+        session = self._session
+
+        def again() -> Zeroed:
+            probe = ZeroedProbe(reference)
+            with session.watched(probe):
+                session.step(step)
+            return probe.zeroed
+
+        if is_far(found):
+            after = session.snapshot()
+            back = comes_back(session, before, step, reference, found=found, again=again)
+            after.restore()
+            if not back:
+                self._forget_compared(unlike=step)
+                return
+        if step == 0:
+            self._first = found
+        if not outcome.loses_updates:
+            self._add(step, found)
+
+    def _forget_compared(self, *, unlike: int) -> None:
+        """A step does not come back: what was held beside fp32 may have been of other data, and no more is."""
+        self._unlike, self._compare, self._first = unlike, frozenset(), None
+        for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
+            gathered.clear()
+
+    def _reference(self, step: int, values: Kept) -> tuple[Snapshot, ReferenceGradients, StepOutcome, Gradients, Kept]:
+        """Run the step in fp32, and come back.
+
+        Returns:
+            The state before it, its gradients as the backward delivers them, its outcome, its gradients as the
+            optimizer gets them, and how what is kept in half moves.
+        """
+        session, moment = self._session, self._moment
+        if step == 0 and moment is not None:
+            received = moment.gradients.received(session)
+            self._references.append(replayed(moment.outcome, moment.sinks, received))
+            return moment.state, moment.gradients, moment.outcome, received, Kept()
+        reference, gradients = ReferenceGradients(self._plan), GradientProbe()
+        here = session.snapshot()
+        with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
+            wide = session.step(step)
+            there = moved(session, values)
+        here.restore()
+        received = reference.received(session) if self._ours else gradients.gradients
+        self._times = gradients.times
+        if step in self._compare:
+            self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
+        return here, reference, wide, received, there
+
+    def _add(self, step: int, zeroed: Zeroed) -> None:
+        self._compared.append(step)
+        for place, present in zeroed.nonzero.items():
+            self._flushed[place.kind] += zeroed.flushed[place]
+            self._nonzero[place.kind] += present
+        if zeroed.relative_error is not None:
+            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+
+    def observed(self, failure: str | None) -> Observed:
+        """Returns the result."""
+
+        def share(kind: str) -> float | None:
+            return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
+
+        outcomes = self._outcomes
+        if self._lost is not None and self._harmed is None and outcomes[-1].loses_updates:
+            self._harmed = "loss", self._lost
+        harmed, at = self._harmed or (None, None)
+        return Observed(
+            steps=len(outcomes),
+            skipped=tuple(o.step for o in outcomes if o.loses_updates),
+            lost_at=self._lost if harmed is None else None,
+            harmed=harmed,
+            harmed_at=at,
+            scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
+            scaled=any(event.kind == "scale" for o in outcomes for event in o.events),
+            compared=tuple(self._compared),
+            unlike=self._unlike,
+            activation_flushed=share("activation_grad"),
+            weight_flushed=share("weight_grad"),
+            errors=tuple(self._errors),
+            failure=failure,
+            begun_again=times_begun_again(outcomes, ("", *self._session.optimizers)),
+            first=self._first,
+            rows=tuple(self._rows),
+            references=tuple(self._references),
+        )
+
+
+# Watches, while the run is replayed as it is, whether a search for causes other than the loss scale could find any.
+#
+# `bisect-nan` would run the same steps again, each beside fp32. Where they come back bit by bit, stay finite, are
+# taken, and no rule sees anything in the comparison, it would find nothing.
+
+
+@dataclass(slots=True)
+class Calm:
+    """Gathers what the first steps of a replay show.
+
+    Args:
+        first: The first step as it was seen before, from the same state; None if it was not.
+        steps: Number of steps that a search would run.
+        thresholds: What its rules go by.
+    """
+
+    first: Seen | None
+    steps: int
+    thresholds: Thresholds
+    _alongside: Alongside = field(default_factory=Alongside)
+    _own: Beyond = field(default_factory=dict)
+    _quiet: int = 0
+    _compared: list[Comparison] = field(default_factory=list)
+
+    def wants(self, session: Session, step: int) -> bool:
+        """Is a step to be held beside fp32? Not once one was seen in which something might be found.
+
+        Args:
+            session: The run, before the step.
+            step: The step.
+        """
+        self._own = session.reached.beyond()
+        here = self.first is not None and self._quiet == step < self.steps
+        return here and self._alongside.wants(session, step)
+
+    def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
+        """Look at a step that was held beside fp32.
+
+        Args:
+            session: The run, after the step.
+            twin: The step in fp32.
+            outcome: How the step ended.
+            sentinel: The probe that watched it.
+        """
+        if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
+            return
+        if outcome.step == 0 and not self._comes_back(Seen.of(session, sentinel)):
+            return
+        try:
+            self._alongside.note(session, twin, outcome, sentinel)
+        except DoesNotComeBackError:
+            return
+        beside = self._alongside.seen.get(outcome.step)
+        if beside is not None and beside.comparison is not None:
+            self._compared.append(beside.comparison)
+            self._quiet += is_calm(beside.comparison, self.thresholds)
+
+    @property
+    def throughout(self) -> bool:
+        """Would a search find nothing?"""
+        hungry = starved(self._compared, self.thresholds)
+        return self._quiet >= self.steps and not hungry and is_quiet(self._compared, self.thresholds)
+
+    def _comes_back(self, again: Seen) -> bool:
+        first = self.first
+        if first is None or first.left != again.left:
+            return False
+        return first_difference(first.observed, again.observed) is None

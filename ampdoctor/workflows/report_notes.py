@@ -1,0 +1,430 @@
+"""Notes of a `bisect-nan` report: what was not examined and why, the tightest headroom, the path of a NaN."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.of_runs.trace import Birth, Passage
+from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
+from ampdoctor.evidence.report.bisection import NodeRole, PathNode, PathSection
+from ampdoctor.probes.measures.half_ops import HalfOps, Region
+from ampdoctor.probes.ops.source import as_source
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
+    from ampdoctor.probes.cheap.nonfinite import Observation
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.replay.training_run import TrainingRun
+    from ampdoctor.workflows.open_replay import OpenReplay
+    from ampdoctor.workflows.requests import ReplayRequest
+    from ampdoctor.workflows.step_beside_fp32 import Replayed
+
+
+# The tightest headroom of a healthy run, as a check of its report.
+
+
+TIGHTEST_HEADROOM = "tightest headroom"
+_GRADIENTS_ONLY = "looks at no layer's output until a step fails"
+
+
+def headroom_check(
+    tightest: Headroom | None, outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], request: ReplayRequest
+) -> Iterator[Check]:
+    """Yields one check in words and numbers; none if no step was replayed.
+
+    Args:
+        tightest: The tightest headroom of steps without harm or skip; None if no tensor had a reduced format.
+        outcomes: All steps' outcomes: a gradient carries the loss scale of its step.
+        seen: What the probe saw in these steps.
+        request: The request: `--strategy bisect` does not look at the layers' outputs until a step fails.
+    """
+    layers = request.strategy != "bisect" and not request.until_sick
+    option = "--until-sick" if request.until_sick else "--strategy bisect"
+    if tightest is None:
+        if outcomes:
+            yield Check(name=TIGHTEST_HEADROOM, result=_unknown(outcomes, seen, None if layers else option))
+        return
+    scale = next((o.scale_before for o in outcomes if o.step == tightest.step), None)
+    gradient = tightest.kind != "output"
+    module = f"module {tightest.module}" if tightest.module else "the root module"
+    what = {
+        "output": f"the output of {module}",
+        "output_grad": f"the gradient that arrives at the output of {module}",
+        "grad": f"a parameter's gradient in {module}",
+    }[tightest.kind]
+    scaled = f", scaled by {scale:g}," if gradient and scale not in (None, 1.0) else ""
+    yield Check(
+        name=TIGHTEST_HEADROOM,
+        result=f"{tightest.binades:.1f} binades: {what}{scaled} reaches {tightest.amax:.4g} in step {tightest.step}, "
+        f"and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else f'; {option} {_GRADIENTS_ONLY}'}",
+        headroom={
+            "binades": tightest.binades,
+            "module": tightest.module,
+            "phase": "backward" if gradient else "forward",
+            "tensor": tightest.kind,
+            "format": tightest.format,
+            "amax": tightest.amax,
+            "limit": tightest.limit,
+            "loss_scale": scale if gradient else None,
+            "step": tightest.step,
+        },
+    )
+
+
+def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], option: str | None) -> str:
+    known = outcomes[len(outcomes) - len(seen) :]  # of a run until it is sick the last ones
+    if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(known, seen, strict=True)):
+        return "not measured: each step was skipped or met something non-finite"
+    if option is not None:
+        other = " (--strategy trace does)" if option == "--strategy bisect" else ""
+        return f"not measured: {option} looks at no layer until a step fails{other}"
+    return "no tensor in a half-precision format was looked at"
+
+
+def _harmed(outcome: StepOutcome, step: Replayed) -> bool:
+    """Is the loss or a gradient non-finite? An infinity in an output does not count: it may be a mask."""
+    return outcome.raised is not None or not all(
+        math.isfinite(one.value) for one in step.observed if one.kind not in ("output", "output_grad")
+    )
+
+
+# Replayed steps that show too little to be called healthy, though nothing in them is wrong.
+
+
+def unexamined(
+    session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]
+) -> ErrorNote | None:
+    """What was missing in all of these steps, so that there was nothing to examine; None where enough was seen.
+
+    Args:
+        session: The run, after them.
+        outcomes: How they ended.
+        observed: What the cheap look saw in each.
+    """
+    if not saw_anything(outcomes, observed):
+        return ErrorNote(what="steps", kind="empty", message="no step had a loss or a gradient: nothing was examined")
+    if not _trains(session, outcomes, observed):
+        said = "no parameter of the model or of an optimizer requires a gradient: nothing trains, and only the forward"
+        return ErrorNote(what="parameters", kind="empty", message=f"{said} was looked at")
+    return None
+
+
+def never_updated(outcomes: Sequence[StepOutcome], *, moves: bool) -> ErrorNote | None:
+    """What a run lacks whose steps neither call an optimizer nor move a parameter: no update was examined.
+
+    Args:
+        outcomes: How the steps ended.
+        moves: A parameter that an optimizer holds has moved (an update by hand), or no optimizer holds one.
+    """
+    called = any(event.kind in ("step", "optimizer_step") for outcome in outcomes for event in outcome.events)
+    if moves or called or any(outcome.optimizer_steps or outcome.raised for outcome in outcomes):
+        return None
+    said = f"no optimizer stepped in {len(outcomes)} replayed steps and no parameter moved, so no update was examined"
+    change = "call optimizer.step() (or scaler.step(optimizer)) in the step; a step that accumulates needs more --steps"
+    return ErrorNote(what="updates", kind="empty", message=f"{said}: {change}")
+
+
+def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
+    """Did a step leave a loss, or a gradient?"""
+    return _graded(observed) or any(outcome.loss is not None for outcome in outcomes)
+
+
+def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
+    """Can a parameter get a gradient? If none can, torch's backward raises; the replay's own step leaves it out.
+
+    A step of the user's may free its parameters for a while, or update them without any gradient that is kept.
+    """
+    owned = (p for one in session.optimizers.values() for group in one.param_groups for p in group["params"])
+    parameters = (*session.model.parameters(), *owned)
+    # a pure function has none that could be free
+    free = not parameters or any(parameter.requires_grad for parameter in parameters)
+    return free or _graded(observed) or any(outcome.optimizer_steps for outcome in outcomes)
+
+
+def _graded(observed: Sequence[tuple[Observation, ...]]) -> bool:
+    return any(one.kind == "grad" for step in observed for one in step)
+
+
+# What a run that goes on until a step is not finite leaves out, and what is known of it where it is interrupted.
+
+
+LAST_COMPARED = 8
+"""Steps at the end that are held beside fp32, unless another number is asked for."""
+
+
+def only_looked_at(steps: int, compared: int) -> Iterator[Skipped]:
+    """Yields what of the steps was not held beside fp32, where some were not.
+
+    Args:
+        steps: Steps that stayed finite.
+        compared: How many of them, the last ones, were to be compared.
+    """
+    if compared < steps:
+        held = f"the last {compared} were held beside fp32" if compared else "none was held beside fp32 (--no-compare)"
+        reason = f"--until-sick looks at each of the {steps} steps for NaN and Inf alone; {held}"
+        yield Skipped(what="comparison of every step with fp32", reason=reason)
+
+
+def elsewhere(device: str) -> Skipped:
+    """Returns what a run that stays finite here may still do.
+
+    Args:
+        device: Where it was replayed.
+    """
+    reason = f"one process ran it on this machine's {device}: a failure that hangs on either may not come back here"
+    return Skipped(what="other hardware and other numbers of ranks", reason=reason)
+
+
+def interrupted(replay: OpenReplay, outcomes: Sequence[StepOutcome], fired: int | None) -> ErrorNote:
+    """Returns what is known where Ctrl-C ends the search.
+
+    Args:
+        replay: The open replay.
+        outcomes: The steps that have run.
+        fired: The step that was being looked at more closely, as something in it was not finite; None else.
+    """
+    well = len(outcomes) if fired is None else fired
+    known = (
+        f"steps 0 to {well - 1} were replayed and stayed finite{_globally(replay, well)}" if well else "no step ended"
+    )
+    skips = sum(outcome.skipped for outcome in outcomes[:well])
+    known += f", but for {skips} that the scaler skipped" if skips else ""
+    at = "" if fired is None else f"; step {fired} is not finite, and was being looked into"
+    return ErrorNote(what="steps", kind="interrupted", message=f"interrupted by Ctrl-C: {known}{at}")
+
+
+def _globally(replay: OpenReplay, steps: int) -> str:
+    step = replay.global_step
+    return "" if step is None else f" (the training's {step} to {step + steps - 1})"
+
+
+# What is known of the run that failed, and how its replay here compares with it.
+
+
+def failed_run(replay: OpenReplay) -> KnownFailure | None:
+    """Returns the failure that the user, the checkpoint or its log knows of; None where nothing does.
+
+    Args:
+        replay: The open replay.
+    """
+    request, resumed = replay.request, replay.resumed
+    scaler = resumed.file_scaler if resumed is not None else None
+    return known_failure(replay.log, scaler, said=request.expect_failure, thresholds=request.thresholds)
+
+
+def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
+    """Returns how the run was replayed, beside what is known of the failed run.
+
+    Args:
+        replay: The open replay.
+        session: The session.
+        steps: Number of steps that were replayed.
+    """
+    request, resumed = replay.request, replay.resumed
+    wanted = request.compare_steps
+    if request.until_sick and wanted:  # of so many steps it never compares more than the last
+        wanted = None
+    run = replay.described(session, steps)
+    return Here(
+        steps=steps,
+        device=run["device"],
+        policy=run["policy"],
+        precision=run["precision"],
+        scaled=session.events.enabled,
+        torch=run["torch"],
+        checkpoint=resumed is not None,
+        global_step=replay.global_step,
+        lacks=resumed.lacks if resumed is not None else (),
+        file_scaler=resumed.file_scaler if resumed is not None else None,
+        compared=wanted if wanted is not None and wanted < steps else None,
+        option="--max-steps" if request.until_sick else "--steps",
+        placed=session.tape.is_placed,
+    )
+
+
+# Did a run that says a half format compute in one? If not, its replay says nothing of what that format does to it.
+
+
+def nothing_in_half(
+    session: Session, tightest: Headroom | None, start: Snapshot | None, fresh: Callable[[], Session]
+) -> Skipped | None:
+    """What was left out of a run that says fp16 or bf16 and computes in another format, and why; None for any other.
+
+    A run in which the cheap look saw the format has no step replayed for it. Where autocast was on as it is on a GPU
+    and has found nothing to cast, nothing is left out: there it finds nothing either.
+
+    Args:
+        session: The run, in any state.
+        tightest: What the cheap look saw in a half format in steps without harm; None where it saw nothing.
+        start: The state before step 0, with its batches ahead; None where only a fresh run leads there.
+        fresh: Makes another session from the factory.
+    """
+    said = session.precision.compute
+    if not session.precision.reduced or (tightest is not None and tightest.format == said):
+        return None
+    looked = HalfOps()
+    if start is not None:
+        start.restore()
+        _look(session, looked)
+    else:
+        other = fresh()
+        try:
+            _look(other, looked)
+        finally:
+            other.close()
+    why = None if session.precision.dtype in looked.formats else _why(looked, session)
+    return None if why is None else Skipped(what=NOT_IN_HALF, reason=why, kind="not_in_half")
+
+
+def _look(session: Session, looked: HalfOps) -> None:
+    with suppress(AmpdoctorError), session.watched(looked):  # it ran before: what ends it now is no news
+        if session.has_step(0):
+            session.attempt(0)
+
+
+def _why(looked: HalfOps, session: Session) -> str | None:
+    computed = _named(next(iter(looked.formats), torch.float32))
+    decides = _decides(looked, session)
+    meant = f'where that is meant, say so: TrainingRun(precision="{computed}")'
+    return None if decides is None else f"step 0 computes in {computed}: {decides}; {meant}"
+
+
+def _decides(looked: HalfOps, session: Session) -> str | None:
+    """What keeps the step from computing in the format that the run says; None where that is as on a GPU."""
+    regions = [region for region in looked.around if region.autocast]
+    if regions and regions[-1].enabled:
+        last = regions[-1]
+        if not (looked.formats and last.unnamed and last.dtype is not session.precision.dtype):
+            return None
+        own = f"autocast's own there is {_named(last.dtype)}"
+        return f"autocast{_places([last])} names no dtype, and {own} (name dtype={session.precision.dtype})"
+    if looked.formats:
+        return None  # the model itself is in the other format
+    if regions:
+        return f"autocast{_places(regions[-1:])} is switched off there"
+    stand_ins = [region for region in looked.around if region.line is not None]
+    if stand_ins:
+        return f"nullcontext(){_places(stand_ins)} stands there, and no autocast"
+    if not session.precision.autocast:
+        return "with autocast=False the factory itself gives model and batches their dtype, and they have float32"
+    return f"{_function(session.run)} enters no autocast"
+
+
+def _named(dtype: torch.dtype | None) -> str:
+    """The name that `TrainingRun(precision=...)` takes."""
+    return {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
+
+
+def _places(regions: Sequence[Region]) -> str:
+    """Where these contexts were made or entered: " at train.py:12"."""
+    lines = [as_source(region.line) for region in regions]
+    named = dict.fromkeys(f"{source.file}:{source.line}" for source in lines if source is not None)
+    return f" at {' and '.join(named)}" if named else ""
+
+
+def _function(run: TrainingRun) -> str:
+    """The user's step, or where there is none their loss, with its place."""
+    what, function = ("the step", run.step) if run.step is not None else ("the loss", run.loss)
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    source = None if code is None else as_source((code.co_filename, code.co_firstlineno))
+    return what if source is None else f"{what} at {source.file}:{source.line}"
+
+
+# The section `path` of a report: how a birth came about, and through which modules its values did harm.
+
+
+MOST_CARRIERS = 200
+"""Maximum number of carriers that are shown; of a longer way, the first and the last half."""
+
+
+def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> PathSection:
+    """Returns the way of one birth as the report shows it.
+
+    Args:
+        birth: The birth, with its way.
+        fingerprint: Fingerprint of the finding that names the birth.
+        types: Each module's class name, by the module's name.
+
+    Returns:
+        Nodes in the order of the ops: what fed the birth, the birth, carriers, the first sink of each kind.
+    """
+    way = birth.way
+    half = MOST_CARRIERS // 2
+    long = len(way.carriers) > MOST_CARRIERS
+    shown = (*way.carriers[:half], *way.carriers[-half:]) if long else way.carriers
+    nodes = (
+        *(_node("before", passage, types) for passage in way.before),
+        _node("birth", _as_passage(birth), types),
+        *(_node("carrier", passage, types) for passage in shown),
+        *(_node("harm", passage, types) for passage in way.harms),
+    )
+    return PathSection(
+        fingerprint=fingerprint,
+        step=birth.where.step or 0,
+        nodes=nodes,
+        sinks=tuple(birth.harms),
+        omitted=way.omitted + len(way.carriers) - len(shown),
+    )
+
+
+def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, str]:
+    """Returns the class names of a model's modules.
+
+    Args:
+        model: The model.
+        names: The report's name for each module, by its name in `named_modules()`.
+    """
+    return {names.get(name, name): type(module).__name__ for name, module in model.named_modules()}
+
+
+def _as_passage(birth: Birth) -> Passage:
+    """Returns a birth's first non-finite result, beside its largest input."""
+    outputs: Iterator[Any] = (stats for stats in birth.outputs if stats.nans or stats.infs)
+    made = next(outputs, None)
+    return Passage(
+        order=birth.order,
+        where=birth.where,
+        dtype=made.dtype if made is not None else "",
+        shape=made.shape if made is not None else (),
+        input_amax=max((stats.amax for stats in birth.inputs), default=None),
+        amax=made.amax if made is not None else None,
+        nans=made.nans if made is not None else 0,
+        infs=made.infs if made is not None else 0,
+    )
+
+
+def _node(role: NodeRole, passage: Passage, types: Mapping[str, str]) -> PathNode:
+    where = passage.where
+    return PathNode(
+        role=role,
+        order=passage.order,
+        phase=where.phase,
+        module=where.module,
+        type=types.get(where.module, "") if where.module or where.phase in ("forward", "backward") else "",
+        op=where.op or "",
+        dtype=passage.dtype,
+        shape=tuple(passage.shape),
+        input_amax=passage.input_amax,
+        output_amax=passage.amax,
+        nan=passage.nans,
+        inf=passage.infs,
+        limit=_limit(passage.dtype),
+        source=where.source or where.forward_source,
+    )
+
+
+def _limit(dtype: str) -> float | None:
+    """Returns the largest finite number of a floating-point dtype; that of its parts for a complex one."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
+        return None
+    return torch.finfo(kind).max

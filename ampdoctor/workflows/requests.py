@@ -1,0 +1,329 @@
+"""The requests to the workflows: what a replay is asked for, and what a watch is.
+
+No torch here: the command line imports this file before it knows what is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
+from ampdoctor.evidence.report import Report, Suppressed
+from ampdoctor.evidence.run_log.files import logs_in, place_of
+from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.sinks.sink import Sink
+from ampdoctor.health.sinks.table import Export
+from ampdoctor.workflows.output_files import refuse_of_log
+
+# The request to a replaying workflow, and how the workflow reports its progress.
+
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Policy = Literal["cuda", "native"]
+HalfProducts = Literal["fp32", "plain"]
+Strategy = Literal["trace", "bisect"]
+
+MOST_UNTIL_SICK = 2000
+"""Steps that `until_sick` runs on at most, unless another number is given."""
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_OF_THE_RUN = (
+    *("app_dir", "batches", "loss", "model", "allow_partial", "steps", "precision"),
+    *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
+    *("until_sick", "max_steps", "skip_batches"),
+)
+_OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
+
+
+def is_profile(target: str) -> bool:
+    """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
+
+    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest, nor a
+    function with a dot in place of its colon. The log of a run stands for the profile that its details come to.
+    """
+    path = Path(target)
+    if path.name == "manifest.json":
+        return False
+    if path.is_dir():
+        return is_run_log(target)
+    if is_run_log(target) or path.suffix == ".py" or path.is_file():
+        return path.suffix != ".py"
+    if ":" in target or not path.suffix:
+        return False
+    from ampdoctor.replay.user_modules import dotted_factory  # here: it brings torch, and few targets come this far
+
+    return dotted_factory(target) is None
+
+
+def is_run_log(target: str) -> bool:
+    """Does a target name the folder of a run's log, or one of its files? A bundle holds the last lines of one."""
+    path = Path(target)
+    try:
+        if path.is_dir():
+            return bool(logs_in(os.listdir(path))) and not (path / "manifest.json").is_file()  # noqa: PTH208
+        return place_of(path.name) is not None and path.is_file()
+    except OSError:
+        return False
+
+
+SetAside = Callable[[Report], Report]
+"""Returns a report without the findings that somebody has decided to set aside."""
+
+
+def keep_all(report: Report) -> Report:
+    """Set nothing aside."""
+    return report
+
+
+def set_all_aside(report: Report) -> Report:
+    """Set everything aside, so that a search finds all there is."""
+    aside = (Suppressed(finding=finding, by="baseline", reason="") for finding in report.findings)
+    return replace(report, findings=(), suppressed=(*report.suppressed, *aside))
+
+
+class Progress(Protocol):
+    """Called with a workflow's progress.
+
+    The protocol is here because the core never prints, and a library's user may want a progress bar of their own.
+    """
+
+    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
+        """Report that `done` of `total` parts of `what` are finished.
+
+        Args:
+            what: The work in progress.
+            done: Number of finished parts.
+            total: Number of all parts; None if it is unknown.
+            unit: "B" if the parts are bytes.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest:
+    """What to replay, and how.
+
+    Attributes:
+        factory: `package.module:function`, `path/to/file.py:function` or the function itself; a script that trains,
+            `path/to/train.py`; or a bundle, `path/to/bundle-31000`; for `recommend` also the path of a profile.
+        arguments: Keyword arguments of the factory.
+        script_arguments: What follows the file in `sys.argv` while a script, or a factory, runs.
+        checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
+        steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
+        precision: Overrides the run's own precision.
+        policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own; None: CUDA's, or for a
+            bundle that of the device on which it was recorded.
+        half_products: How a CPU multiplies fp16 under CUDA's policy: through `fp32` kernels, rounded once as on tensor
+            cores, or by its own, `plain` ones.
+        device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
+        app_dir: Folder put first on the import path for the factory; None: the working directory.
+        allow_partial: Accept a checkpoint that fits the model only in part.
+        fresh_scaler: Keep the loss scaler as the factory makes it, whatever the checkpoint holds; without a checkpoint
+            it is so anyway.
+        batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
+        loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
+        model: What makes a bundle's model: `train.py:make_model`, `model.py:GPT`, or a file alone.
+        strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
+            the order of its layers with one probe per replay.
+        compare_steps: How many steps of a run that stays finite `bisect-nan` holds beside fp32; None for all.
+        until_sick: `bisect-nan` runs on until a step is not finite, with only the cheap look on the way.
+        max_steps: Optimizer steps that it runs on at most; None for `MOST_UNTIL_SICK`.
+        skip_batches: Micro-batches that are passed over before step 0; "checkpoint": as many as its steps took. None:
+            like that with `until_sick`, else none. A function of batches that takes `start` is told the steps itself.
+        expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
+        spill: Keep the states that steps begin from in a nameless file where temporary files are, not in memory.
+        thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
+        emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
+        target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
+        precision_matters: The user needs more than bf16's 8 bits.
+        ranks: Number of processes over which the training averages gradients.
+        reduce_fp16: When an all-reduce in fp16 divides by that number; None if it runs in fp32 or bf16.
+        accumulation: Micro-batches per step of the training; None for the run's number.
+
+    Raises:
+        UsageError: `steps`, `precision`, `policy`, `half_products`, `strategy` or `device` is none of the above, or
+            two options say two things.
+    """
+
+    factory: str | Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    script_arguments: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    steps: int | None = None
+    precision: Precision | None = None
+    policy: Policy | None = None
+    half_products: HalfProducts = "fp32"
+    device: str = "auto"
+    app_dir: str | None = None
+    allow_partial: bool = False
+    fresh_scaler: bool = False
+    batches: str | None = None
+    loss: str | None = None
+    model: str | None = None
+    strategy: Strategy = "trace"
+    compare_steps: int | None = None
+    until_sick: bool = False
+    max_steps: int | None = None
+    skip_batches: int | Literal["checkpoint"] | None = None
+    expect_failure: bool = False
+    spill: bool = False
+    thresholds: Thresholds = DEFAULT_THRESHOLDS
+    emit: Framework | None = None
+    target: str = DEFAULT_TARGET
+    precision_matters: bool = False
+    ranks: int = 1
+    reduce_fp16: Literal["before", "after", "split"] | None = None
+    accumulation: int | None = None
+
+    @property
+    def framework(self) -> Framework:
+        """The framework whose scaler is simulated."""
+        return self.emit or "torch"
+
+    def described(self, factory: str) -> dict[str, Any]:
+        """Returns the report's `target`: what is replayed, and the options that make it this run.
+
+        Args:
+            factory: The factory's name, for a factory that was given as a function.
+        """
+        arguments = [_typed(name, value) for name, value in self.arguments.items()]
+        named = {"--arg": arguments} if arguments and None not in arguments else {}
+        options = {**named, **self._options(_OF_THE_RUN)}
+        more = {"options": options, "arguments": list(self.script_arguments)}
+        return {"factory": factory, "checkpoint": self.checkpoint, **{key: said for key, said in more.items() if said}}
+
+    def described_advice(self) -> dict[str, Any]:
+        """Returns what the `target` of advice holds besides: the options that say for whom."""
+        options = self._options(_OF_THE_ADVICE)
+        return {"advice_options": options} if options else {}
+
+    def _options(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the options that differ from their defaults, each with its values; a flag has none."""
+        usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != usual[name]}
+        return {f"--{name.replace('_', '-')}": [] if value is True else [str(value)] for name, value in given.items()}
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"steps is {self.steps}: a replay needs at least one step")
+        if self.compare_steps is not None and self.compare_steps < 0:
+            raise UsageError(f"compare_steps is {self.compare_steps}: it counts from 0, which compares nothing")
+        self._check_until_sick()
+        if self.precision is not None and self.precision not in get_args(Precision):
+            raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
+        if self.policy is not None and self.policy not in get_args(Policy):
+            raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
+        if self.half_products not in get_args(HalfProducts):
+            raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")
+        if self.strategy not in get_args(Strategy):
+            raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
+        if self.ranks < 1 or (self.accumulation is not None and self.accumulation < 1):
+            raise UsageError("ranks and micro-batches start at 1")
+        if self.emit is not None and self.emit not in FRAMEWORKS:
+            raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
+        target_named(self.target)
+        if not _DEVICE.fullmatch(self.device):
+            raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")
+
+    def _check_until_sick(self) -> None:
+        if self.until_sick and self.steps is not None:
+            raise UsageError(
+                f"--until-sick runs on for --max-steps, and --steps {self.steps} says another number: give one of them"
+            )
+        if self.max_steps is not None and not self.until_sick:
+            raise UsageError("--max-steps bounds --until-sick: without that it is --steps")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise UsageError(f"max_steps is {self.max_steps}: a replay needs at least one step")
+        if isinstance(self.skip_batches, int) and self.skip_batches < 0:
+            raise UsageError(f"skip_batches is {self.skip_batches}: it counts from 0, which passes over nothing")
+        if self.skip_batches == "checkpoint" and self.checkpoint is None:
+            raise UsageError("--skip-batches checkpoint passes over what a checkpoint's steps took: give --checkpoint")
+
+
+def _typed(name: str, value: Any) -> str | None:
+    """Returns a factory's argument as the user types it; None for a value that cannot be typed."""
+    try:
+        return f"{name}={json.dumps(value, allow_nan=False)}"
+    except (TypeError, ValueError):
+        return None
+
+
+# The request to a watch over a training that runs once: what `ampdoctor run` asks for.
+
+
+OnSick = Literal["record", "stop"]
+Look = Literal["auto", "sync", "off"]
+
+USUAL_EVERY = 100
+"""Steps from one close measurement to the next."""
+USUAL_BUNDLE_BYTES = 4_000_000_000
+"""The most that a bundle takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchRequest:
+    """What to watch, and what to do where it falls sick.
+
+    Attributes:
+        health: Folder of the log and the bundles, absolute; it need not exist yet.
+        named: The same as it was typed, for whoever reads of it; "" for as it is.
+        script: What trains, as it was typed: a script's path, or a module's name.
+        is_module: It is a module's name.
+        arguments: What follows it in `sys.argv`.
+        command: The whole command line, the interpreter's own options left out.
+        every: Steps from one close measurement to the next.
+        on_sick: `record`: look, log, keep a bundle, and let the training go on. `stop`: the same, then raise
+            `errors.StoppedError` into the loop.
+        look: `auto`: look before the update wherever that costs no synchronisation of the device. `sync`: everywhere,
+            at the price of one a step. `off`: never run a step again.
+        guard: Let a fused optimizer hold a sick update back on the device.
+        bundle: Keep a bundle of the first sick step.
+        bundle_max: The most bytes that a bundle takes, and what is kept for one by `record_batches`.
+        record_batches: Of how many of the last updates the batches are kept behind them, where a sick step is known
+            only after its update; 0 for none.
+        export: Where the log's numbers and alerts go while the training runs.
+        thresholds: What counts as lost, as harmful, as too many.
+
+    Raises:
+        UsageError: A number is too small, `on_sick` or `look` is none of the above, or an export would write over the
+            log.
+    """
+
+    health: str
+    named: str = ""
+    script: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    every: int = USUAL_EVERY
+    on_sick: OnSick = "record"
+    look: Look = "auto"
+    guard: bool = False
+    bundle: bool = True
+    bundle_max: int = USUAL_BUNDLE_BYTES
+    record_batches: int = 0
+    export: tuple[Export | Sink, ...] = ()
+    thresholds: Thresholds = DEFAULT_THRESHOLDS
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(f"every is {self.every}: a measurement comes each step at most")
+        if self.on_sick not in get_args(OnSick):
+            raise UsageError(f"on_sick {self.on_sick!r} is neither record nor stop")
+        if self.look not in get_args(Look):
+            raise UsageError(f"look {self.look!r} is none of auto, sync, off")
+        if self.on_sick == "stop" and self.look == "off":
+            raise UsageError("on_sick stop ends the training after a look, and look off never looks: give one of them")
+        if self.bundle_max < 1:
+            raise UsageError(f"bundle_max is {self.bundle_max} bytes: a bundle that takes nothing is bundle=False")
+        if self.record_batches < 0:
+            raise UsageError(f"record_batches is {self.record_batches}: it counts updates, and 0 keeps none")
+        for one in self.export:
+            for file in one.files(Path(self.health).name) if isinstance(one, Export) else ():
+                refuse_of_log(file, self.health)

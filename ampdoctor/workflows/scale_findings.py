@@ -1,0 +1,318 @@
+"""The finding that a recommendation leads to, and its change, which is replayed if possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS, departs
+from ampdoctor.diagnosis.ranges.forward_range import forward_range
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER, underflow_seen
+from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
+from ampdoctor.diagnosis.ranges.scale_too_high import scale_too_high
+from ampdoctor.diagnosis.ranges.scaler_collapse import no_valid_scale
+from ampdoctor.diagnosis.replay.dead_scale import unusable_scale_finding
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules
+from ampdoctor.workflows.profile import range_findings
+from ampdoctor.workflows.replay_under_change import Observed, observe, scaler
+from ampdoctor.workflows.trials import first_cure
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.ranges.profile import RangeProfile
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.advice import Advice
+    from ampdoctor.workflows.measure import Measurement
+
+NOT_RUN: PrescriptionStatus = "not_run"
+TRIED_STEPS = 8
+"""Steps of a replay that only has to show that another precision is a cure."""
+
+
+class Replays(Protocol):
+    """The parts of a replay that a trial needs; a Protocol, because the workflow that owns them is above this file."""
+
+    @property
+    def session(self) -> Session:
+        """The run."""
+
+    @property
+    def start(self) -> Snapshot:
+        """Its state at step 0."""
+
+    @property
+    def taken(self) -> Measurement:
+        """The measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The results of the replays, and what follows from them.
+
+    Attributes:
+        now: The replay with the run's own scaling; None for a profile file.
+        then: The replay with the recommended scaler; None if it is impossible.
+        change: The recommended scaler is better.
+        unusable: Why the recommended scaler could not be replayed.
+        by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
+        no_scale: No loss scale is recommended at all.
+        harm: What went wrong in an fp16 replay with either scaler, as a clause; None if nothing did.
+        settled: The scaler did not skip the steps after that.
+        findings: What is wrong.
+    """
+
+    now: Observed | None
+    then: Observed | None
+    change: bool
+    unusable: str | None
+    by_hand: bool = False
+    no_scale: bool = False
+    harm: str | None = None
+    settled: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+
+def judge(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, replays: Replays | None
+) -> Judgement:
+    """Add the findings. What no loss scale cures comes first, and then the scale is not mentioned."""
+    trial = _Trial(advice, judgement, replays)
+    if advice.now.poisoned:
+        found = unusable_scale_finding(
+            advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
+        )
+        return replace(judgement, change=True, findings=[found])
+    incurable = _incurable(ranges, thresholds, advice, judgement, trial)
+    if incurable is not None:
+        settled = incurable.settled  # with the recommended scaler: the present one may just not have found its level
+        return replace(
+            judgement,
+            change=settled and judgement.now is not None and not judgement.now.settled,
+            no_scale=not settled,
+            harm=incurable.harm,
+            settled=settled,
+            findings=[incurable.finding],
+        )
+    if advice.choice.exponent < 0:  # whatever a scale below 1 would save, it is no cure
+        judgement = replace(judgement, change=False, no_scale=True)
+    findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
+    if advice.large:
+        findings.append(forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
+    choice = advice.choice
+    if choice.unserved:
+        findings.append(
+            no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
+        )
+    return replace(judgement, findings=findings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Incurable:
+    finding: Finding
+    harm: str | None = None
+    settled: bool = False
+
+
+def _incurable(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
+) -> _Incurable | None:
+    """Returns what went wrong in a replay and no loss scale explains."""
+    now, then = judgement.now, judgement.then
+    if now is None:
+        beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
+        if not beyond:
+            return None
+        return _Incurable(forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
+    at_odds = partial(departs, relative_error=now.relative_error, precision=ranges.run.precision)
+    harmed = f"{now.harmed} is not finite at step {now.harmed_at}" if now.harmed is not None else None
+    if now.lost_at is not None and advice.large:
+        found = forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
+        return _Incurable(found, harmed)
+    if now.harmed is not None and harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        at = now.harmed_at
+        if advice.large:
+            found = forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
+        else:
+            found = at_odds(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
+        return _Incurable(found, harmed)
+    stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
+    if stubborn:
+        harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
+        settled = then is not None and then.settled
+        lower = trial.at_its_level() if settled else trial.in_bf16()  # a skip on the way down is a scaler at work
+        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
+        return _Incurable(found, harm, settled)
+    # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
+    if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
+        better = then.relative_error if then is not None else None
+        cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
+        foreseen = advice.now.relative_error > thresholds[DEPARTS]
+        if not cured and not foreseen:
+            harm = f"the weight gradients are {now.relative_error:.2g} away from fp32's (relative L2)"
+            return _Incurable(at_odds(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
+    return None
+
+
+def _of_the_scale(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
+) -> list[Finding]:
+    """Returns the first that holds: no valid scale, a scale that is too high, or underflow."""
+    now = judgement.now
+    stuck = not now.settled if now is not None else not advice.now.settled
+    if advice.choice.exponent < 0:
+        return [
+            no_valid_scale(
+                advice.recommended.scale,
+                bound_by=advice.choice.bound_by,
+                stuck=stuck or _came_below_one(advice, now),
+                step=_last_bad(now),
+                prescription=trial.bf16(),
+            )
+        ]
+    if stuck:
+        return [_too_high(ranges, advice, judgement, trial)]
+    if now is None or now.unlike is not None:
+        found = range_findings(ranges, thresholds)
+        return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
+    if not judgement.change:
+        return []
+    underflow = underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds)
+    return [] if underflow is None else [underflow]
+
+
+def _came_below_one(advice: Advice, now: Observed | None) -> bool:
+    """Has the run's scaler, and nobody's hand, taken the scale below 1: steps were lost at each scale above?"""
+    scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
+    return 0.0 < scale < 1.0 and advice.current.growth_interval > 0
+
+
+def _last_bad(now: Observed | None) -> int | None:
+    if now is None:
+        return None
+    return now.harmed_at if now.harmed_at is not None else max(now.skipped, default=None)
+
+
+def _shares(then: Observed | None) -> dict[str, float] | None:
+    return then.shares() if then is not None and then.relative_error is not None else None
+
+
+def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
+    now = judgement.now
+    step = ranges.steps - 1 if now is None else _last_bad(now) or 0
+    scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
+    return scale_too_high(
+        scale,
+        advice.recommended.scale,
+        step=step,
+        harmed=now.harmed if now is not None else None,
+        bound_by=advice.choice.bound_by,
+        begun_again=now.begun_again if now is not None else 0,
+        prescription=trial.scaler(),
+    )
+
+
+class _Trial:
+    """Prescriptions, each replayed if there is a run to replay."""
+
+    def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
+        self._advice = advice
+        self._judgement = judgement
+        self._replays = replays
+
+    def scaler(self) -> Prescription:
+        """The recommended scaler, with its replay; bf16 if that scaler does not cure."""
+        made = self._scaler_alone()
+        if made.status in ("verified", "intervention") or self._replays is None:
+            return made
+        return self._first(iter([lambda: made, self.in_bf16]))
+
+    def _scaler_alone(self) -> Prescription:
+        advice, judgement = self._advice, self._judgement
+        settings = advice.recommended
+        detail = f"GradScaler(init_scale={exact(settings.scale)})"
+        new = advice.current.growth_interval == 0 and not judgement.by_hand  # there is no scaler yet
+        kind: PrescriptionKind = "scaler" if new else "init_scale"
+        value = settings.arguments() if new else settings.scale
+        if judgement.then is None:
+            status, reason = NOT_RUN, judgement.unusable
+        else:
+            status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
+        if judgement.by_hand:
+            detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
+            if status == "verified":
+                status, reason = "intervention", "tried on the backward: the factor itself is in the step's code"
+        proof = judgement.then.proof(judgement.now) if judgement.then is not None else None
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
+
+    def bf16(self) -> Prescription:
+        """bf16, with the scale below 1 as the alternative."""
+        scaled = self._scaler_alone()
+        scaled = replace(scaled, detail=f"if you must stay in fp16: {scaled.detail}")
+        return replace(self.in_bf16(), alternatives=(scaled,))
+
+    def forward(self) -> Prescription:
+        """fp32 for the modules whose activations overflow; then also for those close to it; then bf16 for all."""
+        large = self._advice.large
+        beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
+        near = sorted(name for name in large if name)
+        tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
+        return self._first(iter([*tried, self.in_bf16]))
+
+    def islands(self) -> Prescription:
+        """fp32 for the modules with large activations."""
+        names = sorted(name for name in self._advice.large if name)
+        return self._islands(names) if names else self.in_bf16()
+
+    def _islands(self, names: list[str]) -> Prescription:
+        return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
+
+    def stabbed(self) -> Prescription:
+        """fp32 for the modules that no scale serves, as replayed with the scaler; bf16 if they are many."""
+        choice = self._advice.choice
+        if not choice.fp32_modules:
+            return self.in_bf16()
+        names = list(choice.fp32_modules)
+        detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={exact(choice.settings.scale)})"
+        alone = self._scaler_alone()
+        return replace(alone, kind="fp32_modules", value=names, detail=detail)
+
+    def at_its_level(self) -> Prescription:
+        """The recommended scaler, started at the scale to which it comes down."""
+        then = self._judgement.then
+        if then is None or not then.scales:
+            return self._scaler_alone()
+        level = then.scales[-1]
+        settings = replace(self._advice.recommended, scale=level)
+        return self._try("init_scale", level, scaler(settings), f"GradScaler(init_scale={exact(level)})")
+
+    def in_bf16(self) -> Prescription:
+        """The whole run in bf16."""
+        return self._try("dtype", "bfloat16", compute_dtype("bf16"), "train in bf16, without a GradScaler")
+
+    def _try(self, kind: PrescriptionKind, value: object, change: Change, detail: str) -> Prescription:
+        replays, now = self._replays, self._judgement.now
+        if replays is None:
+            return Prescription(
+                kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
+            )
+        steps = min(replays.taken.ranges.steps, TRIED_STEPS)
+        unlike = now.unlike if now is not None else None
+        seen = observe(replays.session, replays.start, steps, replays.taken.plan, change, unlike=unlike)
+        status, reason = seen.cures(now)
+        proof = seen.proof(now)
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
+
+    @staticmethod
+    def _first(attempts: Iterator[Callable[[], Prescription]]) -> Prescription:
+        made = first_cure(attempt() for attempt in attempts)
+        if made is None:
+            raise AssertionError("there is always bf16 to try")
+        return made

@@ -1,0 +1,284 @@
+"""One checkpoint: the report on its numbers, or for `scan --list` its contents without reading its tensors."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ampdoctor.checkpoints import Checkpoint, TensorRef
+from ampdoctor.checkpoints.contents.scalers import number
+from ampdoctor.checkpoints.family import Member
+from ampdoctor.checkpoints.found import find
+from ampdoctor.checkpoints.measures.summary import Observer, summarize
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES, CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
+from ampdoctor.evidence.paths import shown_path
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, verdict_of
+from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
+from ampdoctor.evidence.report.scans import (
+    ListedGroup,
+    ListedLog,
+    ListedMember,
+    ListedOptimizer,
+    ListedRole,
+    ListedTensor,
+    StructureSection,
+)
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.workflows.requests import Progress
+
+# Examines one open checkpoint: its numbers, and the report on them.
+
+
+_REMARK = "index"
+"""Name of the checks that are about the layout, not the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The result of examining one checkpoint.
+
+    Attributes:
+        report: Its report.
+        summary: The numbers behind the report.
+        thresholds: What counted as harmful, as too many.
+    """
+
+    report: Report
+    summary: CheckpointSummary
+    thresholds: Thresholds
+
+    def with_log(self, log: tuple[LogEntry, ...]) -> Examined:
+        """Returns the same checkpoint, judged beside another training log."""
+        report, summary = self.report, replace(self.summary, log=log)
+        remarks = [check for check in report.checks if check.name == _REMARK]
+        return Examined(_judged(report, summary, remarks, self.thresholds), summary, self.thresholds)
+
+
+def examine(
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    exact: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+) -> Examined:
+    """Examine one open checkpoint; arguments and errors are those of `scan`."""
+    summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)
+    errors = (*checkpoint.errors, *_unread(checkpoint, summary))
+    report = Report(
+        command="scan",
+        target={
+            "path": checkpoint.path,
+            "format": checkpoint.format,
+            "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
+            "tensors": len(summary.tensors),
+            "bytes": checkpoint.total_bytes,
+            "global_step": summary.global_step,
+        },
+        verdict="healthy",
+        complete=not errors,
+        skipped=checkpoint.skipped,
+        errors=errors,
+        tensors=TensorRows(summary.tensors),
+        thresholds=thresholds.listed(),
+    )
+    remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
+    return Examined(_judged(report, summary, remarks, thresholds), summary, thresholds)
+
+
+def _unread(checkpoint: Checkpoint, summary: CheckpointSummary) -> Iterator[ErrorNote]:
+    """What may be sick and was not read: tensors; and where no weight was read, weights in other formats."""
+    by_reason: dict[str, list[str]] = {}
+    for one in checkpoint.unread:
+        by_reason.setdefault(one.reason, []).append(one.what)
+    if not any(tensor.role == "weight" for tensor in summary.tensors):
+        for one in checkpoint.skipped:
+            if one.kind == "other_weights":
+                by_reason.setdefault(one.reason, []).append(one.what)
+    if summary.lost and not summary.tensors and not summary.scalers:
+        by_reason["it holds no tensor, and only its other numbers were looked at"] = [checkpoint.path]
+    for reason, names in by_reason.items():
+        more = f", nor were {len(names) - 1} more" if len(names) > 1 else ""
+        yield ErrorNote(what=names[0], kind="unread", message=f"{names[0]} was not examined{more}: {reason}.")
+
+
+def in_bytes(progress: Progress | None) -> Observer | None:
+    """Returns a workflow's progress as the observer of `summarize`."""
+    return None if progress is None else functools.partial(progress, unit="B")
+
+
+def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
+    findings = judge(summary, thresholds)
+    return replace(
+        report,
+        verdict=verdict_of(findings, settled=report.complete),
+        findings=findings,
+        checks=(*checks_of(summary, findings), *remarks),
+        scaler=_scaling(summary, findings),
+    )
+
+
+def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerSection | None:
+    """Returns the report's section on loss scaling: the file's scaler, and a fresh one if the file's cannot go on."""
+    scaler = shown_scaler(summary, findings)
+    if scaler is None:
+        return None
+    cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
+    recommended = from_plain(ScalerArguments, cures[0]) if cures else None
+    return ScalerSection(current=scaler_numbers(scaler), recommended=recommended, change=bool(cures))
+
+
+# `scan --list`: the contents of a checkpoint, without reading its tensors.
+
+
+_SETTINGS = frozenset(
+    {
+        "lr", "initial_lr", "min_lr", "max_lr", "lr_mult", "lr_scale", "lr_decay", "lr_max", "weight_lr_power",
+        "betas", "beta1", "beta2", "beta3", "max_momentum", "base_momentum", "momentum", "nesterov", "dampening",
+        "eps", "eps2", "weight_decay", "wd_mult", "decay", "decoupled_weight_decay", "correct_bias", "bias_correction",
+        "alpha", "centered", "rho", "lambd", "t0", "etas", "step_sizes", "momentum_decay",
+        "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "adamw_mode", "use_nesterov",
+        "initial_accumulator_value", "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size",
+        "clip_threshold", "decay_rate", "scale_parameter", "relative_step", "warmup_init", "warmup_steps",
+        "d", "d0", "d_coef", "d_denom", "d_numerator", "growth_rate", "safeguard_warmup", "use_bias_correction",
+        "r", "k", "train_mode", "scheduled_lr", "weight_sum", "max_grad_norm", "trust_coefficient", "grad_averaging",
+        "percentile_clipping", "optim_bits", "min_8bit_size", "block_wise", "max_unorm", "step", "rank",
+        "update_proj_gap", "precondition_frequency", "ns_steps", "is_expert", "is_decoupled_lr", "skip_zeros",
+    }
+)  # fmt: skip
+"""Numbers that optimizers keep in their groups. Anything else there is the user's own and may be private, and the
+listing is made to be shown to others."""
+
+_SHORT = 8
+"""Longest list among hyperparameters (`betas`) that is shown, in elements."""
+
+
+def list_structure(path: str | os.PathLike[str]) -> Report:
+    """List a checkpoint's contents, or the members of a folder of many; no tensor is read.
+
+    Args:
+        path: As for `scan`.
+
+    Returns:
+        A report with verdict `not_judged` and the section `structure`.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or is refused.
+        LimitExceededError: The checkpoint asks for more than a safe bound.
+    """
+    found = find(path)
+    if len(found.members) > 1:
+        return Report(
+            command="scan",
+            target={
+                "path": found.name,
+                "location": shown_path(path),
+                "format": f"{len(found.members)} checkpoints",
+                "count": len(found.members),
+            },
+            verdict="not_judged",
+            structure=StructureSection(members=tuple(map(_member, found.members))),
+        )
+    with found.open() as checkpoint:
+        checkpoint.require_unchanged()
+        return Report(
+            command="scan",
+            target={
+                "path": checkpoint.path,
+                "location": shown_path(path),
+                "format": checkpoint.format,
+                "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
+                "tensors": len(checkpoint),
+                "bytes": checkpoint.total_bytes,
+                "global_step": checkpoint.global_step,
+            },
+            verdict="not_judged",
+            complete=not checkpoint.errors,
+            skipped=checkpoint.skipped,
+            errors=checkpoint.errors,
+            structure=_structure(checkpoint),
+        )
+
+
+def _structure(checkpoint: Checkpoint) -> StructureSection:
+    refs = list(checkpoint)
+    return StructureSection(
+        tensors=tuple(_tensor(ref) for role in ROLES for ref in refs if ref.role == role),
+        roles={
+            role: _total([ref for ref in refs if ref.role == role])
+            for role in ROLES
+            if any(ref.role == role for ref in refs)
+        },
+        optimizers=tuple(_optimizers(checkpoint)),
+        scalers=tuple({"key": s.key, "file": s.file, **scaler_numbers(s)} for s in checkpoint.scalers),
+        foreign=tuple(checkpoint.foreign),
+        log=_log(checkpoint),
+    )
+
+
+def _member(member: Member) -> ListedMember:
+    return ListedMember(
+        name=member.name, step=member.step, unit=member.unit, placed=member.placed, files=tuple(member.files)
+    )
+
+
+def _tensor(ref: TensorRef) -> ListedTensor:
+    return ListedTensor(
+        role=ref.role,
+        name=ref.name,
+        group=ref.group,
+        entry=ref.entry,
+        dtype=str(ref.dtype).removeprefix("torch."),
+        shape=tuple(ref.shape),
+        bytes=ref.nbytes,
+        file=ref.file,
+    )
+
+
+def _total(refs: Sequence[TensorRef]) -> ListedRole:
+    dtypes = Counter(str(ref.dtype).removeprefix("torch.") for ref in refs)
+    return ListedRole(
+        tensors=len(refs),
+        elements=sum(ref.stored.numel for ref in refs),
+        bytes=sum(ref.nbytes for ref in refs),
+        dtypes=dict(dtypes),
+    )
+
+
+def _optimizers(checkpoint: Checkpoint) -> Iterator[ListedOptimizer]:
+    for path, optimizer in checkpoint.optimizers().items():
+        groups = [group for group in optimizer["param_groups"] if isinstance(group, Mapping)]
+        yield ListedOptimizer(path=path, parameters=len(optimizer["state"]), groups=tuple(map(_group, groups)))
+
+
+def _group(group: Mapping[Any, Any]) -> ListedGroup:
+    params = group.get("params")
+    shown = {key: _value(item) for key, item in group.items() if isinstance(key, str) and key in _SETTINGS}
+    settings = {key: item for key, item in shown.items() if item is not None}
+    return ListedGroup(parameters=len(params) if isinstance(params, list | tuple) else None, settings=settings)
+
+
+def _value(item: Any) -> Any:
+    """Returns a hyperparameter as a JSON value; None if it is not one."""
+    if isinstance(item, bool):
+        return item
+    if isinstance(item, list | tuple):
+        parts = [_value(part) for part in item[:_SHORT]]
+        return parts if len(item) <= _SHORT and None not in parts else None
+    if isinstance(item, int) and abs(item) < 2**63:
+        return item
+    return number(item)
+
+
+def _log(checkpoint: Checkpoint) -> ListedLog | None:
+    steps = [entry.step for entry in checkpoint.log]
+    return ListedLog(entries=len(steps), first_step=min(steps), last_step=max(steps)) if steps else None

@@ -1,0 +1,537 @@
+"""A folder of many checkpoints of one training: which are read, the first sick one, and the trend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
+from ampdoctor.checkpoints.family import Member
+from ampdoctor.checkpoints.run_log import loss_until
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
+from ampdoctor.diagnosis.several.growing_range import cast_by_autocast
+from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
+from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
+from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
+from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped, finding_order, verdict_of, with_files
+from ampdoctor.evidence.report.scans import RoleFigures, TrendFigures, TrendSection, TrendUnit
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.workflows.requests import SetAside, keep_all
+from ampdoctor.workflows.scan_checkpoint import Examined
+from ampdoctor.workflows.searches import first_bad
+
+# Chooses which checkpoints of many are read: enough to find the first sick one, or to see a trend.
+
+
+_STATE = ("state:", "optimizer_state:", "scaler_state")
+"""Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
+
+MAX_UNDATED = 4
+"""Maximum number of members of unknown time that are read unasked: a run ships its averaged and its best weights,
+and there are few of them."""
+
+Look = Callable[[Checkpoint, str], Examined]
+"""Examines a member, given its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A member that was opened.
+
+    Attributes:
+        member: The member.
+        report: Its report, with paths relative to the family's folder; None if it could not be read.
+        left: The report without what somebody has decided to set aside.
+        examined: The member's own report and numbers.
+        error: Why it could not be read.
+    """
+
+    member: Member
+    report: Report | None = None
+    left: Report | None = None
+    examined: Examined | None = None
+    error: CheckpointError | None = None
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """The shapes of its matrices."""
+        tensors = self.examined.summary.tensors if self.examined is not None else ()
+        return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
+
+    @property
+    def sick(self) -> bool:
+        """Are its weights, buffers, moments or scaler sick?"""
+        return _is_sick(self.report)
+
+    @property
+    def counts(self) -> bool:
+        """Are they sick in a way that has not been set aside?"""
+        return _is_sick(self.left)
+
+    @property
+    def collapsed(self) -> bool:
+        """Has its loss scale collapsed, and has that not been set aside? Training from there on is no way out."""
+        return self.left is not None and any(f.code == COLLAPSED.code for f in self.left.findings)
+
+    @property
+    def well_scaled(self) -> bool:
+        """Does it hold a loss scale, and none below 1? A bare model tells nothing of it."""
+        scalers = self.examined.summary.scalers if self.examined is not None else ()
+        return bool(scalers) and all(scaler.scale >= 1 for scaler in scalers)
+
+    @property
+    def step(self) -> int | None:
+        """The step stored inside, or else the number in the name."""
+        stored = self.examined.summary.global_step if self.examined is not None else None
+        return stored if stored is not None else self.member.step
+
+
+def _is_sick(report: Report | None) -> bool:
+    return report is not None and any(
+        f.severity == "error" and (f.where.op or "").startswith(_STATE) for f in report.findings
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The members of a family that were read.
+
+    Attributes:
+        in_order: Members whose place in the training is known, in its order.
+        beside: Members of unknown time.
+        left_out: The other members of unknown time, and why they do not count.
+    """
+
+    in_order: tuple[Seen, ...]
+    beside: tuple[Seen, ...]
+    left_out: tuple[Skipped, ...]
+
+    @property
+    def all(self) -> tuple[Seen, ...]:
+        """Every member that was read."""
+        return (*self.in_order, *self.beside)
+
+
+class _Reader:
+    """Reads members, each at most once."""
+
+    def __init__(self, family: Sequence[Member], see: Callable[[Member], Seen]) -> None:
+        self.family = family
+        self.seen: dict[int, Seen] = {}
+        self._see = see
+
+    def __call__(self, index: int) -> Seen:
+        if index not in self.seen:
+            self.seen[index] = self._see(self.family[index])
+        return self.seen[index]
+
+    def in_order(self) -> tuple[Seen, ...]:
+        """Returns the members that were read, in the order of the training."""
+        return tuple(self.seen[index] for index in sorted(self.seen))
+
+
+def read_family(
+    family: Sequence[Member], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
+) -> Read:
+    """Read as many members as needed; one that cannot be read is passed over, and its error is kept.
+
+    Args:
+        family: The members, in order.
+        look: Examines one of them.
+        every_member: Read all of them.
+        set_aside: The search is for the first sick member, and for the first sickness that this does not set aside.
+    """
+
+    def see(member: Member, looking: Look = look) -> Seen:
+        return _see(member, looking, set_aside)
+
+    reader = _Reader([member for member in family if member.placed], see)
+    unplaced = [member for member in family if not member.placed]
+    if every_member:
+        in_order = tuple(reader(index) for index in range(len(reader.family)))
+        return Read(in_order=in_order, beside=tuple(map(see, unplaced)), left_out=())
+    _search(reader)
+    return _with_undated(reader.in_order(), unplaced, look, see)
+
+
+def _with_undated(
+    in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
+) -> Read:
+    """Read members of unknown time, as far as they are checkpoints: a run's folder holds other things, too.
+
+    A checkpoint in a folder of its own is read whatever it holds.
+    """
+    known = {shape for seen in in_order for shape in seen.shapes}
+    examined: list[Seen] = []
+    skipped: list[Skipped] = []
+
+    def akin(checkpoint: Checkpoint, name: str) -> Examined:
+        if known and known.isdisjoint(ref.shape for ref in checkpoint):
+            raise CheckpointError("it holds no matrix of the checkpoints' shapes")
+        return look(checkpoint, name)
+
+    in_turn = sorted((m for m in unplaced if not m.beside), key=lambda m: not m.alias)
+    for member in in_turn[:MAX_UNDATED]:
+        seen = see(member, akin)
+        if seen.error is None or member.alias:
+            examined.append(seen)
+        else:
+            skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
+    examined += [see(member, look) for member in unplaced if member.beside]
+    rest = in_turn[MAX_UNDATED:]
+    skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
+    return Read(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))
+
+
+def _search(reader: _Reader) -> None:
+    """Read enough to find the first sick member, or else to see a trend.
+
+    If some sickness is set aside, there are two: the first sick member, and the first with more than that. Statements
+    about checkpoints that were not read follow from both.
+    """
+    count = len(reader.family)
+    last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
+    if last is None:
+        return
+    if not reader(last).counts:
+        own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
+        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be intact if it is not
+        for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
+            reader(index)
+    for sick in (_counts, _sick, _collapsed):
+        _find_first(reader, sick)
+
+
+def _counts(seen: Seen) -> bool:
+    return seen.counts
+
+
+def _sick(seen: Seen) -> bool:
+    return seen.sick
+
+
+def _collapsed(seen: Seen) -> bool:
+    return seen.collapsed
+
+
+def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
+    """Read until the first sick member that was read and the healthy one before it are neighbours."""
+    known = [i for i, seen in reader.seen.items() if sick(seen)]
+    if not known:
+        return
+    top = min(known)
+    low = max((i for i, seen in reader.seen.items() if i < top and seen.report is not None), default=-1)
+    positions = range(low + 1, top + 1)
+
+    def bad(at: int) -> bool:
+        """Is a position sick? A position that cannot be read counts like the next that can."""
+        return next((sick(seen) for i in positions[at:] if (seen := reader(i)).report is not None), True)
+
+    found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
+    first = positions[found.suspects[0]]
+    for index in range(first - 1, low, -1):
+        if reader(index).report is not None:
+            break
+
+
+def _budget(count: int) -> int:
+    """Returns how many members of a healthy training are read: as many as a search could take, and one more."""
+    return math.ceil(math.log2(count)) + 2
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Returns the first, the last and evenly spread positions."""
+    wanted = min(count, wanted)
+    return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
+
+
+def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
+    try:
+        with member.open() as checkpoint:
+            examined = look(checkpoint, member.name)
+    except CheckpointError as error:
+        return Seen(member, error=error)
+    except UsageError:  # about the command, not about one member
+        raise
+    except Exception as error:  # noqa: BLE001 - a mistake of ours over one member must not stop the others
+        kind = type(error).__name__
+        said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
+        return Seen(member, error=CheckpointError(said))
+    report = placed_in_folder(examined.report, member)
+    return Seen(member, report, set_aside(report), examined)
+
+
+def placed_in_folder(report: Report, member: Member) -> Report:
+    """Returns the report with paths relative to the family's folder."""
+
+    def path(file: str | None) -> str | None:
+        return f"{member.inside}/{file}" if file and member.inside else file
+
+    return replace(
+        report,
+        findings=tuple(with_files(finding, path) for finding in report.findings),
+        skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
+        errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
+        tensors=report.tensors.inside(member.inside) if isinstance(report.tensors, TensorRows) else report.tensors,
+    )
+
+
+# A folder of many checkpoints of one training: the report on the first sick one, and the trend over those read.
+
+
+_UNIT: Mapping[str, TrendUnit] = {"step": "step", "epoch": "epoch", "number": "save"}
+
+
+def scan_family(
+    name: str,
+    family: Sequence[Member],
+    look: Look,
+    *,
+    log: tuple[LogEntry, ...] = (),
+    every_member: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    set_aside: SetAside = keep_all,
+) -> Report:
+    """Examine as many checkpoints of a training as needed.
+
+    The last one is read. If it is sick, the first sick one is searched by halving: at most ceil(log2(n)) + 1 of n are
+    read in all. If it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2 in all. If
+    some sickness is set aside, two are searched: the first sick one, and the first that is sick in another way, which
+    takes up to ceil(log2(n)) + 1 more; so does the first whose loss scale has collapsed, where that harms too little to
+    be sickness. A member that cannot be read is an error of the report, and the search goes on
+    around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are read as well.
+
+    Args:
+        name: The folder's name.
+        family: Its members, in order.
+        look: Examines one of them, given its name.
+        log: The run's training log. It is judged once, beside the checkpoint that the report is about, unless that has
+            a longer log.
+        every_member: Read all of them.
+        thresholds: For the trend: what counts as grown, and as falling.
+        set_aside: Sickness that it sets aside is passed over; a decision on one checkpoint does not hold for the next.
+
+    Returns:
+        The findings and the verdict of the first sick one, or of the last if none is sick, and the trend.
+
+    Raises:
+        CheckpointError: None of them can be read.
+    """
+    read = read_family(family, look, every_member=every_member, set_aside=set_aside)
+    placed = [member for member in family if member.placed]
+    shown = next((seen for seen in read.all if seen.counts), None)
+    shown = shown or next((seen for seen in read.all if seen.sick), None)
+    shown = shown or _fullest([seen for seen in read.in_order if seen.report is not None], placed)
+    shown = shown or next((seen for seen in read.beside if seen.report is not None), None)
+    if shown is None or shown.report is None:
+        raise next(seen.error for seen in read.all if seen.error is not None)
+    points, unit = _on_one_axis(_with_losses(read.in_order, log), placed)
+    report = _beside_log(shown, log)
+    errors = tuple(note for seen in read.all for note in _errors_of(seen))
+    findings = tuple(sorted((*report.findings, *judge(Trend(points=points, unit=unit), thresholds)), key=finding_order))
+    return replace(
+        report,
+        target=_target(name, family, read, shown),
+        verdict=verdict_of(findings, settled=not errors),
+        complete=not errors,
+        findings=findings,
+        skipped=(*report.skipped, *read.left_out),
+        errors=errors,
+        trend=_trend(unit, points, read, len(family), shown),
+        elsewhere=tuple(_decided(seen) for seen in read.all if seen is not shown),
+    )
+
+
+def _decided(seen: Seen) -> tuple[Finding, ...]:
+    """What was found in a member, as grave as somebody has decided that it is."""
+    if seen.report is None or seen.left is None:
+        return ()
+    own = {finding.fingerprint for finding in seen.report.findings}  # and no ignore that has outlived what it is for
+    return tuple(finding for finding in seen.left.found if finding.fingerprint in own)
+
+
+def _fullest(healthy: Sequence[Seen], family: Sequence[Member]) -> Seen | None:
+    """Returns the last one, unless it is the bare model that a training leaves: its last checkpoint says more."""
+    last = healthy[-1] if healthy else None
+    before = [s for s in healthy if s.member in family[:-1]]
+    return before[-1] if last is not None and before and last.member.final else last
+
+
+def _beside_log(shown: Seen, log: tuple[LogEntry, ...]) -> Report:
+    """Returns a member's report, judged beside the run's log if that says more than the member's own."""
+    if shown.report is None or shown.examined is None:
+        raise ValueError("a member that was not examined has no report")
+    if len(log) <= len(shown.examined.summary.log):
+        return shown.report
+    return placed_in_folder(shown.examined.with_log(log).report, shown.member)
+
+
+def _with_losses(read: Sequence[Seen], log: tuple[LogEntry, ...]) -> list[TrendPoint]:
+    """Returns the points; a point without a loss gets the last one logged before it and after the previous point."""
+    points: list[TrendPoint] = []
+    before = latest = -1
+    for seen in read:
+        if seen.examined is None:
+            continue
+        point = _point(seen.member, seen.examined.summary)
+        step = seen.step if point.step is not None or seen.member.unit == "step" else None
+        if step is not None and step > latest:  # `last.pt` has the loss of the checkpoint that it repeats
+            before, latest = latest, step
+        if point.loss is None and step is not None:
+            point = replace(point, loss=loss_until(log, step, before))
+        points.append(point)
+    return points
+
+
+def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
+    until = math.inf if summary.global_step is None else summary.global_step
+    losses = [e.loss for e in summary.log if e.loss is not None and e.step <= until]
+    return TrendPoint(
+        name=member.name,
+        step=summary.global_step,
+        roles=summary.roles,
+        scale=summary.scalers[0].scale if summary.scalers else None,
+        loss=losses[-1] if losses else None,
+        largest={
+            f"{t.group}.{t.name}" if t.group else t.name: Largest(
+                amax=t.amax,
+                cast_by_autocast=cast_by_autocast(t.role, t.shape, t.dtype),
+                module=t.module,
+                entry=t.entry,
+                file=f"{member.inside}/{t.file}" if member.inside else t.file,
+            )
+            for t in summary.tensors
+            if t.role in {"weight", "buffer", "ema"} and t.amax is not None and not is_mask(t)
+        },
+    )
+
+
+def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[Member]) -> tuple[list[TrendPoint], TrendUnit]:
+    """Returns the points with steps of one meaning: as stored, or else as in the names."""
+    named = {member.name: member.step for member in family}
+    known = [point.step for point in points if point.step is not None]
+    if known == sorted(known) and all(point.step is not None or named[point.name] is None for point in points):
+        return list(points), "step"
+    return [replace(point, step=named[point.name]) for point in points], _UNIT[family[0].unit]
+
+
+def _errors_of(seen: Seen) -> Iterator[ErrorNote]:
+    if seen.report is not None:
+        yield from seen.report.errors
+    elif seen.error is not None:
+        kind = "limit" if isinstance(seen.error, LimitExceededError) else "unreadable"
+        yield ErrorNote(what=seen.member.name, kind=kind, message=str(seen.error))
+
+
+def _target(name: str, family: Sequence[Member], read: Read, shown: Seen) -> Mapping[str, Any]:
+    report = shown.report
+    known = report.target if report is not None else {}
+    stored = known.get("global_step")
+    named = shown.member.step if shown.member.unit == "step" else None
+    return {
+        "path": name,
+        "format": f"{len(family)} checkpoints",
+        "examined": {"name": shown.member.name, "step": shown.step},
+        "global_step": stored if stored is not None else named,
+        "tensors": known.get("tensors"),
+        "bytes": sum(s.report.target["bytes"] for s in read.all if s.report is not None),
+        "count": len(family),
+        "members": list(map(_member, read.all)),
+    }
+
+
+def _member(seen: Seen) -> dict[str, Any]:
+    row = {"name": seen.member.name, "step": seen.step, "verdict": _verdict(seen), "sick": seen.sick}
+    return {**row, "collapsed": True} if seen.collapsed else row
+
+
+def _verdict(seen: Seen) -> str:
+    return "unreadable" if seen.report is None else seen.report.verdict
+
+
+def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int, shown: Seen) -> TrendSection:
+    """Returns the search's result, and the sentence that says so."""
+    readable = [s for s in read.in_order if s.report is not None]
+    first = shown if shown.sick else None
+    before = readable[: readable.index(first)] if first in readable else []
+    if first is None:
+        said = f"the state of none of those read is sick; what follows is of {_called(shown)}"
+    elif first not in readable:
+        others = f"; of the {len(readable)} in order that were read none is" if readable else ""
+        said = f"{_called(first)} is sick, and nothing tells when it was saved{others}"
+    elif not first.counts:
+        said = f"{_called(first)} is sick, and all of it has been set aside; nothing else is in those read"
+    elif any(seen.sick for seen in before):
+        said = f"{_called(first)} is the first that is sick in a way that has not been set aside; {_begun(readable)}"
+    else:
+        said = _begun(readable)
+    ahead = before if first is not None else readable
+    collapsed, recovered = _collapse(ahead)
+    if collapsed is not None:
+        said += f". In {_called(ahead[collapsed])} the loss scale has collapsed"
+    if collapsed is not None and recovered is not None:
+        said += f", and in {_called(ahead[recovered])} it has recovered"
+        collapsed = None
+    elif collapsed is not None:
+        said += f"; {_called(ahead[collapsed - 1])} is before that" if collapsed else ", and none is read before it"
+    turned = [(a, b) for at, a in enumerate(readable) if a.sick for b in readable[at + 1 :] if not b.sick]
+    if turned:
+        earlier, later = turned[0]
+        said += f". Sickness comes and goes: {_called(earlier)} is sick and {_called(later)} after it is not"
+        if len(read.all) < count:
+            said += "; there may be an earlier one (--all reads every one)"
+    return TrendSection(
+        unit=unit,
+        points=tuple(map(_figures, points)),
+        summary=f"{said} ({len(read.all)} of {count} read)",
+        first_sick=first.member.name if first is not None else None,
+        last_healthy=next((s.member.name for s in reversed(ahead[:collapsed]) if not s.sick), None)
+        if first is not None or collapsed is not None
+        else None,
+        monotone=not turned,
+    )
+
+
+def _collapse(seen: Sequence[Seen]) -> tuple[int | None, int | None]:
+    """Returns where the loss scale last collapsed, and where it was next at 1 or above; None where neither was seen."""
+    collapsed = recovered = None
+    for at, one in enumerate(seen):
+        if one.collapsed and (collapsed is None or recovered is not None):
+            collapsed, recovered = at, None
+        elif one.well_scaled and collapsed is not None and recovered is None:
+            recovered = at
+    return collapsed, recovered
+
+
+def _begun(readable: Sequence[Seen]) -> str:
+    """Returns where sickness begins among those that were read."""
+    at = next(at for at, seen in enumerate(readable) if seen.sick)
+    health = "healthy but for its loss scale" if at and readable[at - 1].collapsed else "healthy"
+    before = f"{_called(readable[at - 1])} before it is {health}" if at else "there is none to read before it"
+    return f"the first sick one is {_called(readable[at])}; {before}"
+
+
+def _called(seen: Seen) -> str:
+    step = seen.step
+    told = step is None or seen.member.unit == "epoch" or str(step) in seen.member.name
+    return seen.member.name if told else f"{seen.member.name} (step {step})"
+
+
+def _figures(point: TrendPoint) -> TrendFigures:
+    return TrendFigures(
+        name=point.name,
+        step=point.step,
+        scale=point.scale,
+        loss=point.loss,
+        roles={
+            role.role: RoleFigures(
+                amax=role.amax, fp16_flushed=next((c.flushed for c in role.casts if c.format == "fp16"), None)
+            )
+            for role in point.roles
+        },
+    )

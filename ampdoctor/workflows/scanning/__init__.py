@@ -1,1 +1,0 @@
-"""Examines checkpoints one by one, against each other, and as a family."""

@@ -1,0 +1,579 @@
+"""Proof: runs the same step again with a change in place, and reports what it shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ampdoctor.diagnosis.replay.births import departing
+from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
+from ampdoctor.numerics.tensors import blocks, squares, together
+from ampdoctor.probes.cheap.gradients import GradientProbe, distances, relative_error
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.workflows.changes import jolted, loss_scale, no_change, noted_roots
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.evidence.report import Finding
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.cheap.gradients import Gradients
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.changes import Change
+
+
+# The section `proof` of a report: the replayed steps without and with a change, beside fp32.
+
+
+STEPS_BEFORE = 3
+"""Number of steps without the change that are shown before the first with it: they show how the run failed."""
+MOST_STEPS = 200
+"""Maximum number of steps that are shown; of a longer replay, the first and the last half."""
+
+
+_SETTINGS = ("init_scale", "scaler")
+"""Changes of what the scaler goes on from: one step shows what the scale does to it, and not where the scale goes."""
+_ONE_STEP = (
+    "beyond this step, which is finite with it: where the scaler's growth and backoff take the scale from there is not "
+    "known"
+)
+
+
+def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
+    """Returns one step in the numbers that a proof shows.
+
+    Args:
+        outcome: The step's outcome.
+        sinks: The step's non-finite values.
+        gradients: The gradients that the optimizer got; None if they were not recorded.
+    """
+    return ReplayedStep(
+        step=outcome.step,
+        loss=outcome.loss,
+        scale=outcome.scale_before,
+        gradient_norm=_norm(gradients) if gradients else None,
+        skipped=outcome.skipped,
+        finite=not sinks,
+    )
+
+
+def as_far_as_replayed(finding: Finding) -> Finding:
+    """Returns the finding; a scaler's setting with which nothing but one step was replayed is not verified."""
+    change = finding.prescription
+    if change is None or not change.verified or change.kind not in _SETTINGS or change.proof is None:
+        return finding
+    if len(change.proof.changed) > 1:
+        return finding
+    return replace(finding, prescription=replace(change, status="not_run", reason=_ONE_STEP))
+
+
+def proof_of(findings: Sequence[Finding]) -> ProofSection | None:
+    """Returns the section for the first finding whose change was replayed; None if there is no such finding."""
+    for finding in findings:
+        change = finding.prescription
+        if change is not None and change.proof is not None and change.proof.changed:
+            return proof_section(change, change.proof, finding.fingerprint)
+    return None
+
+
+def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> ProofSection:
+    """Returns the section for one change.
+
+    Args:
+        change: The change.
+        proof: The result of its replay.
+        fingerprint: Fingerprint of the finding that it cures; "" if there is none.
+    """
+    without, changed, fp32 = ({row.step: row for row in rows} for rows in (proof.without, proof.changed, proof.fp32))
+    first, last = min(changed, default=0), max(changed, default=0)
+    known = sorted(without.keys() | changed.keys() | fp32.keys())
+    steps = [step for step in known if first - STEPS_BEFORE <= step <= last]
+    half = MOST_STEPS // 2
+    shown = [*steps[:half], *steps[-half:]] if len(steps) > MOST_STEPS else steps
+    return ProofSection(
+        fingerprint=fingerprint,
+        kind=change.kind,
+        value=change.value,
+        status=change.status,
+        steps=tuple(
+            ProofStep(
+                step=step,
+                without=_numbers(without.get(step)),
+                with_=_numbers(changed.get(step)),
+                fp32=_numbers(fp32.get(step)),
+            )
+            for step in shown
+        ),
+        omitted=len(steps) - len(shown),
+    )
+
+
+def _numbers(row: ReplayedStep | None) -> StepFigures | None:
+    if row is None:
+        return None
+    return StepFigures(
+        loss=row.loss, scale=row.scale, gradient_norm=row.gradient_norm, skipped=row.skipped, finite=row.finite
+    )
+
+
+def _norm(gradients: Gradients) -> float:
+    return math.sqrt(math.fsum(squares(block) for gradient in gradients.values() for block in blocks(gradient)))
+
+
+# Proof: runs the same step again, from the same state and random state, with a change in place.
+
+
+AFTER = 3
+"""Number of steps after the bad one that must be clean as well (DESIGN: verified)."""
+AGREEMENT = 0.1
+"""Largest relative L2 error of the gradients against fp32 that counts as agreement.
+
+Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; runs above 0.1 failed to learn. bf16 on
+deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
+"""
+
+ONE_ALONE = 0.3
+"""The same for one tensor that got nothing before: it has few significant bits where it is small beside the rest, and
+what it learns from is there; 1 is the error of nothing."""
+
+SAMPLES = 5
+"""Number of replays without a change that measure how often an irregular failure comes back."""
+DOUBT = 0.01
+"""A cure of an irregular failure is believed if its clean replays would be less likely than this without it."""
+MOST = 20
+"""Maximum number of clean replays: a failure that comes back less often than one time in five is not judged."""
+
+UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
+
+NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
+NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
+
+SHOWN = ("verified", "intervention")
+"""Statuses of a change with which a replay is well."""
+
+WayBack = Callable[[], AbstractContextManager["Session"]]
+
+
+MOST_EARLIER = 32
+"""Maximum number of steps before the bad one that are replayed with a permanent change."""
+_SCALES = ("init_scale", "scaler")
+"""Changes that are a loss scale themselves."""
+_FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
+"""Changes with which a run is trained from its start, and not only from the bad step on."""
+
+
+class Trials:
+    """Tries changes on one bad step.
+
+    Args:
+        session: The session, in any state.
+        snapshot: The state at the start of the bad step.
+        step: The bad step.
+        steps: Number of steps of the whole replay.
+        comes_back: Without a change the failure comes back from the snapshot, bit by bit.
+        back: Another way to the start of the bad step, if snapshots do not lead there: yields a session that is there
+            and is discarded afterwards. None if there is no other way.
+        chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
+            that takes.
+        silent: Thresholds for a failure that stays finite: with a change, finite values must not depart from the right
+            ones by more. None for other failures.
+        raised: The exception with which the user's code ended the bad step, type first; None if it came to its end.
+        before: The state before step `begin` and the steps that the scaler skipped, if the steps from there on can be
+            replayed: a permanent change must not break them.
+        begin: The first of them.
+        without: The steps as they went without a change, to be shown beside the others.
+        tensors: Names of parameters whose gradients have to agree with fp32's as well, as they vanish in the total.
+        together: How far these may be from fp32's together (relative L2); None: `ONE_ALONE`, one by one.
+        settles: The loss scale is not the cause: if with a change only scaled gradients overflow, the scaler may come
+            down as in a healthy run, and the change is judged at the scale that it reaches.
+        fresh: The loss scale to try changes at, where the run's own has collapsed and loses gradients; it may come
+            down. None for the run's own.
+
+    Attributes:
+        replays: How often the bad step was run, with or without a change; the reference does not count.
+        by_hand: Known after the reference: the start value of the step's backward divided by the loss that it returns,
+            without a scaler; 1.0 if that is unknown.
+        unable: Known after the reference: why it could not be run; None if it could.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        snapshot: Snapshot,
+        step: int,
+        steps: int,
+        *,
+        comes_back: bool = True,
+        back: WayBack | None = None,
+        chance: bool = False,
+        silent: Thresholds | None = None,
+        raised: str | None = None,
+        before: tuple[Snapshot, frozenset[int]] | None = None,
+        begin: int = 0,
+        without: Sequence[ReplayedStep] = (),
+        tensors: Sequence[str] = (),
+        together: float | None = None,
+        settles: bool = False,
+        fresh: float | None = None,
+    ) -> None:
+        self._session = session
+        self._snapshot = snapshot
+        self._step = step
+        self._steps = steps
+        self._back = back or self._rewound
+        self._provable = comes_back or back is not None or chance
+        self._chance = chance
+        self._silent = silent
+        self._failed: int | None = None
+        self._raised = raised
+        self._before = before if before is not None and 0 <= step - begin <= MOST_EARLIER else None
+        self._begin = begin
+        self._reference: Gradients | None = None
+        self._referenced = False
+        self._without = tuple(without)
+        self._own = _Own(tuple(tensors), together)
+        self._settles = settles or fresh is not None
+        self._fresh = fresh
+        self._too_high: float | None = None
+        self._settled: float | None = None
+        self._changed: dict[int, ReplayedStep] = {}
+        self._fp32: tuple[ReplayedStep, ...] = ()
+        self.replays = 0
+        self.by_hand = 1.0
+        self.unable: str | None = None
+
+    def attempt(
+        self,
+        kind: PrescriptionKind,
+        value: Any,
+        change: Change,
+        detail: str,
+        *,
+        from_step: int | None = None,
+        stands_in: bool = False,
+        restores: bool = False,
+    ) -> Prescription:
+        """Replay with a change and decide whether it cures.
+
+        Args:
+            kind: The kind of change.
+            value: The change, machine-readable.
+            change: The change as a context around the steps.
+            detail: The change in a sentence.
+            from_step: First step that is replayed; the one after the bad one for a skipped batch.
+            stands_in: The change replaces one that only the user can make: `intervention` rather than `verified`. If
+                fp32 alone is not finite, it is also made in the reference.
+            restores: The state itself was wrong: the reference is always fp32 with the change.
+
+        Returns:
+            The prescription with status `verified`, `failed` or `worse`; `not_run` if nothing can be proved.
+        """
+        first = self._step if from_step is None else from_step
+        self._changed = {}
+        self._settled = None
+        status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
+        if status == "verified" and kind in _FOR_GOOD and first == self._step:
+            broken = self._breaks_earlier(change)
+            status, reason = ("verified", None) if broken is None else ("worse", broken)
+        if status == "verified" and self._chance:
+            detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
+        if status == "verified" and self._settled is not None:
+            where = f"shown at a loss scale of {exact(self._settled)}, to which the scaler comes down"
+            detail = f"{detail.removesuffix('.')} ({where})"
+        elif status == "verified" and self._fresh is not None and kind not in _SCALES:
+            detail = f"{detail.removesuffix('.')} (shown with a fresh scaler at {exact(self._fresh)})"
+        if status == "verified" and stands_in:
+            status = "intervention"
+        proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
+
+    def reference(self) -> Gradients | None:
+        """The bad step's gradients in fp32 from the same state; None if fp32 is not finite either or cannot run."""
+        if not self._referenced:
+            self._referenced = True
+            self._reference, self.unable = self._in_fp32(no_change)
+        return self._reference
+
+    def diverges(self) -> tuple[float | None, ...]:
+        """Returns the losses of the run in fp32 from its start, up to a step that the updates have made non-finite.
+
+        Returns () if fp32 stays finite for as many steps as a cure must hold; if that step is not finite from the first
+        state either, because of its batch or formula; or if the run cannot be replayed from its start.
+        """
+        if self._before is None or not self._goes_back():
+            return ()
+        start, _ = self._before
+        try:
+            losses, fine = self._wide_from(start, range(self._begin, min(self._step + AFTER + 1, self._steps)))
+            last = self._begin + len(losses) - 1
+            if fine or last == self._begin or not self._wide_from(start, range(last, last + 1))[1]:
+                return ()
+        except AmpdoctorError:
+            return ()
+        return tuple(losses)
+
+    def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
+        """Returns the losses of steps in fp32 up to the first non-finite one, and whether all are finite."""
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        losses: list[float | None] = []
+        start.restore()
+        try:
+            with session.reference(), session.watched(sentinel):
+                for step in steps:
+                    if not session.has_step(step):
+                        break
+                    outcome = session.step(step)
+                    losses.append(outcome.loss)
+                    if not _is_finite(outcome, sentinel):
+                        return losses, False
+        finally:
+            self._snapshot.restore()
+        return losses, True
+
+    def _judged(
+        self, change: Change, first: int, *, stands_in: bool, restores: bool
+    ) -> tuple[PrescriptionStatus, str | None]:
+        if not self._provable:
+            return "not_run", UNPROVABLE
+        times = 1
+        if self._chance:
+            failed, times = self._failures(), self._wanted()
+            if not failed or times > MOST:
+                often = f"{failed} of {SAMPLES} replays from the same state"
+                return "not_run", f"the step failed in {often}: too seldom to prove a cure"
+        reason: str | None = None
+        for done in range(times):
+            status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
+            if status != "verified":
+                return status, reason if times == 1 else f"{reason}, in replay {done + 1} of {times}"
+        return "verified", None
+
+    def _replay(
+        self, change: Change, first: int, *, stands_in: bool, restores: bool
+    ) -> tuple[PrescriptionStatus, str | None]:
+        if first > self._steps - 1:
+            return "not_run", "no step is left after the one left out"
+        bad = first == self._step
+        reference = self.reference() if bad and not restores else None
+        try:
+            wrong, got = self._settling(change, first, reference)
+            if wrong is None and bad and reference is None:
+                own, unable = self._in_fp32(change) if stands_in else (None, self.unable)
+                why = "is not finite here" if unable is None else f"cannot be run here ({unable})"
+                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own, self._own)
+                if own and wrong is not None and self._as_far_by_rounding(change, got, own):
+                    wrong = None
+                if own and not self._learns(own):
+                    wrong = NO_GRADIENT
+        except AmpdoctorError as error:
+            return self._ended_by(error)
+        return ("verified" if wrong is None else "failed"), wrong
+
+    def _learns(self, gradients: Gradients) -> bool:
+        """Is a gradient left, in the bad step or in one after it? A batch may teach nothing."""
+        if any(bool(gradient.any()) for gradient in gradients.values()):
+            return True
+        return any(row.gradient_norm for step, row in self._changed.items() if step > self._step)
+
+    def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """Returns what is wrong with the change in place, at the run's scale or one that its scaler comes down to."""
+        begun = no_change if self._fresh is None else loss_scale(self._fresh)
+        with self._back() as session, begun(session), change(session):
+            wrong, got = self._run(session, first, reference)
+        while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
+            with self._back() as session, change(session), loss_scale(lower)(session):
+                wrong, got = self._run(session, first, reference)
+            self._settled = lower
+        return wrong, got
+
+    def _goes_back(self) -> bool:
+        """Can the steps before the bad one be replayed? Those of a run's start may have been let go of."""
+        return self._begin > 0 or not self._session.tape.cut
+
+    def _breaks_earlier(self, change: Change) -> str | None:
+        """Does the change harm a healthy step before the bad one? The run will train through that step, too."""
+        if self._before is None or not self._goes_back():
+            return None
+        start, skipped = self._before
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        start.restore()
+        try:
+            with change(session), session.watched(sentinel):
+                for step in range(self._begin, self._step):
+                    outcome = session.step(step)
+                    self._changed[step] = replayed(outcome, sentinel.sightings.sinks)
+                    if sentinel.sightings.sinks and not outcome.skipped:
+                        return f"step {step}, which was well, becomes non-finite ({sentinel.sightings.sinks[0]})"
+                    if outcome.skipped and step not in skipped:
+                        return f"the scaler skips step {step}, which it did not"
+        except AmpdoctorError as error:
+            return f"step {self._begin} to {self._step - 1} cannot be replayed with it: {error}"
+        finally:
+            self._snapshot.restore()
+        return None
+
+    def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """Run the steps with the change; returns what is wrong with them, and the bad step's gradients."""
+        got: Gradients = {}
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        self._too_high = None
+        with session.watched(sentinel, gradients):
+            if self._silent is not None and session.has_step(first):
+                still = self._departing(session, self._silent, first)
+                if still is not None:
+                    return f"finite values still depart from what they should be ({still})", got
+            for step in range(first, min(first + AFTER + 1, self._steps)):
+                if not session.has_step(step):
+                    break
+                self.replays += step == self._step
+                outcome = session.step(step)
+                self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
+                lost = outcome.loses_updates
+                if lost and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                    self._too_high = outcome.scale_before
+                if outcome.harms(sentinel.sightings.sinks):
+                    return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
+                if outcome.skipped:
+                    return f"the scaler still skips step {step}", got
+                if step == self._step:
+                    got = dict(gradients.gradients)
+                    wrong = _disagreement(got, reference, self._own) if reference is not None else None
+                    if wrong is not None:
+                        return wrong, got
+        return None, got
+
+    def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
+        """Returns the verdict on a step that raised with the change: does it raise the same without the change?"""
+        if self._raises_the_same(error):
+            return "failed", f"the user's code still raises {error.raised}"
+        return "not_run", f"the replay with the change cannot run: {error}"
+
+    def _raises_the_same(self, error: AmpdoctorError) -> TypeGuard[UserCodeError]:
+        """Does the user's own check of the step raise what it raises without a change?"""
+        return (
+            isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
+        )
+
+    def _in_fp32(self, change: Change) -> tuple[Gradients | None, str | None]:
+        """Returns the bad step's gradients in fp32, None if they or the loss are not finite, and why it cannot run."""
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        try:
+            with (
+                self._back() as session,
+                session.reference(),
+                change(session),
+                noted_roots() as roots,
+                session.watched(sentinel, gradients),
+            ):
+                session.has_step(self._step)
+                outcome = session.step(self._step)
+                if session.run.step is not None and len(roots) == 1 and outcome.loss:
+                    self.by_hand = roots[0] / outcome.loss
+        except AmpdoctorError as error:
+            return None, None if self._raises_the_same(error) else str(error)  # an asserted dtype, memory
+        self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
+        return (dict(gradients.gradients) if _is_finite(outcome, sentinel) else None), None
+
+    def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
+        """Does rounding each weight once move the changed step's fp32 gradients as far as half precision does?"""
+        narrow = self._session.precision
+
+        @contextmanager
+        def both(session: Session) -> Iterator[None]:
+            with change(session), jolted(narrow.dtype)(session):
+                yield
+
+        kept = self._fp32
+        moved = self._in_fp32(both)[0] if narrow.reduced else None
+        self._fp32 = kept
+        return moved is not None and relative_error(got, own) <= relative_error(moved, own)
+
+    def _departing(self, session: Session, thresholds: Thresholds, step: int) -> str | None:
+        """Returns the first module with a finite value that comes from an overflow; the session is restored."""
+        here = session.snapshot()
+        tracer = OpTraceProbe()
+        with session.watched(tracer):
+            self.replays += step == self._step
+            session.step(step)
+        here.restore()
+        found = departing(tracer.trace, thresholds) if tracer.trace is not None else ()
+        return found[0].where.module or "the loss code" if found else None
+
+    @contextmanager
+    def _rewound(self) -> Iterator[Session]:
+        self._snapshot.restore()
+        try:
+            yield self._session
+        finally:
+            self._snapshot.restore()
+
+    def _failures(self) -> int:
+        """Returns how many of `SAMPLES` replays fail without a change; measured once."""
+        if self._failed is None:
+            self._failed = 0
+            for _ in range(SAMPLES):
+                sentinel = NonFiniteProbe()
+                with self._back() as session, session.watched(sentinel):
+                    self.replays += 1
+                    self._failed += session.attempt(self._step).skipped or bool(sentinel.sightings.sinks)
+        return self._failed
+
+    def _wanted(self) -> int:
+        """Returns how many clean replays in a row would be less likely than `DOUBT` without a cure."""
+        if not self._chance:
+            return 1
+        rate = self._failures() / (SAMPLES + 1)  # below 1 even if every replay failed
+        return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
+
+
+def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Parameters whose own gradients have to agree: each by itself, or together where a bound is given for that."""
+
+    tensors: tuple[str, ...]
+    together: float | None
+
+    def disagreement(self, got: Gradients, reference: Gradients) -> str | None:
+        apart = distances(got, {name: reference[name] for name in self.tensors if name in reference})
+        if self.together is not None:
+            error = together(apart.values()).relative
+            who = f"the gradients of {len(apart)} parameters are" if len(apart) > 1 else "the parameter's gradient is"
+            return None if error <= self.together else f"{who} still {error:.2g} away from fp32's (relative L2)"
+        for name, one in apart.items():
+            if one.relative > ONE_ALONE:
+                return f"the gradient of {name} is still {one.relative:.2g} away from fp32's (relative L2)"
+        return None
+
+
+def _disagreement(got: Gradients, reference: Gradients, own: _Own) -> str | None:
+    error = relative_error(got, reference)
+    if error > AGREEMENT:
+        return f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+    return own.disagreement(got, reference)
+
+
+def _kind(raised: str | None) -> str:
+    """Returns the type of an exception that is described in a line."""
+    return (raised or "").partition(":")[0]
+
+
+def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:
+    """Try in order until one is shown to cure; the attempts before it become its alternatives."""
+    tried: list[Prescription] = []
+    for attempt in attempts:
+        if attempt.status in SHOWN:
+            return replace(attempt, alternatives=tuple(tried))
+        tried.append(attempt)
+    return replace(tried[0], alternatives=tuple(tried[1:])) if tried else None

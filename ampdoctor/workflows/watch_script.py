@@ -1,0 +1,80 @@
+"""A training that is not ours, watched while it runs once: from before its first line until after its last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from ampdoctor.live.script import when_imported
+from ampdoctor.workflows.output_files import give_back
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Report
+    from ampdoctor.workflows.requests import WatchRequest
+    from ampdoctor.workflows.watcher import Doctor
+
+
+def _nobody(_: object) -> None:
+    pass
+
+
+class Watching:
+    """A watch, and what it has come to; it begins when the script itself has imported torch.
+
+    Attributes:
+        doctor: Stands by the training; None before torch is there.
+    """
+
+    def __init__(self) -> None:
+        self.doctor: Doctor | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis of the first sick step; None as long as there is nothing to say."""
+        return None if self.doctor is None else self.doctor.report
+
+    @property
+    def has_begun(self) -> bool:
+        """The script has imported torch, and there is a log."""
+        return self.doctor is not None
+
+    def ended(self, error: BaseException | None) -> None:
+        """The script has come to its end, or to this error."""
+        if self.doctor is not None:
+            self.doctor.ended(error)
+
+
+@contextmanager
+def watching(
+    request: WatchRequest,
+    *,
+    tell: Callable[[Report], None] = _nobody,
+    say: Callable[[str], None] = _nobody,
+) -> Iterator[Watching]:
+    """Watches whatever trains in this process until the block ends; everything is unhooked then.
+
+    Args:
+        request: What to watch, and what to do where it falls sick.
+        tell: Told the diagnosis, at the sick step.
+        say: Told sentences for the user.
+    """
+    watch = Watching()
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            from ampdoctor.hooks.process_state import unwarned
+
+            with unwarned():
+                from ampdoctor.workflows.watcher import Doctor
+
+                watch.doctor = Doctor(request, tell, say)
+                stack.enter_context(watch.doctor.attending())
+
+        def failed(error: Exception) -> None:
+            watch.doctor = None
+            say(f"the training is not watched: {type(error).__name__}: {error}".splitlines()[0])
+
+        with when_imported("torch", begin, failed):
+            yield watch
+    give_back(request.health)

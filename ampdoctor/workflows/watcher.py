@@ -1,0 +1,686 @@
+"""`Doctor`: stands by somebody's training: takes its numbers, keeps its log, and looks at the first sick step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
+from ampdoctor.diagnosis.trends.of_steps.no_step_taken import RULE as NO_STEP
+from ampdoctor.errors import StoppedError
+from ampdoctor.evidence.report import ErrorNote, Finding, Report
+from ampdoctor.evidence.report.target import Kept, Run
+from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
+from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
+from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_memory
+from ampdoctor.hooks.nested import iter_tensors
+from ampdoctor.hooks.program import Leading, Program
+from ampdoctor.hooks.torch_internals import unseen
+from ampdoctor.live.data_stats import Intake
+from ampdoctor.live.log.facts import Place, grouped, hardware, launched, models_of, restarts, run_id_of_all, software
+from ampdoctor.live.log.run_log import RunLog
+from ampdoctor.live.log.step_lines import StepLines
+from ampdoctor.live.loop_watch import Again, Attempt, LoopWatch, harmless
+from ampdoctor.live.numbers.other_modules import Beside
+from ampdoctor.live.numbers.readings import StepReading
+from ampdoctor.live.numbers.step_numbers import StepNumbers
+from ampdoctor.live.recording.journal import named_groups, together
+from ampdoctor.live.recording.models import SEVERAL, Constructions
+from ampdoctor.live.recording.programs import KeptUpdates
+from ampdoctor.live.scaler_protocol import Protocol, past_its_scaler, unguarded
+from ampdoctor.live.unread_steps import HELD_BACK, SKIPPED, UNREAD, BlindSteps, Guard, LateNews, too_late, ways_out
+from ampdoctor.precision import policy_in_force
+from ampdoctor.probes.ops.source import as_source
+from ampdoctor.replay.bundles.write import Written
+from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast
+from ampdoctor.workflows.diagnose_step import (
+    IN_PARTS,
+    MOST_BACKOFFS,
+    LastUpdate,
+    Look,
+    all_gradients_nan,
+    at_its_begin,
+    bundled,
+    device_of,
+    finite_here,
+    found_beside,
+    kept_of,
+    look,
+    lost_weight,
+    not_looked_at,
+    trained_on,
+)
+from ampdoctor.workflows.log_listeners import Alerting, OnAlert, export_while_it_runs, steps_before
+from ampdoctor.workflows.requests import WatchRequest
+
+_AFTER_SICK = 3
+"""Steps whose tensors are looked at after a firing."""
+_LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
+_LAST_LINES = 256
+"""Step lines that a bundle holds."""
+_standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
+
+
+def standing() -> Doctor | None:
+    """Returns the doctor that stands by this process's training; None where none does."""
+    return next((doctor for process, doctor in _standing if process == os.getpid()), None)
+
+
+class Doctor:
+    """Stands by the loops of this process for as long as `attending` lasts.
+
+    Args:
+        request: What to watch, and what to do where it falls sick.
+        tell: Told the diagnosis, at the step that is sick.
+        say: Told sentences for the user, a line each.
+        on_alert: Told each alert, on a thread of its own.
+
+    Attributes:
+        report: The diagnosis of the first sick step; None as long as none is.
+        folder: Of the log and the bundles.
+        broken: Whether the watch itself has failed.
+        speaks: Whether this process's diagnosis is for people: it is rank 0's, or that of a rank that is itself sick.
+    """
+
+    def __init__(
+        self,
+        request: WatchRequest,
+        tell: Callable[[Report], None],
+        say: Callable[[str], None],
+        on_alert: OnAlert | None = None,
+    ) -> None:
+        self.report: Report | None = None
+        self.folder = request.health
+        self.speaks = True
+        self._process = os.getpid()
+        self._request, self._tell, self._hear = request, tell, say
+        self._watch = LoopWatch(self)
+        self._constructions = Constructions()
+        self._place, self._is_placed = launched(), False
+        self._restarts = restarts()
+        self._log = RunLog(
+            request.health,
+            RunLine(name=Path(request.health).name, detail_every=request.every),
+            rank=self._place.rank,
+            world_size=self._place.world,
+            restarts=self._restarts,
+            say=self._say,
+            held=True,
+        )
+        self._on_alert = on_alert
+        self._alerting: Alerting | None = None
+        self._intake = Intake(self._place.world)
+        self._lines = StepLines(self._log, self._intake)
+        self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
+        self._beside = Beside(request.every)
+        self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
+        self._last: dict[str, LastUpdate] = {}  # by optimizer
+        self._guard = Guard()
+        self._blind = BlindSteps()
+        self._updates = KeptUpdates(request.record_batches, request.bundle_max)
+        self._late: LateNews | None = None  # what has to be said of a step that is over
+        self._attentive = 0  # attempts that are still read before their update, on any device
+        self.broken = self._over = False
+        self._lost = 0  # readings
+        self._described = False
+        self._protocol = Protocol(self._watch)
+        self._refused: tuple[tuple[int, str], Finding, str] | None = None  # the last call that a scaler has refused
+        self._said: set[str] = set()
+
+    @property
+    def place(self) -> Place:
+        """Of this process among the others, as far as it is known by now."""
+        return self._place
+
+    @contextmanager
+    def attending(
+        self,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        scalers: Iterable[Any] = (),
+    ) -> Iterator[None]:
+        """Hooks are in place inside, and gone afterwards whatever happens.
+
+        Args:
+            model: Known beforehand; others are met when they are first called.
+            optimizers: Known beforehand; others are met at their first step.
+            scalers: Known beforehand; torch's own need not be.
+        """
+        with ExitStack() as stack:
+            entry = os.getpid(), self
+            _standing.append(entry)
+            stack.callback(_standing.remove, entry)
+            stack.callback(self._guard.release)
+            stack.callback(self._updates.clear)
+            stack.callback(self._log.close)
+            self._log.describe(**software(), script={"command": list(self._request.command)})
+            stack.enter_context(self._constructions.recording())
+            stack.enter_context(self._protocol.half_made.recording())
+            stack.enter_context(self._watch.watching(*scalers))
+            self._watch.meet(model, optimizers)
+            stack.enter_context(self._numbers.watching())
+            stack.enter_context(hearing(self._clipped))
+            stack.enter_context(self._intake.watching())
+            self._watch.recorder.listener = self
+            self._watch.recorder.cleared = self._numbers.cleared
+            self._numbers.begin_step(0)
+            yield
+
+    def _take_place(self) -> None:
+        """Say whose log it is, once: a script may make its process group at any time before its first update."""
+        if self._is_placed or os.getpid() != self._process:
+            return
+        self._is_placed = True
+        request, place = self._request, grouped() or launched()
+        self._place = place
+        before = steps_before(request.health, rank=place.rank, restarts=self._restarts)
+        self._log.begin(run_id=run_id_of_all(), rank=place.rank, world_size=place.world)
+        self._intake.world_is(place.world)
+        self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
+        if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
+            export_while_it_runs(self._log, request.export)
+            if self._log.failed is None:  # said already; there is nothing to judge
+                self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
+
+    def ended(self, error: BaseException | None) -> None:
+        """The training has ended, with this error or in order; one that its own code ended may be sick.
+
+        Args:
+            error: What ended it; `SystemExit` too.
+        """
+        self._over = True  # what has ended the training is what its caller gets
+        self._take_place()
+        self._ended_by(error)
+        self._look_at_the_weights()
+        self._look_beside(at_the_end=True)
+        self._look_at_the_count()
+        if not self.broken:
+            self._tell_what_ended()
+        if self._lost:
+            self._say(f"the numbers of {self._lost} of {self._lines.attempted} steps were lost; none of them is judged")
+        if not self._lines.attempted and self._watch.recorder.backwards and self.report is None:
+            self._say("no optimizer of torch's was stepped: there are backwards, and no steps to log or to look at")
+        reason, lines = "" if error is None else type(error).__name__, self._lines
+        self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
+
+    # -- what the loop does ------------------------------------------------------------------------------------------
+
+    @harmless
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """As in `LoopListener`."""
+        self._numbers.unscaling([p for group in optimizer.param_groups for p in group["params"]])
+
+    @harmless
+    def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        """As in `LoopListener`."""
+        self._take_place()
+        self._look_at_what_was_left_out()
+        norm = self._measured(attempt, losses)
+        self._judge_calls(attempt, losses, norm if attempt.unscaled_by is not None else None)
+        held = self._request.guard and attempt.scaler is None and self._guard.hold(attempt.optimizer, losses, norm)
+        if held:
+            self._numbers.guarded(attempt.name, attempt.optimizer.found_inf)  # type: ignore[attr-defined]  # put there
+        if self._is_readable(attempt):
+            self._updates.clear()
+            sick = self._sick_of(losses, norm)
+            if sick is not None:
+                self._fall_sick(attempt, sick, settles=attempt.is_called_either_way)
+            elif self.report is None:
+                self._last[attempt.name] = LastUpdate.of(attempt, read=norm is not None)
+        elif self.report is None:
+            self._blind.add(attempt, held=held)
+            self._keep(attempt)
+        self._attentive = max(self._attentive - 1, 0)
+
+    @harmless
+    def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
+        """As in `LoopListener`."""
+        self._take_place()
+        self._look_at_what_was_left_out()
+        self._measured(attempt, losses)
+        self._judge_calls(attempt, losses)
+        if self._protocol.is_never_updated(attempt) and self.report is None:
+            program = with_inner_autocast(self._watch.program(attempt))
+            self._examine(program, SKIPPED, name=attempt.name, settles=False, advice=NEVER_UPDATED)
+        if self.report is None and self._request.look != "off":
+            self._fall_sick(attempt, SKIPPED, settles=True)
+
+    @harmless
+    def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
+        """As in `LoopListener`."""
+        self._guard.release()
+        if skipped is False:
+            self._settling.pop(attempt.name, None)
+            self._protocol.taken(attempt)
+        else:
+            self._last.pop(attempt.name, None)
+        self._lines.ended(attempt, skipped=skipped)
+        self._numbers.stepped(attempt.name, skipped=skipped)
+        self._count_lost(attempt)
+        alert = None if self._alerting is None else self._alerting.taken()
+        if alert is not None:
+            self._numbers.look(alert, _AFTER_SICK)
+        self._numbers.begin_step(self._lines.turn)
+        self._tell_what_ended()
+        if not self._described:
+            self._described = True
+            models = models_of(self._watch.recorder.models.roots)
+            self._log.describe(**hardware(), models=models, optimizer=type(attempt.optimizer).__name__)
+        self._tell_late()
+        self._beside.stepped(skipped=skipped)
+        self._look_beside()
+
+    def _count_lost(self, attempt: Attempt) -> None:
+        lost, self._lost = self._numbers.lost - self._lost, self._numbers.lost
+        if lost:
+            self._log.lose(lost)
+            if lost == self._lost:
+                self._say(UNREAD.format(step=attempt.step))
+
+    @harmless
+    def stepping_again(self, again: Again) -> None:
+        """As in `LoopListener`."""
+        source = as_source(again.line)
+        finding = stepped_again_finding(again.step, source, held_back=again.held_back, scaled=again.scaled)
+        self._is_misused(finding, again.name, key=f"again {again.name} {again.held_back}")
+
+    @harmless
+    def refused(self, method: str, optimizer: Any, error: Exception) -> None:
+        """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
+        finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
+        # the error itself would keep the loop's frames alive
+        self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
+
+    def failed(self, error: Exception) -> None:
+        """As in `LoopListener`."""
+        self.broken = True
+        self._watch.recorder.fail(error)
+        self._say(f"the training is watched no more: {describe(error)}")
+
+    def _keep(self, attempt: Attempt) -> None:
+        """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
+        request, recorder = self._request, self._watch.recorder
+        if not request.record_batches or not request.bundle or request.look == "off":
+            return
+        if recorder.is_crowded or recorder.failed is not None:
+            self._updates.clear()
+        else:
+            self._updates.keep(self._watch.keepable(attempt))
+
+    def _measured(self, attempt: Attempt, losses: list[torch.Tensor]) -> torch.Tensor | None:
+        for loss in losses:
+            self._numbers.loss(loss)
+        scaler, optimizer = attempt.scaler, attempt.optimizer
+        fused = getattr(optimizer, "grad_scale", None) is not None
+        names = self._watch.recorder.names()
+        groups = named_groups(attempt.name, optimizer, names)
+        self._lines.begins(attempt, groups)
+        return self._numbers.about_to_step(
+            attempt.name,
+            list(chain.from_iterable(groups)),
+            number=attempt.step,
+            scale=getattr(scaler, "_scale", None),
+            found_inf=getattr(optimizer, "found_inf", None),
+            growth_tracker=getattr(scaler, "_growth_tracker", None),
+            unscaled=not fused,
+        )
+
+    def _is_readable(self, attempt: Attempt) -> bool:
+        """Whether a number can be read without waiting for a device, or that was asked for."""
+        first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
+        if first is None or self.report is not None:
+            return False
+        # where a scaler has waited, its gradients are finite: to read a loss as well would wait once more
+        return first.device.type == "cpu" or self._request.look == "sync" or self._attentive > 0
+
+    def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
+        with unseen():
+            if any(not bool(loss.isfinite().all()) for loss in losses):
+                return "its loss is not finite"
+            return None if norm is None or bool(norm.isfinite()) else "its gradients are not finite"
+
+    def _clipped(self, clip: Clip) -> None:
+        self._protocol.clipping(clip)
+        if clip.max_norm is not None:
+            self._watch.recorder.clipped(clip.gradients, clip.max_norm, clip.norm_type or 2.0)
+
+    @harmless
+    def entering(self, model: torch.nn.Module) -> None:
+        """As in `CallListener`."""
+        if self._numbers.looking:
+            self._numbers.entering(self._watch.recorder.name_of(model) or "", model)
+
+    def left(self) -> None:
+        """As in `CallListener`."""
+        self._numbers.left()
+
+    @harmless
+    def returned(self, model: torch.nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
+        """As in `CallListener`."""
+        batch = self._intake.called(model, *given, backwards=self._watch.recorder.backwards)
+        if batch is not None:
+            self._numbers.batch(batch)
+        if self._numbers.looking:
+            self._numbers.returned(name, model, output)
+            for path, tensor in iter_tensors(output):
+                if tensor.requires_grad and tensor.is_floating_point():
+                    part = f"output.{path}" if path else "output"
+                    on_gradient(tensor, partial(self._numbers.incoming, name, part=part, call=call))
+
+    # -- the first sick step -----------------------------------------------------------------------------------------
+
+    def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool) -> None:
+        left = self._settling.get(attempt.name, 0)
+        if settles and left > 0:
+            self._settling[attempt.name] = left - 1
+            return
+        program = with_inner_autocast(self._watch.program(attempt))
+        scaler = past_its_scaler(self._watch, attempt)
+        if scaler is not None and self._request.look != "off" and not self._watch.recorder.is_crowded:
+            program = replace(program, scaler=scaler)
+            if self._looked_at(program, settles=True).report is None:
+                self._is_misused(unguarded(attempt, scaler), attempt.name, key="unguarded")
+                return
+        self._examine(program, what, name=attempt.name, settles=settles)
+
+    @harmless
+    def _ended_by(self, error: BaseException | None) -> None:
+        self._tell_what_was_refused(error)
+        asked = isinstance(error, SystemExit) and error.code in (None, 0)
+        if isinstance(error, KeyboardInterrupt) or (error is not None and is_out_of_memory(error)):
+            return
+        if self.report is None and error is not None and not asked:
+            self._look_at_the_end(error)
+        self._look_at_what_was_left_out(over=True)
+
+    def _tell_what_was_refused(self, error: BaseException | None) -> None:
+        """Say why a scaler has refused a call, where that has ended the training."""
+        refused, self._refused = self._refused, None
+        if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
+            self._is_misused(*refused[1:], key="refused")
+
+    @harmless
+    def _look_at_the_weights(self) -> None:
+        """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
+        recorder = self._watch.recorder
+        if self.report is not None or self._request.look == "off" or not recorder.used.any_backward:
+            return
+        step = max(self._lines.turn - 1, 0)
+        with self._watch.looking_away():
+            finding = lost_weight(dict(together(recorder.models.roots).named_parameters()), step)
+        if finding is not None:
+            self._found(finding, step, "its weights are not finite")
+
+    @harmless
+    def _look_beside(self, *, at_the_end: bool = False) -> None:
+        """Look at what the loop keeps beside its models: an average, a teacher, a copy that a validation casts."""
+        if self.report is None and self._request.look != "off":
+            found = found_beside(self._beside, self._watch, max(self._lines.turn - 1, 0), at_the_end=at_the_end)
+            if found is not None:
+                self._found(*found, "what it keeps beside the model is not finite")
+
+    @harmless
+    def _look_at_the_count(self) -> None:
+        """A training that has taken no step is not well, though it has looked like a scaler that settles all along."""
+        if self.report is not None or self._alerting is None or self._lines.taken:
+            return
+        self._log.hear_out()
+        finding = self._alerting.errors.get(NO_STEP.code)
+        if finding is not None:
+            self._found(finding, finding.where.step or 0, "no step was taken")
+
+    def _found(self, finding: Finding, step: int, what: str) -> None:
+        run = Run(step=step, kept=self._kept(None))
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        parameters = dict(together(self._watch.recorder.models.roots).named_parameters())
+        self._diagnosed(self._explained(report, parameters), what, bundle=None, seconds=None)
+
+    def _look_at_the_end(self, error: BaseException) -> None:
+        """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
+        recorder = self._watch.recorder
+        program, said = recorder.ended(self._lines.turn), "its code has ended it"
+        if program is not None:
+            self._examine(with_inner_autocast(program), said, name="", settles=False)
+        elif recorder.failed is None and not recorder.is_crowded and self._request.look != "off":
+            unfinished = recorder.interrupted(error, self._lines.turn)
+            if unfinished is not None and unfinished.calls_models:
+                said += f" ({describe(error)})"
+                self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
+
+    def _look_at_what_was_left_out(self, *, over: bool = False) -> None:
+        """Look at a forward whose loss the loop has seen to be not finite, and has left out, or ended for (`over`)."""
+        recorder = self._watch.recorder
+        program = recorder.left_out(self._lines.turn)
+        if program is None or self.report is not None or self._request.look == "off":
+            return
+        if recorder.is_crowded or lies_in_parts(program.model) is not None or (not over and _LEFT_OUT in self._said):
+            return
+        program = with_inner_autocast(program)
+        if over:
+            self._examine(program, "its code has ended it", name="", settles=False, if_shown=True)
+            return
+        seen = self._looked_at(program, settles=False)
+        if seen.report is None or not seen.shows_error:
+            return
+        self._said.add(_LEFT_OUT)
+        with self._watch.looking_away(), at_its_begin(program):
+            bundle = self._bundled(program, seen.report) if self._request.bundle else None
+        finding = replace(seen.report.findings[0], severity="warning")
+        self._log.write(AlertLine(step=program.step, finding=finding))
+        kept = "" if bundle is None else f" (kept: {bundle.folder})"
+        self._say(f"warning {finding.code}: {_LEFT_OUT.format(step=program.step)}{kept}: {finding.message}")
+
+    def _examine(
+        self,
+        program: Program,
+        what: str,
+        *,
+        name: str,
+        settles: bool,
+        advice: str = "",
+        raised: BaseException | None = None,
+        if_shown: bool = False,
+    ) -> None:
+        """Look at a step, and tell what is found.
+
+        Args:
+            program: The step.
+            what: Why.
+            name: Of its optimizer.
+            settles: It is health where its scaler comes down to where it is taken.
+            advice: What the loop is told besides.
+            raised: What has ended it.
+            if_shown: Nothing is told unless the look shows where it went non-finite; as with `raised`.
+        """
+        request = self._request
+        if request.look == "off":
+            return
+        losses = self._watch.recorder.losses(program.optimizer)
+        healthy = self._sick_of(losses, None) is None
+        hopeful = settles and name not in self._settling and healthy
+        if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
+            self._hope(program, name)
+            return
+        crowded, parts = self._watch.recorder.is_crowded, lies_in_parts(program.model)
+        if crowded or parts is not None:
+            seen = not_looked_at(program, what, SEVERAL if parts is None else IN_PARTS.format(parts=parts))
+        else:
+            seen = self._looked_at(program, settles=settles)
+        if (raised is not None or if_shown) and not seen.shows_error:
+            return
+        seen = seen.telling(raised=raised, advice=advice)
+        self._attentive = 0
+        if seen.failed and hopeful:
+            self._hope(program, name)
+            return
+        if seen.report is None:
+            self._passed(program, seen, name)
+            return
+        self.speaks = self._place.rank == 0 or not healthy or bool(seen.report.findings) or program.optimizer is None
+        self._numbers.look(what, _AFTER_SICK)
+        if crowded:
+            self._told(program, seen, what, None)
+            return
+        with self._watch.looking_away(), at_its_begin(program):
+            bundle = self._bundled(program, seen.report) if request.bundle and program.calls_models else None
+            if seen.failed and bundle is not None and bundle.replays:
+                elsewhere = f"ampdoctor bisect-nan {bundle.folder}"
+                self._say(f"step {program.step} could not be run again here; elsewhere: {elsewhere}")
+            self._told(program, seen, what, bundle)
+
+    def _looked_at(self, program: Program, *, settles: bool) -> Look:
+        thresholds = self._request.thresholds
+        with self._watch.looking_away():
+            seen = look(
+                program, policy=policy_in_force(), device=device_of(program), thresholds=thresholds, settles=settles
+            )
+        if seen.report is None:
+            return seen
+        return replace(seen, report=self._explained(seen.report, dict(program.model.named_parameters())))
+
+    def _passed(self, program: Program, seen: Look, name: str) -> None:
+        """A scaler settles; or that of all ranks has skipped what is finite here, and another rank's log has it."""
+        self._settling[name] = max(seen.backoffs - 1, 0)
+        if not seen.elsewhere:
+            return
+        line = LookLine(
+            step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
+        )
+        self._log.write(line)
+        if self._place.rank == 0 and all_gradients_nan(program.model):  # what only overflows leaves some finite
+            self._say(line.reason)
+
+    def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
+            return  # what is wrong begins before any scale, or is told with the overflow that it lets through
+        finding = self._protocol.broken_by(attempt)
+        if finding is not None:
+            self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
+
+    def _is_misused(self, finding: Finding, optimizer: str, *, key: str) -> None:
+        """The loop's calls break the scaler's protocol, which no look has to show: told once for each `key`."""
+        if key in self._said:
+            return
+        self._said.add(key)
+        if self.report is not None or finding.severity != "error":
+            self._log.write(AlertLine(step=finding.where.step or 0, finding=finding))
+            self._say(f"{finding.severity} {finding.code}: {finding.message}")
+            return
+        run = {**self._when(finding.where.step or 0, optimizer), "kept": self._kept(None)}
+        report = Report(command="run", target={}, run=run, verdict="sick", findings=(finding,))
+        self._diagnosed(report, "its calls break the scaler's protocol", bundle=None, seconds=None)
+
+    def _explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
+        for update in self._last.values():
+            report = update.explained(report, parameters)
+        return report
+
+    def _hope(self, program: Program, name: str) -> None:
+        self._say(f"step {program.step} was skipped by its scaler, and could not be run again: that may be health")
+        self._settling[name] = MOST_BACKOFFS
+
+    def _bundled(self, program: Program, report: Report, leading: Leading | None = None) -> Written | None:
+        log, made = [text_of(line) for line in self._log.last(_LAST_LINES)], self._constructions.of
+        return bundled(program, report, self._request, self._place, self._say, made=made, log=log, leading=leading)
+
+    def _told(self, program: Program, seen: Look, what: str, bundle: Written | None) -> None:
+        report = seen.report
+        if report is None:
+            return
+        run = {**report.run, **self._when(program.step, program.optimizer_name), "kept": self._kept(bundle)}
+        self._diagnosed(replace(report, run=run), what, bundle=bundle, seconds=seen.seconds)
+
+    def _diagnosed(self, report: Report, what: str, *, bundle: Written | None, seconds: float | None) -> None:
+        """Log and tell a diagnosis, whose `run` says of which step and what was kept of it."""
+        self._updates.clear()
+        target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
+        self.report = replace(report, target=target)
+        line = LookLine(
+            step=report.run["step"],
+            verdict=report.verdict,
+            findings=report.findings,
+            bundle=None if bundle is None else bundle.folder.name,
+            model=report.run.get("kept", {}).get("model"),
+            reason=what,
+            seconds=seconds,
+            device=trained_on(report.run),
+            precision=report.run.get("precision"),
+            autocast=report.run.get("autocast"),
+        )
+        self._log.write(line)
+        try:
+            self._tell(self.report)
+        except Exception as error:  # noqa: BLE001 - the log has it, and what was asked for is done all the same
+            self._say(f"the diagnosis of step {line.step} could not be told: {describe(error)}; it is in {self.folder}")
+        if self._request.on_sick == "stop" and not self._over:
+            self._log.flush()
+            raise StoppedError
+
+    def _when(self, step: int, optimizer: str) -> Run:
+        whose = self._watch.whose(optimizer)
+        return {"step": step} if whose is None else {"step": step, "optimizer": whose}
+
+    def _kept(self, bundle: Written | None) -> Kept:
+        return kept_of(Path(self._request.named or self._request.health), bundle)
+
+    # -- numbers that arrive after the update ------------------------------------------------------------------------
+
+    def _read(self, reading: StepReading) -> None:
+        self._lines.step(reading)
+        news = self._blind.arrived(reading)
+        if news is None:
+            self._updates.was_sound(reading.optimizer, reading.step, reading.loss)
+        elif self._late is None:
+            self._late = news
+
+    def _tell_late(self) -> None:
+        """Say of a step that is over that it was sick, once."""
+        news, self._late = self._late, None
+        if news is None or self.report is not None or self._request.look == "off":
+            return
+        if news.weights == "intact":
+            if not self._attentive:
+                self._attentive = self._request.every
+                if news.what != SKIPPED:
+                    self._say(HELD_BACK.format(step=news.step, what=news.what, steps=self._attentive))
+            return
+        self._numbers.look(news.what, _AFTER_SICK)
+        note = ErrorNote(what=f"step {news.step}", kind="too_late", message=too_late(news))
+        report = Report(command="run", target={}, verdict="sick", complete=False, errors=(note,))
+        with self._watch.looking_away():
+            led = self._updates.leading_to(news.optimizer, news.step, self._watch.recorder.kept)
+            bundle = None if led is None else self._bundled(led[0], report, led[1])
+        kept, records = self._kept(bundle), bool(self._request.record_batches)
+        note = replace(note, message=note.message + ways_out(kept.get("bundle"), kept.get("model"), records=records))
+        report = replace(report, errors=(note,), run={**self._when(news.step, news.optimizer), "kept": kept})
+        self._diagnosed(report, news.what, bundle=bundle, seconds=None)
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _say(self, sentence: str) -> None:
+        """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
+        with suppress(Exception):
+            self._hear(f"rank {self.place.rank}: {sentence}" if self.place.rank else sentence)
+
+    def _tell_what_ended(self) -> None:
+        """What is not watched any more is said once."""
+        ended = {
+            "the steps are recorded no more, and none can be run again": self._watch.recorder.failed,
+            "the steps' numbers are taken no more": self._numbers.failed,
+        }
+        sentences = [f"{what}: {why}" for what, why in ended.items() if why is not None]
+        for sentence in (*sentences, *self._watch.recorder.models.unseen):
+            if sentence not in self._said:
+                self._said.add(sentence)
+                self._say(sentence)

@@ -1,0 +1,246 @@
+"""Forwards that are finite but wrong: ops that amplify rounding, and stale copies of weights in autocast's cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.diagnosis.ranges.stale_casts import ADVICE, OldCopies, stale_casts_finding
+from ampdoctor.diagnosis.replay.forward_precision import (
+    BETTER,
+    departing_in_forward,
+    forward_precision_finding,
+    together,
+)
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.where import Where
+from ampdoctor.probes.altering.intervene import address_at
+from ampdoctor.probes.cheap.gradients import DistanceProbe, GradientProbe
+from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.trace.old_casts import OldCast, OldCastsProbe
+from ampdoctor.probes.trace.wide_forward import WideForwardProbe
+from ampdoctor.workflows import changes as change
+from ampdoctor.workflows.changes import fresh_casts
+from ampdoctor.workflows.prescribe import intervene_at
+from ampdoctor.workflows.step_beside_fp32 import stepped
+from ampdoctor.workflows.trials import SHOWN
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Amplified, Comparison, ParameterBeside
+    from ampdoctor.evidence.report import Finding
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.altering.intervene import Address
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.prescribe import Way
+    from ampdoctor.workflows.trials import Trials
+
+
+# Finds the op of a forward that makes a large error of another's rounding, and proves that it is the cause.
+
+
+MOST = 3
+"""Places that are tried at most; each costs a few replays, and the first is where the others come from."""
+
+
+def seen_in_forward(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> tuple[Amplified, ...]:
+    """Replay a step with its forward beside fp32, op by op; returns the ops whose results are wrong.
+
+    Args:
+        session: The session; it is left after the step.
+        before: The state before the step.
+        step: The step.
+        thresholds: How far is far (AMP208).
+    """
+    probe = WideForwardProbe()
+    before.restore()
+    with session.watched(probe):
+        session.step(step)
+    return departing_in_forward(probe.amplified, thresholds)
+
+
+def wrong_in_forward(
+    comparison: Comparison,
+    seen: Sequence[Amplified],
+    far: Sequence[ParameterBeside],
+    trying: Callable[..., Trials],
+) -> Finding | None:
+    """Returns the finding for the first op that explains why gradients are far from fp32's; None if none does.
+
+    It has to be shown: computed in fp32 there, and only there, they come nearer by `BETTER`.
+
+    Args:
+        comparison: The step beside fp32.
+        seen: Ops whose results are wrong.
+        far: The parameters whose gradients are far from fp32's.
+        trying: Makes trials of the step.
+    """
+    for one in seen[:MOST]:
+        trials = trying(tensors=[p.name for p in far], together=together(far) / BETTER)
+        tried: list[Prescription] = []
+        for cure in cures(one, trials):
+            if cure.status in SHOWN:
+                found = forward_precision_finding(comparison, one, far)
+                return replace(found, prescription=replace(cure, alternatives=tuple(tried)))
+            tried.append(cure)
+    return None
+
+
+def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
+    """Tries fp32 for the module whose rounding is behind it, for the op, its line, the one that suffers, and up to it.
+
+    Args:
+        one: The op whose result is wrong.
+        trials: The trials of its step.
+    """
+    if one.source.module:
+        module = one.source.module
+        yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
+    source = address_at(one.source)
+    if source is None:
+        return
+    others = [address for where in (*one.beside, one.where) if (address := address_at(where)) is not None]
+    ways: list[Way] = [("fp32", [source]), ("line_fp32", [source])]
+    ways += [("line_fp32", [source, *others])] if any(other.source != source.source for other in others) else []
+    yield intervene_at(ways, trials)
+    yield trials.attempt("code", value := _in_between(one, source), _right(one), value, stands_in=True)
+
+
+def _in_between(one: Amplified, source: Address) -> str:
+    """Returns what to write where the model is half throughout, so that what follows has to get half again."""
+    line = f"{source.source.file}:{source.source.line}"
+    return f"{line}: compute from {one.source.op} to {one.where.op} in float32, and only then cast to {one.dtype}"
+
+
+def _right(one: Amplified) -> change.Change:
+    """Returns a change: the op that suffers returns what it would in fp32, in its own format."""
+
+    def changed(session: Session) -> AbstractContextManager[Any]:
+        return session.watched(WideForwardProbe([one.where]))
+
+    return changed
+
+
+# Replays a step with autocast's copies of the weights made anew at each use: were old ones used?
+
+
+NO_REFERENCE = "fp32 cannot run this step, so there is nothing that a step with new copies would have to agree with"
+
+
+def stale_casts(
+    session: Session, before: Snapshot, comparison: Comparison, trials: Trials, thresholds: Thresholds
+) -> Finding | None:
+    """Returns the finding that a step's gradients are those of old weights; None if they are not.
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the step.
+        comparison: The step beside fp32.
+        trials: Proves the change.
+        thresholds: By how much the error must fall.
+    """
+    step = comparison.step
+    old = _old_copies(session, before, step)
+    if old is None:
+        return None
+    before.restore()
+    with session.reference():
+        wide = stepped(session, step)[0]
+    with fresh_casts(session):
+        anew = _distance(session, before, step, wide)
+    if not math.isfinite(anew):
+        return None
+    finding = partial(stale_casts_finding, step, comparison.gradient_error, anew, old, thresholds=thresholds)
+    if finding() is None:
+        return None
+    return finding(trials.attempt("code", ADVICE, fresh_casts, ADVICE, stands_in=True))
+
+
+def stale_casts_without_fp32(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> Finding | None:
+    """As `stale_casts`, of a step that cannot run in fp32: its gradients are held against those with new copies.
+
+    A weight is written that a backward still needs in fp32; under autocast the backward needs the half copy.
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the step.
+        step: The step.
+        thresholds: How far is far.
+    """
+    old = _old_copies(session, before, step)
+    if old is None:
+        return None
+    before.restore()
+    with fresh_casts(session):
+        new = stepped(session, step)[0]
+    error = _distance(session, before, step, new)
+    if not math.isfinite(error):
+        return None
+    cure = Prescription(kind="code", value=ADVICE, status="not_run", detail=ADVICE, reason=NO_REFERENCE)
+    return stale_casts_finding(step, error, None, old, cure, thresholds=thresholds)
+
+
+def stalest_without_fp32(
+    session: Session, before: Snapshot, steps: Iterable[int], thresholds: Thresholds
+) -> Finding | None:
+    """The first step whose old copies matter, else the first note: an average begins as the weights themselves.
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the first step.
+        steps: The steps, one after another; each is run a few times.
+        thresholds: How far is far.
+    """
+    note: Finding | None = None
+    for step in steps:
+        found = stale_casts_without_fp32(session, before, step, thresholds)
+        if found is not None and found.severity != "note":
+            return found
+        note = note or found
+        before.restore()
+        session.step(step)
+        before = session.snapshot()
+    return note
+
+
+def _distance(session: Session, before: Snapshot, step: int, other: GradientProbe) -> float:
+    """Returns how far the step's gradients are from others: relative L2, of all together."""
+    beside = DistanceProbe(other.gradients, other.times)
+    before.restore()
+    with session.watched(beside):
+        session.step(step)
+    return beside.distance.relative
+
+
+def _old_copies(session: Session, before: Snapshot, step: int) -> OldCopies | None:
+    """Returns what the step's forwards read after it was written; None where they read nothing of the kind."""
+    before.restore()
+    probe = OldCastsProbe()
+    with session.watched(probe):
+        session.step(step)
+    return _described(probe.found, step) if probe.found else None
+
+
+def _described(found: Sequence[OldCast], step: int) -> OldCopies:
+    first = found[0]
+    use, write = first.use, first.written
+    source = as_source(use.line)
+    if write is None:
+        writer, where = "weights are replaced (`.data = ...`)", Where(step=step, phase="loss", op="autocast")
+    elif write.phase == "optimizer" and not write.after_backward:
+        writer, where = "an optimizer steps", Where(step=step, phase="forward", op="autocast")
+    else:
+        at = as_source(write.line)
+        by = f"{write.op} at {at.file}:{at.line}" if at else write.op
+        writer, where = f"weights are written ({by})", Where(step=step, phase="loss", op="autocast", source=at)
+    return OldCopies(
+        where=where,
+        writer=writer,
+        weight=first.weight,
+        weights=len(found),
+        used_at=f"{source.file}:{source.line}" if source else use.module,
+    )
