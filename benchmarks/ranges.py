@@ -34,9 +34,9 @@ from ampdoctor.evidence.of_runs.ranges import Place, SiteKind, SitePart
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision import autocast_policy
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.measures.halves import HalfProbe
-from ampdoctor.probes.measures.ranges import RangeProbe
+from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choice import choose_scale, predict

@@ -39,7 +39,6 @@ STOREYS = {
     "evidence": (HERE, "thresholds", "of_checkpoints", "of_runs", "report", "run_log"),
     "checkpoints": ("storage", "pickles", "formats", "contents", "layouts", "measures", HERE),
     "precision": ("emulation", HERE),
-    "probes": ("ops", "cheap", "trace", "measures", "altering", "halving"),
     "diagnosis": (
         "catalogue",
         "tensors",

@@ -20,15 +20,14 @@ from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_param
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.scaler_events import Listener, StepEvents
 from ampdoctor.hooks.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
-from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
-from ampdoctor.probes.ops.exact import dense, is_nonfinite
-from ampdoctor.probes.ops.modules import CalledModules
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.probes.trace.taint import Births, storage_key
+from ampdoctor.probes.modules import CalledModules
+from ampdoctor.probes.nonfinite import dense, holds_nan, is_mask, is_nonfinite, state_tensors
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.tensor_memory import Births, storage_key
 
 if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched
-    from ampdoctor.probes.ops.sites import Site
+    from ampdoctor.probes.ops import Site
 
 
 _WRITE_LISTS = frozenset(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))

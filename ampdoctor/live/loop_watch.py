@@ -22,7 +22,7 @@ from ampdoctor.hooks.scaler_events import raised_by_scaler
 from ampdoctor.hooks.torch_internals import under_fake_tensors, unseen
 from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
-from ampdoctor.probes.ops.source import own_line, user_frames
+from ampdoctor.probes.user_code import own_line, user_frames
 
 # What is called from inside somebody's loop, and raises nothing into it.
 

@@ -39,8 +39,8 @@ from ampdoctor.hooks.scaler_events import Listener
 from ampdoctor.hooks.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors, unseen
 from ampdoctor.live.live_trace import LiveRun, LiveTrace, has_state, state_of
 from ampdoctor.package import working_folder
-from ampdoctor.probes.ops.source import as_source, shown_from, user_line
-from ampdoctor.probes.trace.taint import NONE, Births
+from ampdoctor.probes.tensor_memory import NONE, Births
+from ampdoctor.probes.user_code import as_source, shown_from, user_line
 
 if TYPE_CHECKING:
     from torch import nn

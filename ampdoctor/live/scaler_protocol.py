@@ -21,8 +21,7 @@ from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.loop_watch import Attempt, LoopWatch
-from ampdoctor.probes.ops.half_made import HalfMade
-from ampdoctor.probes.ops.source import as_source, own_line
+from ampdoctor.probes.user_code import HalfMade, as_source, own_line
 
 _SHOWN_BY_CALLS = "the calls alone show it"
 

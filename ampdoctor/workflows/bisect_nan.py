@@ -41,7 +41,7 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.report.counted import counted_from
 from ampdoctor.evidence.where import Where
 from ampdoctor.live.scaler_protocol import half_weights
-from ampdoctor.probes.ops.source import as_source, own_line, raising_line
+from ampdoctor.probes.user_code import as_source, own_line, raising_line
 from ampdoctor.replay.python_state import has_moved
 from ampdoctor.workflows.checkpoint_state import history_findings, impossible_state, not_said_yet, saved_collapse
 from ampdoctor.workflows.close_look import CloseLook, WayBack
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
     from ampdoctor.evidence.report.bisection import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation
+    from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside

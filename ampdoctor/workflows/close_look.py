@@ -15,10 +15,9 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome, Trace
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.hooks.interfaces import StepHalted
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation, first_difference
-from ampdoctor.probes.halving.points import OrderProbe, Point, PointProbe
-from ampdoctor.probes.halving.window import Interval, IntervalTrace, UpdateTrace
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.halving import Interval, IntervalTrace, OrderProbe, Point, PointProbe, UpdateTrace
+from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation, first_difference
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import ProcessState, Snapshot
 from ampdoctor.workflows.searches import first_bad
 from ampdoctor.workflows.trials import AFTER

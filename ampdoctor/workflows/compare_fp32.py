@@ -25,9 +25,9 @@ from ampdoctor.evidence.of_runs.trace import Comparison
 from ampdoctor.evidence.report import Finding, Prescription, Skipped
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import extremes
-from ampdoctor.probes.cheap.gradients import DistanceProbe, distances
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.gradients import DistanceProbe, distances
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import Snapshot, tensors_of
 from ampdoctor.workflows.lost_updates import at_full_rate, by_tensor, standing_still
 from ampdoctor.workflows.prescribe import prescribe, underflow_cure

@@ -25,7 +25,7 @@ from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import are_several, unwarned
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.precision import policy_in_force
-from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
+from ampdoctor.probes.nonfinite import is_nonfinite, stats_of
 from ampdoctor.replay.bundles.model import Made
 from ampdoctor.replay.bundles.write import Written, write_bundle
 from ampdoctor.replay.recorded_step import lies_in_parts, on_its_own, run_of

@@ -47,7 +47,7 @@ from ampdoctor.workflows.trials import AFTER, SHOWN, Trials, replayed
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
     from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
-    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.close_look import CloseLook
 

@@ -17,9 +17,9 @@ from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, made_zero, w
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.altering.intervene import address_at
-from ampdoctor.probes.cheap.gradients import DistanceProbe
-from ampdoctor.probes.trace.writes import last_written
+from ampdoctor.probes.gradients import DistanceProbe
+from ampdoctor.probes.op_overrides import address_at
+from ampdoctor.probes.written_state import last_written
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.prescribe import intervene_at, underflow_cures
 from ampdoctor.workflows.rerun_step import (

@@ -18,12 +18,9 @@ import torch
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.measures.halves import HalfProbe
-from ampdoctor.probes.measures.module_facts import ModuleFactsProbe
-from ampdoctor.probes.measures.ranges import RangeProbe
-from ampdoctor.probes.measures.updates import UpdateProbe
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, Zeroed, ZeroedProbe
+from ampdoctor.probes.formats_seen import HalfProbe, ModuleFactsProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, UpdateProbe, Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.compare_fp32 import Seen
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ampdoctor.evidence.of_runs.trace import StepOutcome
-    from ampdoctor.probes.measures.grad_sites import HalfPlan
+    from ampdoctor.probes.modules import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.requests import Progress

@@ -39,10 +39,8 @@ from ampdoctor.precision import (
     without_overrides,
 )
 from ampdoctor.precision.shims import torch_shims
-from ampdoctor.probes.cheap.nonfinite import state_tensors
-from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
-from ampdoctor.probes.ops.half_made import HalfMade
-from ampdoctor.probes.ops.source import shown_from
+from ampdoctor.probes.nonfinite import is_nonfinite, state_tensors, stats_of
+from ampdoctor.probes.user_code import HalfMade, shown_from
 from ampdoctor.replay.batches import DataPlace, loads_state
 from ampdoctor.replay.bundles.manifest import bundle_at
 from ampdoctor.replay.bundles.read import Bundle

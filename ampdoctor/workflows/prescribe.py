@@ -23,8 +23,8 @@ from ampdoctor.evidence.of_runs.trace import LOST
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.probes.altering.intervene import Address, How, Intervention, address_of
-from ampdoctor.probes.altering.ran import OwnOps
+from ampdoctor.probes.op_overrides import Address, How, Intervention, address_of
+from ampdoctor.probes.own_ops import OwnOps
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.repairs import put_right, repair

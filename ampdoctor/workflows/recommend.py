@@ -48,7 +48,7 @@ from ampdoctor.workflows.trials import proof_of, proof_section
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
-    from ampdoctor.probes.measures.zeroed import Zeroed
+    from ampdoctor.probes.ranges import Zeroed
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

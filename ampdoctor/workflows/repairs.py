@@ -17,7 +17,7 @@ from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report.refusals import HALF_WEIGHTS, WITHOUT_GRADIENTS
 from ampdoctor.hooks.backwards import mark_scaled, scaled_within
 from ampdoctor.hooks.callbacks import on_gradient
-from ampdoctor.probes.cheap.nonfinite import state_tensors
+from ampdoctor.probes.nonfinite import state_tensors
 from ampdoctor.workflows.changes import loss_scale
 
 if TYPE_CHECKING:

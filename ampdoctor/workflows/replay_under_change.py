@@ -18,9 +18,9 @@ from ampdoctor.diagnosis.replay.scaler_verdict import times_begun_again
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
-from ampdoctor.probes.cheap.gradients import DistanceProbe, GradientProbe
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, Zeroed, ZeroedProbe
+from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.replay.python_state import Beyond, has_moved
 from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.compare_fp32 import Alongside, DoesNotComeBackError, Seen, Twin, is_calm
@@ -32,8 +32,8 @@ from ampdoctor.workflows.trials import AGREEMENT, replayed
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Comparison, StepOutcome
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.cheap.gradients import Gradients
-    from ampdoctor.probes.measures.grad_sites import HalfPlan
+    from ampdoctor.probes.gradients import Gradients
+    from ampdoctor.probes.modules import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.scaling.settings import ScalerSettings

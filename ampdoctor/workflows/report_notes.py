@@ -15,12 +15,12 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.trace import Birth, Passage
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
 from ampdoctor.evidence.report.bisection import NodeRole, PathNode, PathSection
-from ampdoctor.probes.measures.half_ops import HalfOps, Region
-from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.formats_seen import HalfOps, Region
+from ampdoctor.probes.user_code import as_source
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
-    from ampdoctor.probes.cheap.nonfinite import Observation
+    from ampdoctor.probes.nonfinite import Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.replay.training_run import TrainingRun

@@ -13,10 +13,10 @@ from ampdoctor.diagnosis.replay.optimizer_precision import REMEDIES
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.precision import Swap
-from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.probes.cheap.gradients import DistanceProbe
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.probes.trace.writes import Write, WritesProbe
+from ampdoctor.probes.gradients import DistanceProbe
+from ampdoctor.probes.op_overrides import WrittenCasts
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.written_state import Write, WritesProbe
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.step_beside_fp32 import Kept, Replayed, State, held, kept, moved, sample, states_of, stepped
 

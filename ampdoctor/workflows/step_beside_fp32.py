@@ -17,13 +17,13 @@ from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
-from ampdoctor.probes.cheap.gradients import GradientProbe
-from ampdoctor.probes.cheap.nonfinite import Observation
+from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.probes.nonfinite import Observation
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import StateKind
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 
 

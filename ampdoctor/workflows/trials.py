@@ -15,16 +15,16 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
 from ampdoctor.numerics.tensors import blocks, squares, together
-from ampdoctor.probes.cheap.gradients import GradientProbe, distances, relative_error
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.gradients import GradientProbe, distances, relative_error
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.workflows.changes import jolted, loss_scale, no_change, noted_roots
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import StepOutcome
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.cheap.gradients import Gradients
+    from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.changes import Change

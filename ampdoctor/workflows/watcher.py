@@ -40,7 +40,7 @@ from ampdoctor.live.recording.programs import KeptUpdates
 from ampdoctor.live.scaler_protocol import Protocol, past_its_scaler, unguarded
 from ampdoctor.live.unread_steps import HELD_BACK, SKIPPED, UNREAD, BlindSteps, Guard, LateNews, too_late, ways_out
 from ampdoctor.precision import policy_in_force
-from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.user_code import as_source
 from ampdoctor.replay.bundles.write import Written
 from ampdoctor.replay.recorded_step import lies_in_parts, with_inner_autocast
 from ampdoctor.workflows.diagnose_step import (

@@ -18,11 +18,11 @@ from ampdoctor.diagnosis.replay.forward_precision import (
 )
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.altering.intervene import address_at
-from ampdoctor.probes.cheap.gradients import DistanceProbe, GradientProbe
-from ampdoctor.probes.ops.source import as_source
-from ampdoctor.probes.trace.old_casts import OldCast, OldCastsProbe
-from ampdoctor.probes.trace.wide_forward import WideForwardProbe
+from ampdoctor.probes.forward_fp32 import WideForwardProbe
+from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
+from ampdoctor.probes.op_overrides import address_at
+from ampdoctor.probes.user_code import as_source
+from ampdoctor.probes.written_state import OldCast, OldCastsProbe
 from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.changes import fresh_casts
 from ampdoctor.workflows.prescribe import intervene_at
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Amplified, Comparison, ParameterBeside
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.altering.intervene import Address
+    from ampdoctor.probes.op_overrides import Address
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.prescribe import Way

@@ -16,9 +16,9 @@ import ampdoctor
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
-from ampdoctor.probes.measures.halves import HalfProbe
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.modules import GradientHooks, HalfPlan
+from ampdoctor.probes.ranges import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.requests import ReplayRequest

@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import cases, golden, histograms, ops, products, syncs
 from benchmarks.gpu_check.section import Section

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ampdoctor.evidence.of_runs.modules import OVERFLOWED
-from ampdoctor.probes.measures import attention
-from ampdoctor.probes.measures.attention import attention_logits, softmax_logits
+from ampdoctor.probes import formats_seen
+from ampdoctor.probes.formats_seen import attention_logits, softmax_logits
 
 
 def by_hand(q, k, *, mask=None, scale=None):
@@ -18,7 +18,7 @@ def by_hand(q, k, *, mask=None, scale=None):
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 22])
 def test_the_largest_logit_does_not_depend_on_how_it_is_cut(monkeypatch, chunk):
-    monkeypatch.setattr(attention, "CHUNK", chunk)
+    monkeypatch.setattr(formats_seen, "CHUNK", chunk)
     q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 6, 4)
     assert attention_logits({"query": q, "key": k}) == pytest.approx(by_hand(q, k))
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ampdoctor import TrainingRun
-from ampdoctor.probes.cheap.gradients import GradientProbe
+from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.numerics import extremes
-from ampdoctor.probes.cheap.headroom import Tightest
+from ampdoctor.probes.nonfinite import Tightest
 from tests.numerics.data import DTYPES, tensors
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32

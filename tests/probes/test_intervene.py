@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.where import Source
-from ampdoctor.probes.altering.guards import _candidates, choose_guard
-from ampdoctor.probes.altering.intervene import Address, Intervention, address_of
-from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.op_overrides import Address, Intervention, _candidates, address_of, choose_guard
+from ampdoctor.probes.user_code import as_source
 from tests.diagnosis.births import birth
 
 NEGINF = float("-inf")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 
 from ampdoctor.hooks.program import called_as_recorded, recorded_at
-from ampdoctor.probes.altering.intervene import Address, Intervention
-from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.op_overrides import Address, Intervention
+from ampdoctor.probes.user_code import as_source
 
 
 def test_an_op_of_a_recorded_step_is_met_at_its_recorded_line():

@@ -11,7 +11,7 @@ from torch import nn
 from ampdoctor import TrainingRun
 from ampdoctor.evidence.of_runs.modules import OVERFLOWED
 from ampdoctor.precision.emulation.policy import autocast_policy
-from ampdoctor.probes.measures.module_facts import ModuleFactsProbe
+from ampdoctor.probes.formats_seen import ModuleFactsProbe
 from ampdoctor.replay.session import Session
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")

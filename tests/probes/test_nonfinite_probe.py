@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from tests.probes.traced import Inline, session_of
 
 NAN, INF = math.nan, math.inf

@@ -17,11 +17,10 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.ranges import Site
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.emulation.policy import autocast_policy
-from ampdoctor.probes.cheap.gradients import GradientProbe
-from ampdoctor.probes.measures import zeroed
-from ampdoctor.probes.measures.halves import HalfProbe
-from ampdoctor.probes.measures.ranges import RangeProbe
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.probes import ranges
+from ampdoctor.probes.formats_seen import HalfProbe
+from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.probes.ranges import RangeProbe, ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
 
@@ -278,15 +277,15 @@ def test_an_input_gradient_is_only_what_flows_through_that_module():
 
 def compared(session, scale_step=0):
     reference = ReferenceGradients(None)
-    zeroed = ZeroedProbe(reference)
+    ranges = ZeroedProbe(reference)
     start = session.snapshot()
     assert session.has_step(scale_step)
     with session.reference(), session.watched(reference):
         session.step(scale_step)
     start.restore()
-    with session.watched(zeroed):
+    with session.watched(ranges):
         session.step(scale_step)
-    return zeroed.zeroed
+    return ranges.zeroed
 
 
 def by_kind(counts, kind):
@@ -305,9 +304,9 @@ def test_zeroed_counts_what_is_lost_and_not_what_was_zero():
 
 
 def test_the_same_step_differs_from_itself_in_nothing():
-    zeroed = compared(session_of(runs.tied(precision="fp32", scale=None)))
-    assert set(zeroed.flushed.values()) == {0}
-    assert zeroed.relative_error == 0.0
+    ranges = compared(session_of(runs.tied(precision="fp32", scale=None)))
+    assert set(ranges.flushed.values()) == {0}
+    assert ranges.relative_error == 0.0
 
 
 def test_a_gradient_that_is_delivered_twice_is_held_beside_both():
@@ -337,8 +336,8 @@ def test_a_gradient_that_is_delivered_twice_is_held_beside_both():
 
 
 def test_an_overflow_makes_the_error_infinite_or_nan():
-    zeroed = compared(session_of(runs.tied(scale=2.0**40)))
-    assert not math.isfinite(zeroed.relative_error)
+    ranges = compared(session_of(runs.tied(scale=2.0**40)))
+    assert not math.isfinite(ranges.relative_error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -349,8 +348,8 @@ def test_the_kept_exponents_are_those_of_the_values(dtype):
     odd = torch.tensor([0.0, -0.0, 1.0, -2.0, 0.5, math.inf, -math.inf, math.nan], dtype=dtype)
     dense = torch.cat([values, odd]).reshape(-1, 4).t()  # not contiguous
     expected = torch.frexp(dense.float()).exponent.clamp(-126, 127)
-    expected = expected.masked_fill(~dense.float().isfinite(), 127).masked_fill(dense == 0, zeroed._ZERO)
-    assert torch.equal(zeroed._exponents(dense), expected.to(torch.int8))
+    expected = expected.masked_fill(~dense.float().isfinite(), 127).masked_fill(dense == 0, ranges._ZERO)
+    assert torch.equal(ranges._exponents(dense), expected.to(torch.int8))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -12,8 +12,8 @@ import torch
 from ampdoctor.evidence.where import Source
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.emulation.gpu import asking
-from ampdoctor.probes.ops import source
-from ampdoctor.probes.ops.source import applied_line, as_source, shown_from, user_line
+from ampdoctor.probes import user_code
+from ampdoctor.probes.user_code import applied_line, as_source, shown_from, user_line
 from ampdoctor.replay.user_files import is_users_file
 
 
@@ -50,9 +50,9 @@ def test_the_innermost_line_of_the_user():
     ],
 )
 def test_a_folder_whose_name_begins_like_ours_or_torchs_is_neither(file):
-    assert source._is_user(str(file))
-    assert not source._is_user(str(FOLDER / "errors.py"))
-    assert not source._is_user(torch.nn.functional.__file__)
+    assert user_code._is_user(str(file))
+    assert not user_code._is_user(str(FOLDER / "errors.py"))
+    assert not user_code._is_user(torch.nn.functional.__file__)
     if "site-packages" not in file.parts:
         assert is_users_file(str(file))
     assert asking._package(str(file)) not in ("torch", "ampdoctor")
@@ -61,8 +61,8 @@ def test_a_folder_whose_name_begins_like_ours_or_torchs_is_neither(file):
 def test_what_pythons_own_library_calls_is_its_callers_line():
     class Asked:
         def __deepcopy__(self, memo):
-            return source._is_user(copy.__file__), source._is_user(os.__file__)
+            return user_code._is_user(copy.__file__), user_code._is_user(os.__file__)
 
     assert copy.deepcopy(Asked()) == (False, False)
     packages = Path(os.__file__).parent / "site-packages" / "pkg" / "a.py"
-    assert source._is_user(str(packages))
+    assert user_code._is_user(str(packages))

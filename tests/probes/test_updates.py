@@ -9,8 +9,8 @@ import torch
 
 from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
 from ampdoctor.numerics import tensors
-from ampdoctor.probes.measures import updates
-from ampdoctor.probes.measures.updates import UpdateProbe
+from ampdoctor.probes import ranges
+from ampdoctor.probes.ranges import UpdateProbe
 from ampdoctor.replay.session import Session
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")
@@ -41,7 +41,7 @@ def by_hand(run):
 @pytest.mark.parametrize(("block", "sampled"), [(100, 1 << 20), (1 << 20, 1 << 20), (100, 1 << 10)])
 def test_the_figures_are_those_of_the_step_taken_by_hand(monkeypatch, block, sampled):
     monkeypatch.setattr(tensors, "BLOCK", block)
-    monkeypatch.setattr(updates, "SAMPLED", sampled)
+    monkeypatch.setattr(ranges, "SAMPLED", sampled)
     found = looked_at(runs.transformer(lr=1e-4), 1, {0})
     before, after = by_hand(runs.transformer(lr=1e-4))
     assert found.keys() == before.keys()
@@ -108,14 +108,14 @@ def test_pure_bf16_with_a_tiny_rate_stands_still_and_with_an_ordinary_one_does_n
 
 
 def test_an_update_that_is_not_finite_is_left_out():
-    tally = updates._Tally("torch.optim.sgd.SGD")
+    tally = ranges._Tally("torch.optim.sgd.SGD")
     tally.add(torch.ones(4), torch.tensor([1.0, 2.0, math.inf, math.nan]))
     facts = tally.facts("w")
     assert (facts.elements, facts.updated, facts.size, facts.lost) == (2, 0.5, 1.0, 0.0)
 
 
 def test_an_update_of_weights_that_are_zero_has_no_ratio():
-    tally = updates._Tally("torch.optim.sgd.SGD")
+    tally = ranges._Tally("torch.optim.sgd.SGD")
     tally.add(torch.zeros(4), torch.full((4,), 1e-3))
     facts = tally.facts("bias")
     assert facts.log2_ratio is None

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from ampdoctor import TrainingRun
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.session import Session
 
 

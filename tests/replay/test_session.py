@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
-from ampdoctor.probes.cheap.gradients import GradientProbe
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.parts import choose_device
 from ampdoctor.replay.session import Session
 

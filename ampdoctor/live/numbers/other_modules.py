@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ampdoctor.hooks.torch_internals import unseen
 from ampdoctor.live.numbers.async_reader import Later
 from ampdoctor.numerics import extremes_of_each
-from ampdoctor.probes.cheap.nonfinite import is_written_mask
-from ampdoctor.probes.ops.source import user_frames
+from ampdoctor.probes.nonfinite import is_written_mask
+from ampdoctor.probes.user_code import user_frames
 
 _MOST = 20_000
 """Objects that one look walks over at most."""

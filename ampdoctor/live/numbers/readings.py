@@ -17,7 +17,7 @@ from ampdoctor.live.numbers.activations import HALF, NO_BATCH, Arrived, BatchRea
 from ampdoctor.live.numbers.async_reader import Parcel
 from ampdoctor.live.numbers.norms_and_samples import Moved, Sampled, Updates, cut, moved
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.measures.module_facts import FORMATS
+from ampdoctor.probes.formats_seen import FORMATS
 
 Role = Literal["parameter", "gradient", "activation", "activation_gradient"]
 

@@ -20,7 +20,7 @@ from ampdoctor.hooks.json_values import NotInertError, class_name, written
 from ampdoctor.hooks.names import wrapped_as
 from ampdoctor.hooks.process_state import CallersOfForwards, unwarned_of_hooks
 from ampdoctor.hooks.torch_internals import forget_hook, in_backward, replaced, transforms, under_fake_tensors
-from ampdoctor.probes.ops.source import user_frames
+from ampdoctor.probes.user_code import user_frames
 
 
 class ModelListener(Protocol):

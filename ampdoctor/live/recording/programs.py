@@ -28,7 +28,7 @@ from ampdoctor.hooks.program import (
 from ampdoctor.hooks.torch_internals import unseen, version_of
 from ampdoctor.live.recording.journal import Gradients, Journal, leads_to, parameters_of, renumbered, sliced, together
 from ampdoctor.live.recording.models import OutermostModels
-from ampdoctor.probes.ops.source import user_line
+from ampdoctor.probes.user_code import user_line
 
 _APART = (
     "the optimizer steps tensors of its own, as master weights are: what the loop makes of the models' gradients for "

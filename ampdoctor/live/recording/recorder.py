@@ -48,7 +48,7 @@ from ampdoctor.live.recording.tape import (
     mode_now,
     told_of_zeroed,
 )
-from ampdoctor.probes.ops.source import user_line
+from ampdoctor.probes.user_code import user_line
 
 P = ParamSpec("P")
 _NODES = 256

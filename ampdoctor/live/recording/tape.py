@@ -26,7 +26,7 @@ from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.hooks.program import Given, Held, Instruction, Made, Mode, Op, Reference, results
 from ampdoctor.hooks.torch_internals import put_outermost, replaced, take_away, unseen, version_of
 from ampdoctor.numerics.tensors import is_plain
-from ampdoctor.probes.ops.source import user_line
+from ampdoctor.probes.user_code import user_line
 
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
 """Parts of the names of torch's functions that draw random numbers."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.probes.ops.half_made import HalfMade
+from ampdoctor.probes.user_code import HalfMade
 
 
 def cast():

@@ -254,7 +254,7 @@ def test_behind_a_recurrent_net(cell):
 def test_micro_batches_are_told_apart():
     model = nn.Linear(2, 1)
     data = [torch.ones(2), torch.ones(2), torch.zeros(2), torch.ones(2)]
-    from ampdoctor.probes.trace.op_trace import OpTraceProbe
+    from ampdoctor.probes.op_trace import OpTraceProbe
     from tests.probes.traced import session_of
 
     session = session_of(model, lambda m, x: (m(x) / x.sum()).sum(), data, accumulation_steps=4)
@@ -479,7 +479,7 @@ def test_sparse_gradients_are_followed():
 
 
 def test_a_trace_is_of_its_own_step_only():
-    from ampdoctor.probes.trace.op_trace import OpTraceProbe
+    from ampdoctor.probes.op_trace import OpTraceProbe
     from tests.probes.traced import session_of
 
     model = lin()
@@ -512,7 +512,7 @@ def test_gradients_that_the_step_replaces_keep_their_names():
         return loss
 
     from ampdoctor import TrainingRun
-    from ampdoctor.probes.trace.op_trace import OpTraceProbe
+    from ampdoctor.probes.op_trace import OpTraceProbe
     from ampdoctor.replay.session import Session
 
     run = TrainingRun(model=model, batches=[torch.ones(1, 4)], step=step, optimizer=sgd, precision="fp32")

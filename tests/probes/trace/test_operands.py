@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.of_runs.trace import Operand
-from ampdoctor.probes.trace import lost, provenance
+from ampdoctor.probes import lost_values
 from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
 
 
@@ -338,8 +338,8 @@ def test_losses_that_do_no_harm_leave_no_birth():
 
 
 def test_records_are_bounded(monkeypatch):
-    monkeypatch.setattr(lost, "KEPT", 3)
-    monkeypatch.setattr(provenance, "ALL_KEPT", 8)
+    monkeypatch.setattr(lost_values, "KEPT", 3)
+    monkeypatch.setattr(lost_values, "ALL_KEPT", 8)
 
     def loss(m, x):
         kept = [(torch.zeros(50).half() + m(x)[0].half() * 0) + 1e-8 for _ in range(5)]

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.probes.trace import op_trace
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.probes.trace.provenance import Provenance
-from ampdoctor.probes.trace.readings import Readings
-from ampdoctor.probes.trace.taint import Taint
-from ampdoctor.probes.trace.ways import Ways
+from ampdoctor.probes import op_trace
+from ampdoctor.probes.lost_values import Provenance
+from ampdoctor.probes.nan_path import Readings, Ways
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.tensor_memory import Taint
 from tests.probes.traced import Inline, only_birth, session_of, trace_of
 
 

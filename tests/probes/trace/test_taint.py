@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ampdoctor.probes.trace.taint import NONE, ByMemory, Taint, storage_key, union
+from ampdoctor.probes.tensor_memory import NONE, ByMemory, Taint, storage_key, union
 
 ONE, TWO = frozenset({1}), frozenset({2})
 

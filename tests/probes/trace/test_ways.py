@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.probes.trace.ways import FEEDERS, MOST_CARRIERS, amax_of
+from ampdoctor.probes.nan_path import FEEDERS, MOST_CARRIERS, amax_of
 from tests.probes.traced import Inline, births_of, only_birth, trace_of
 
 INF = math.inf

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.probes.trace.wide_forward import WideForwardProbe
+from ampdoctor.probes.forward_fp32 import WideForwardProbe
 from tests.probes.traced import Inline, session_of
 
 HALF = torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
+from ampdoctor.probes.gradients import GradientProbe, relative_error
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.changes import rescaled
 from ampdoctor.workflows.recommend import recommend

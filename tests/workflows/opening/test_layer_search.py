@@ -15,8 +15,8 @@ import torch
 
 from ampdoctor.diagnosis.replay.causes import cause_of, culprits
 from ampdoctor.errors import UsageError
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.close_look import LayerSearch, SearchLost
@@ -319,7 +319,7 @@ def test_ctrl_c_in_the_middle_leaves_the_run_as_it_was(monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("ampdoctor.probes.halving.points.is_nonfinite", interrupted)
+        monkeypatch.setattr("ampdoctor.probes.halving.is_nonfinite", interrupted)
         with pytest.raises(KeyboardInterrupt):
             LayerSearch(*harmed).trace()
         assert same(before, state_of(session))

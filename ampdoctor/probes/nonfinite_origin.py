@@ -16,14 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.ops.arguments import Ran
-from ampdoctor.probes.ops.exact import dense, dtype_name
-from ampdoctor.probes.ops.naming import PICKS, SUMS
-from ampdoctor.probes.ops.recompute import NO_RESULT, doubled, widely
-from ampdoctor.probes.ops.source import as_source
-from ampdoctor.probes.ops.tensors import tensors_in
-from ampdoctor.probes.trace.lost import LITERALS, Maker, lost_numbers
-from ampdoctor.probes.trace.provenance import Provenance, is_plain
+from ampdoctor.probes.lost_values import LITERALS, Maker, Provenance, is_plain, lost_numbers
+from ampdoctor.probes.modules import tensors_in
+from ampdoctor.probes.nonfinite import dense, dtype_name
+from ampdoctor.probes.ops import PICKS, SUMS, Ran
+from ampdoctor.probes.recompute import NO_RESULT, doubled, widely
+from ampdoctor.probes.user_code import as_source
 
 INSIDE = 0.5
 """In the domain of every function that has one: log, sqrt, pow, acos, atanh, the logit."""

@@ -1,9 +1,9 @@
-"""The way of a birth's values: the finite ops that fed it, the modules that carry it on, the sinks that it reaches."""
+"""The path of a non-finite value: what fed it, which modules carry it on, and where the step's own code reads it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +12,17 @@ import torch
 from ampdoctor.evidence.of_runs.trace import Passage, Way
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.numerics import describe
-from ampdoctor.probes.ops.exact import dtype_name, kind_of
-from ampdoctor.probes.ops.tensors import is_watched, tensors_in
-from ampdoctor.probes.trace.provenance import FILLS, MOVES, ROOTS
-from ampdoctor.probes.trace.taint import ByMemory, storage_key
+from ampdoctor.probes.lost_values import FILLS, MOVES, ROOTS
+from ampdoctor.probes.modules import is_watched, tensors_in
+from ampdoctor.probes.nonfinite import dtype_name, kind_of
+from ampdoctor.probes.tensor_memory import NONE, Births, ByMemory, storage_key
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.ops.arguments import Ran
-    from ampdoctor.probes.ops.sites import Site
-    from ampdoctor.probes.trace.taint import Births
+    from ampdoctor.probes.ops import Ran, Site
+
+
+# The way of a birth's values: the finite ops that fed it, the modules that carry it on, the sinks that it reaches.
+
 
 FEEDERS = 5
 """Finite ops before a birth that are kept, nearest last: what an overflow grew out of shows in a few."""
@@ -268,3 +270,49 @@ def _kind(value: torch.Tensor | float | None) -> Any:
 def _rank(passage: Passage) -> tuple[int, bool]:
     """In the order of the ops; a loss comes before the gradients that it gives."""
     return passage.order, passage.where.op != "loss"
+
+
+# What the step's own Python code learned of non-finite values: as a number, or by comparing.
+
+
+class Readings:
+    """The births behind the non-finite values that were read last.
+
+    A loop that guards itself asks before it raises: `loss.item()`, `torch.isfinite(loss)`, `gradient.isnan().any()`.
+    Each is an op with a non-finite input whose result cannot be one: a Python number, a tensor of booleans.
+
+    Attributes:
+        number: Of what became a Python number last.
+        asked: Of what became a number, was compared, or was refused by an op last.
+    """
+
+    def __init__(self) -> None:
+        self.number: Births = NONE
+        self.asked: Births = NONE
+
+    def note(self, ran: Ran, births: Callable[[Sequence[torch.Tensor], Site], Births]) -> None:
+        """An op ran.
+
+        Args:
+            ran: The op.
+            births: Gives the births of non-finite inputs at a site.
+        """
+        if not ran.bad:
+            return
+        if ran.kernel == "_local_scalar_dense":
+            self.number = self.asked = births(ran.bad, ran.site)
+        elif not ran.results:
+            self.asked = births(ran.bad, ran.site)
+
+    def refused(
+        self, bad: Sequence[torch.Tensor], site: Site, births: Callable[[Sequence[torch.Tensor], Site], Births]
+    ) -> None:
+        """An op raised.
+
+        Args:
+            bad: Its non-finite inputs.
+            site: Where it ran.
+            births: As in `note`.
+        """
+        if bad:
+            self.asked = births(bad, site)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.probes.altering.intervene import calling_line
-from ampdoctor.probes.ops.modules import ModuleStack
-from ampdoctor.probes.ops.sites import FunctionNames
+from ampdoctor.probes.modules import ModuleStack
+from ampdoctor.probes.op_overrides import calling_line
+from ampdoctor.probes.ops import FunctionNames
 
 if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Watched

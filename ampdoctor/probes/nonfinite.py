@@ -1,9 +1,4 @@
-"""Pass 1: one cheap reduction a tensor, one host sync a step.
-
-It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module outputs
-and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing is a reason
-to look closely, never a finding.
-"""
+"""Whether values are finite: a cheap probe of whole steps, how near the limit they come, and one tensor exactly."""
 
 from __future__ import annotations
 
@@ -17,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
+from ampdoctor.evidence.of_runs.trace import Headroom, Sightings, TensorStats
+from ampdoctor.evidence.where import NonFinite
 from ampdoctor.hooks.callbacks import on_gradient
-from ampdoctor.numerics import extremes, extremes_of_each, nonfinite_counts
-from ampdoctor.probes.cheap.headroom import Tightest
-from ampdoctor.probes.ops.tensors import is_watched, tensors_in
+from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.probes.modules import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,6 +25,79 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ampdoctor.hooks.interfaces import Watched
+
+
+# How far the tensors of a healthy step stay below the largest number of their format.
+
+
+FAR = 8.0
+"""Binades below its format's end from which on an output is no longer kept step by step: nobody asks where it heads."""
+_REDUCED = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Tightest:
+    """The smallest headroom among what a step's extremes show.
+
+    Counted are outputs of leaf modules and of the root, the gradients that arrive at them, and the gradients of
+    parameters whose module computes in a reduced format: autocast casts those to float32 only after they were made.
+    -inf and the format's lowest number are masks that someone wrote down: of such a tensor only the upper end counts,
+    which then is that of the values beside the mask.
+
+    Args:
+        step: The step.
+
+    Attributes:
+        found: The tightest so far; None before the first.
+        near: The largest output of each module that came within `FAR` of its format's end.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.found: Headroom | None = None
+        self.near: dict[str, Headroom] = {}
+        self._step = step
+        self._reduced: dict[str, str] = {}
+
+    def note(self, kind: str, name: str, dtype: torch.dtype, low: float, high: float) -> None:
+        """A tensor was seen; the outputs of a step before its gradients.
+
+        Args:
+            kind: "output", "output_grad", "grad"; anything else is no tensor that a format computes.
+            name: The module; the parameter where it is a "grad".
+            dtype: The tensor's own.
+            low: Its smallest element.
+            high: Its largest.
+        """
+        if kind == "output" and dtype in _REDUCED:
+            self._reduced[name] = _REDUCED[dtype]
+        module = name.rpartition(".")[0] if kind == "grad" else name
+        if kind not in ("output", "output_grad", "grad") or not math.isfinite(high):
+            return
+        format_name = _REDUCED.get(dtype) or (self._reduced.get(module) if kind == "grad" else None)
+        if format_name is None:
+            return
+        limit = FORMATS[format_name].max
+        amax = abs(high) if low <= -limit else max(abs(low), abs(high))
+        if not 0.0 < amax <= limit:  # beyond it lies only a sum of several gradients, made in float32
+            return
+        share = amax / limit
+        tighter = self.found is None or share > self.found.amax / self.found.limit
+        known = self.near.get(module)
+        nearer = kind == "output" and share >= 2.0**-FAR and (known is None or share > known.amax / known.limit)
+        if not (tighter or nearer):
+            return
+        headroom = Headroom(step=self._step, module=module, kind=kind, format=format_name, amax=amax, limit=limit)
+        if tighter:
+            self.found = headroom
+        if nearer:
+            self.near[module] = headroom
+
+
+# Pass 1: one cheap reduction a tensor, one host sync a step.
+#
+# It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module
+# outputs and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing
+# is a reason to look closely, never a finding.
+
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
@@ -378,3 +447,62 @@ def _to_host(flags: list[torch.Tensor]) -> list[float]:
         for index, value in zip(indices, stacked, strict=True):
             values[index] = value
     return values
+
+
+# Exact looks at one tensor: is it finite, what does it hold?
+
+
+def is_nonfinite(tensor: torch.Tensor) -> bool:
+    """Say exactly whether a tensor holds a NaN or an infinity: one reduction."""
+    return is_watched(tensor) and not math.isfinite(float(nonfinite_flag(tensor)))
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Its dtype as evidence spells it ("float16")."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def stats_of(tensor: torch.Tensor) -> TensorStats:
+    """Numbers of one tensor, exactly."""
+    values = dense(tensor).detach()
+    if not is_watched(values) or values.numel() == 0:
+        return TensorStats(dtype=dtype_name(tensor), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0)
+    if values.is_complex():
+        return _stats_of_complex(values, tuple(tensor.shape))
+    seen = describe(values)
+    return TensorStats(
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        amax=seen.finite_amax or 0.0,
+        nans=seen.nans,
+        infs=seen.pos_infs + seen.neg_infs,
+        zeros=values.numel() - int(torch.count_nonzero(values)),
+    )
+
+
+def _stats_of_complex(values: torch.Tensor, shape: tuple[int, ...]) -> TensorStats:
+    wide = values.to(torch.complex128)
+    fine = wide[torch.isfinite(wide)]
+    return TensorStats(
+        dtype=dtype_name(values),
+        shape=shape,
+        amax=float(fine.abs().max()) if fine.numel() else 0.0,
+        nans=int(torch.isnan(wide).sum()),
+        infs=int(torch.isinf(wide).sum()),
+        zeros=int((wide == 0).sum()),
+    )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values in a layout and a dtype that every op takes: those of a sparse tensor, 8-bit floats in float32."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def kind_of(tensors: Sequence[torch.Tensor]) -> NonFinite:
+    """NaN where there is one, else an infinity."""
+    ends = [float(end) for t in tensors if is_watched(t) for end in extremes(t)]  # a NaN makes both NaN
+    if any(map(math.isnan, ends)):
+        return "nan"
+    return "inf" if any(map(math.isinf, ends)) else "none"

@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ampdoctor.evidence.of_runs.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.widening import wide_numbers
-from ampdoctor.probes.ops.naming import UNINITIALISED, kernel_name, reads_layout
-from ampdoctor.probes.ops.recompute import NO_RESULT, widened
-from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import takes_apart, tensors_in
-from ampdoctor.probes.trace.taint import ByMemory, storage_key, view_key
+from ampdoctor.probes.modules import takes_apart, tensors_in
+from ampdoctor.probes.ops import UNINITIALISED, Site, Sites, kernel_name, reads_layout
+from ampdoctor.probes.recompute import NO_RESULT, widened
+from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Source, Where

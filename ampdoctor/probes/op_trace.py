@@ -1,14 +1,9 @@
-"""The close look: one step traced op by op, from every harmed value back to the ops where its poison was born.
-
-A birth is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
-through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again in
-float64 on the spot, so no tensor is kept.
-"""
+"""Traces one step op by op, and finds the births of its non-finite values and what else went wrong on the way."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,35 +11,173 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.errors import ReplayError, UserCodeError
-from ampdoctor.evidence.of_runs.trace import Birth, Flush, Operand, Origin, Recomputation, TensorStats, Trace, Way
-from ampdoctor.hooks.interfaces import describe
+from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
+from ampdoctor.evidence.of_runs.trace import (
+    Birth,
+    Died,
+    Flush,
+    LeftOut,
+    Operand,
+    Origin,
+    Recomputation,
+    TensorStats,
+    Trace,
+    Way,
+)
+from ampdoctor.hooks.interfaces import describe, is_out_of_memory
 from ampdoctor.hooks.torch_internals import no_modes
-from ampdoctor.probes.cheap.nonfinite import (
+from ampdoctor.probes.lost_values import Provenance
+from ampdoctor.probes.modules import is_watched, takes_apart, tensors_in
+from ampdoctor.probes.nan_path import Readings, Ways
+from ampdoctor.probes.nonfinite import (
     FiniteBeside,
+    dense,
     holds_nan,
+    is_nonfinite,
+    kind_of,
     outside_gradients,
     state_tensors,
+    stats_of,
     trained_parameters,
 )
-from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
-from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
-from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, SUMS, UNINITIALISED, kernel_name
-from ampdoctor.probes.ops.recompute import doubled, recompute, widely
-from ampdoctor.probes.ops.sites import Site, Sites
-from ampdoctor.probes.ops.tensors import is_watched, takes_apart, tensors_in
-from ampdoctor.probes.trace.belongings import Belongings
-from ampdoctor.probes.trace.dead import Dead
-from ampdoctor.probes.trace.operands import described, nonfinite_number, operand_of
-from ampdoctor.probes.trace.provenance import Provenance
-from ampdoctor.probes.trace.readings import Readings
-from ampdoctor.probes.trace.side_searches import SideSearches, own_work
-from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, covers_its_memory, storage_key, union
-from ampdoctor.probes.trace.ways import Ways
+from ampdoctor.probes.nonfinite_origin import described, nonfinite_number, operand_of
+from ampdoctor.probes.ops import (
+    CONSTANTS,
+    OVERWRITES,
+    SUMS,
+    UNINITIALISED,
+    Ran,
+    Site,
+    Sites,
+    Split,
+    kernel_name,
+    split_calls,
+)
+from ampdoctor.probes.recompute import doubled, recompute, widely
+from ampdoctor.probes.tensor_memory import (
+    NONE,
+    Belongings,
+    Births,
+    ByMemory,
+    Taint,
+    covers_its_memory,
+    storage_key,
+    union,
+)
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
     from ampdoctor.hooks.interfaces import Watched
+
+
+# Where a gradient that is zero throughout became so: the op of the backward that made nothing of something.
+
+
+class Dead:
+    """Follows zeros through the memory of a backward, from the op that makes them to the parameters that get them."""
+
+    def __init__(self) -> None:
+        self._by: ByMemory[int] = ByMemory()
+        self._sites: list[tuple[int, Site]] = []
+        self._parameters: dict[str, int] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by.clear()
+        self._sites.clear()
+        self._parameters.clear()
+
+    def note(self, ran: Ran, order: int) -> None:
+        """An op of the backward ran.
+
+        Args:
+            ran: The op.
+            order: Its position among the ops of the step.
+        """
+        inherited = next((i for t in ran.call.reads if (i := self._by.get(storage_key(t))) is not None), None)
+        for result in ran.results:
+            key = storage_key(result)
+            if not result.numel() or bool(torch.count_nonzero(result)):
+                self._by.pop(key, None)
+            elif inherited is not None:
+                self._by[key] = inherited
+            elif any(bool(torch.count_nonzero(t)) for t in ran.call.before):
+                self._by[key] = len(self._sites)
+                self._sites.append((order, ran.site))
+
+    def reaches(self, name: str, gradient: torch.Tensor) -> None:
+        """A parameter has got its gradient."""
+        index = self._by.get(storage_key(gradient))
+        if index is not None and not bool(torch.count_nonzero(gradient)):
+            self._parameters[name] = index
+        else:
+            self._parameters.pop(name, None)
+
+    def died(self, step: int) -> tuple[Died, ...]:
+        """Returns the parameters that got zeros, with the op that made them, in the order in which they got them."""
+        sites = ((name, *self._sites[index]) for name, index in self._parameters.items())
+        return tuple(Died(parameter=name, order=order, where=site.where(step, "none")) for name, order, site in sites)
+
+
+# What a trace looks for beside the births: each of these may fail without taking the diagnosis with it.
+
+
+class SideSearches:
+    """Runs the parts of a trace whose results are notes, and keeps what failed.
+
+    Where a value was born is read from the op's inputs and results alone. All else (its float64 twin, what made its
+    operand, the way it takes) is a note to that, and a failure in here costs the note.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[tuple[str, str], LeftOut] = {}
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """What failed, each with the op at which it did so first."""
+        return tuple(self._failed.values())
+
+    @contextmanager
+    def costing(self, note: str, kernel: str) -> Iterator[None]:
+        """What fails in here is kept as a note that is missing.
+
+        Args:
+            note: What is not known then.
+            kernel: The op at which it is looked for, without namespace.
+
+        Raises:
+            Exception: The memory does not suffice; for that there is another way than a note.
+        """
+        with own_work(lambda error: self._keep(note, kernel, error)):
+            yield
+
+    def _keep(self, note: str, kernel: str, error: Exception) -> None:
+        self._failed.setdefault((note, kernel), LeftOut(what=note, op=f"aten.{kernel}", reason=describe(error)))
+
+
+@contextmanager
+def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
+    """What fails in here is ampdoctor's, and is given to `failed`; its own errors and missing memory go on.
+
+    Args:
+        failed: Takes what was raised, and may raise something itself.
+    """
+    try:
+        yield
+    except AmpdoctorError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        failed(error)
+
+
+# The close look: one step traced op by op, from every harmed value back to the ops where its poison was born.
+#
+# A birth is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
+# through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again
+# in float64 on the spot, so no tensor is kept.
+
 
 _BLOCK = 1 << 16
 """Elements that are compared at a time: with what is computed on the way they stay in a processor's cache."""

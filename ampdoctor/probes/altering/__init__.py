@@ -1,1 +1,0 @@
-"""Probes that change what an op computes, to see whether that cures."""

@@ -1,1 +1,0 @@
-"""One reduction for each tensor: the look that says whether to look closer."""

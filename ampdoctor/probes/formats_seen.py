@@ -1,0 +1,463 @@
+"""Formats in a step: which tensors and modules are in half, and whether anything is."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
+from ampdoctor.numerics.tensors import Unseen
+from ampdoctor.probes.modules import HalfPlan, is_watched, memory_of, observed_modules, owns_parameters, tensors_in
+from ampdoctor.probes.ops import UNINITIALISED, Sites, is_cast, kernel_name
+from ampdoctor.probes.user_code import called_by_user, own_line
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ampdoctor.hooks.interfaces import Watched
+
+
+# Which tensors of a run are in the half format: seen in one half-precision step, not guessed from module types.
+
+
+HALVES = (torch.float16, torch.bfloat16)
+_CAST = torch.ops.aten._to_copy.default  # the op that a cast is
+
+
+class HalfProbe:
+    """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step.
+
+    Attributes:
+        loss_in_half: The step's loss has the half format and a dimension, so that scaling it does not promote it.
+    """
+
+    def __init__(self) -> None:
+        self.loss_in_half = False
+        self._outputs: set[str] = set()
+        self._inputs: set[str] = set()
+        self._parameters: set[str] = set()
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    @property
+    def plan(self) -> HalfPlan:
+        """What was seen so far."""
+        return HalfPlan(frozenset(self._outputs), frozenset(self._inputs), frozenset(self._parameters))
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks on the observed modules; parameters that are half themselves need no cast."""
+        names = run.parameter_names()
+        self._storages: dict[int, str] = {}
+        for parameter in run.model.parameters():
+            name = names[id(parameter)]
+            if parameter.dtype in HALVES:
+                self._parameters.add(name)
+            elif memory := memory_of(parameter):
+                self._storages[memory] = name
+        with ExitStack() as stack:
+            for name, module in observed_modules(run):
+                stack.callback(module.register_forward_hook(self._hook(name), always_call=True).remove)
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - the seam's signature
+        """Watch for casts of parameters: the op has the parameter's own storage as its input."""
+        self._made.clear()
+        return _Casts(self._storages, self._parameters)
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (as torch promotes them)."""
+        self._made.clear()
+        if isinstance(loss, torch.Tensor):
+            self.loss_in_half = self.loss_in_half or (loss.dtype in HALVES and loss.dim() > 0)
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            made = [tensor for tensor in tensors_in(output) if tensor.dtype in HALVES]
+            if not made:
+                return
+            self._outputs.add(name)
+            if owns_parameters(module) and any(self._unseen(tensor) for tensor in tensors_in(args)):
+                self._inputs.add(name)
+            for tensor in made:
+                self._made[id(tensor)] = weakref.ref(tensor)
+
+        return hook
+
+    def _unseen(self, tensor: Tensor) -> bool:
+        """Wider than half (then the module casts it), or half but made where no module is watched."""
+        if not tensor.is_floating_point() or not tensor.requires_grad:
+            return False
+        known = self._made.get(id(tensor))
+        return tensor.dtype not in HALVES or known is None or known() is not tensor
+
+
+class _Casts(TorchDispatchMode):
+    def __init__(self, storages: dict[int, str], found: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._storages = storages
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is _CAST and options.get("dtype") in HALVES:
+            name = self._storages.get(memory_of(args[0]))
+            if name is not None:
+                self._found.add(name)
+        return func(*args, **options)
+
+
+# Whether a step computes in a half format at all, and which line of the user's decides that it does not.
+#
+# The path of a GPU is easily left: `nullcontext()` in autocast's place where the device is "cpu", `enabled=False`, or
+# autocast on a device whose default is bf16. What was then replayed says nothing about the run.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A context that was open when the step first called a module.
+
+    Attributes:
+        autocast: It is autocast; else `nullcontext`, which does nothing.
+        enabled: It casts.
+        dtype: What it casts to.
+        unnamed: Its dtype was left to the device's default.
+        line: File and line that made it in the step; where that was before the step, that entered it.
+    """
+
+    autocast: bool
+    enabled: bool = False
+    dtype: torch.dtype | None = None
+    unnamed: bool = False
+    line: tuple[str, int] | None
+
+
+class HalfOps:
+    """Looks at the formats of a step's results, and at the contexts around its modules; for one replay of a step.
+
+    Attributes:
+        formats: Half formats that some op of the step made.
+        around: The contexts that were open when a module was first called, or at the first op outside of all modules
+            where none was; the innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.formats: set[torch.dtype] = set()
+        self.around: tuple[Region, ...] = ()
+        self._open: list[tuple[Any, Region]] = []
+        self._thread = threading.get_ident()
+        self._made: dict[int, tuple[Any, bool, tuple[str, int] | None]] = {}
+        self._called = False
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks on every module: the first that is called tells where the model's forward begins."""
+        with ExitStack() as stack:
+            for module in run.model.modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    stack.callback(module.register_forward_pre_hook(self._on_call).remove)
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
+        """Watch every op, and both kinds of contexts, whose classes are changed in place for as long as that.
+
+        What other threads enter meanwhile is none of the step's.
+        """
+        self._thread = threading.get_ident()
+        with ExitStack() as stack:
+            for kind in (torch.autocast, nullcontext):
+                for name, around in (
+                    ("__init__", self._making),
+                    ("__enter__", self._entering),
+                    ("__exit__", self._leaving),
+                ):
+                    stack.callback(setattr, kind, name, getattr(kind, name))
+                    setattr(kind, name, around(getattr(kind, name)))
+            stack.enter_context(_Formats(self.formats, self._on_op))
+            yield
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Let go of the contexts."""
+        self._made.clear()
+        self._open.clear()
+
+    def _on_call(self, _module: Any, _args: Any) -> None:
+        if not self._called:
+            self._called = True
+            self.around = tuple(region for _, region in self._open)
+
+    def _on_op(self) -> None:
+        if not self._called and len(self._open) > len(self.around):
+            self.around = tuple(region for _, region in self._open)
+
+    def _making(self, original: Callable[..., None]) -> Callable[..., None]:
+        def made(context: Any, *args: Any, **kwargs: Any) -> None:
+            original(context, *args, **kwargs)
+            if threading.get_ident() != self._thread:
+                return
+            unnamed = kwargs.get("dtype", args[1] if len(args) > 1 else None) is None
+            self._made[id(context)] = context, unnamed, own_line()
+
+        return made
+
+    def _entering(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def enter(context: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(context)
+            _, unnamed, line = self._made.get(id(context), (None, False, None))
+            if isinstance(context, torch.autocast):
+                region = Region(
+                    autocast=True,
+                    enabled=context._enabled,
+                    dtype=context.fast_dtype,
+                    unnamed=unnamed,
+                    line=line or own_line(),
+                )
+            else:
+                region = Region(autocast=False, line=(line or own_line()) if called_by_user() else None)
+            self._open.append((context, region))
+            return original(context)
+
+        return enter
+
+    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(context: Any, *raised: Any) -> Any:
+            # one that was entered before the step, or on another thread, is not among them
+            at = next((i for i in reversed(range(len(self._open))) if self._open[i][0] is context), None)
+            if at is not None and threading.get_ident() == self._thread:
+                del self._open[at]
+            return original(context, *raised)
+
+        return leave
+
+
+class _Formats(TorchDispatchMode):
+    def __init__(self, found: set[torch.dtype], told: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._found = found
+        self._told = told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._told()
+        self._found.update(tensor.dtype for tensor in tensors_in(made) if tensor.dtype in HALVES)
+        return made
+
+
+# The largest logit that a softmax or a fused attention takes, what is masked out left aside.
+
+
+CHUNK = 1 << 22
+"""Logits that exist at a time."""
+REACH = 104.0
+"""exp(-104) is below 2^-149 / 2: what lies further under its row's maximum has a weight of zero in fp32 as well, be it
+masked or not."""
+MASKED = -8192.0
+"""A row that stays below this is masked as a whole: masks are written as -1e4 or less, and scores are added to some."""
+
+
+def softmax_logits(logits: Tensor, dim: int) -> float | None:
+    """Largest magnitude among the logits that get any weight.
+
+    Args:
+        logits: What a softmax reads, of any shape and floating-point dtype.
+        dim: The dimension that it normalises.
+
+    Returns:
+        `OVERFLOWED` where a logit is +inf; None where there is no logit, or all are masked.
+    """
+    if not logits.numel():
+        return None
+    with Unseen(logits):
+        rows = logits.detach().movedim(dim, -1) if logits.dim() else logits.detach().reshape(1, 1)
+        return _largest(rows)
+
+
+def attention_logits(call: Mapping[str, Any]) -> float | None:
+    """Largest magnitude among the logits of a fused attention, recomputed in fp32 a part at a time.
+
+    Args:
+        call: The kernel's arguments by name: `query` of shape (..., L, d), `key` (..., S, d), with fewer heads where
+            groups of queries share them, and what of `attn_mask`, `attn_bias`, `is_causal`, `scale` it has.
+
+    Returns:
+        None where there is no logit, or all are masked.
+    """
+    query, key = call["query"].detach(), call["key"].detach()
+    mask = call.get("attn_mask") if call.get("attn_mask") is not None else call.get("attn_bias")
+    scale = call.get("scale") or 1.0 / math.sqrt(query.shape[-1])
+    if not query.numel() or not key.numel():
+        return None
+    with Unseen(query):
+        if query.dim() > 2 and query.shape[-3] != key.shape[-3]:
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+        heads = query.shape[-3] if query.dim() > 2 else 1
+        length, keys = query.shape[-2], key.shape[-2]
+        if mask is not None:
+            mask = mask.detach().expand(*query.shape[:-1], keys)
+        rows = max(CHUNK // (heads * keys), 1)
+        largest: float | None = None
+        for index in product(*map(range, query.shape[:-3])):
+            for begin in range(0, length, rows):
+                part = slice(begin, begin + rows)
+                logits = query[index][..., part, :].float() @ key[index].float().mT * scale
+                if call.get("is_causal"):
+                    hidden = torch.ones(length, keys, dtype=torch.bool, device=query.device).triu(1)
+                    logits.masked_fill_(hidden[part], -math.inf)
+                if mask is not None:
+                    shown = mask[index][..., part, :]
+                    logits = logits.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else logits + shown
+                found = _largest(logits)
+                largest = found if largest is None else largest if found is None else max(largest, found)
+        return largest
+
+
+def _largest(rows: Tensor) -> float | None:
+    """Of rows in the last dimension."""
+    values = rows if rows.dtype == torch.float64 else rows.float()
+    top = values.amax(-1, keepdim=True)
+    counted = (values >= top - REACH) & (top > MASKED)
+    found = float(torch.where(counted, values.abs(), -1.0).max())
+    return min(found, OVERFLOWED) if found >= 0.0 else None
+
+
+# What each module computes, and in which format autocast lets it: read off one half-precision step.
+
+
+FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_WIDTH = tuple(FORMATS)
+_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
+_ATTENTION = "scaled_dot_product"
+_PRODUCTS = {"mm": 0, "addmm": 1}
+"""Matrix products of two dimensions, and the place of their first factor: what a linear layer comes down to."""
+_MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
+_ENGINE = frozenset({"backward", "grad"})
+"""What autograd itself computes before its first node: the ones that a backward starts from."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    ops: dict[str, str] = field(default_factory=dict)
+    logits: float | None = None
+    product: float | None = None
+    multiples: bool | None = None
+    smallest: int | None = None
+
+
+class ModuleFactsProbe(TorchDispatchMode):
+    """Watches the forward and the loss of the steps that run while it is attached; one step is enough.
+
+    It stands below autocast, so an op's floating-point inputs have the format that it computes in; where they differ,
+    type promotion makes that the widest. Casts, views and copies are no ops of note.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self._sites = Sites()
+        self._seen: dict[str, _Seen] = {}
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Module hooks, to know who is running."""
+        modules = {run.module_names.get(name, name): module for name, module in run.model.named_modules()}
+        self._types = {name: type(module).__name__ for name, module in modules.items()}
+        self._parameters = {
+            name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()
+        }
+        with self._sites.attach(run):
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
+        """The dispatch mode and the function mode are on."""
+        self._sites.clear()
+        with self, self._sites.functions.watching():
+            yield
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Forget where the step was."""
+        self._sites.clear()
+
+    def facts(self) -> tuple[ModuleFacts, ...]:
+        """The modules in the order in which they first computed something."""
+        return tuple(
+            ModuleFacts(
+                name=name,
+                type=self._types.get(name, ""),
+                parameters=self._parameters.get(name, 0),
+                ops=dict(seen.ops),
+                logits_amax=seen.logits,
+                product_amax=seen.product,
+                gemm_multiple_of_16=seen.multiples,
+                gemm_smallest=seen.smallest,
+            )
+            for name, seen in self._seen.items()
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            kernel = kernel_name(func)
+            site = self._sites.of(kernel)
+            result = func(*args, **kwargs)
+            watched = site.phase in ("forward", "loss") and not site.recompute and site.op not in _ENGINE
+            if watched and not (func.is_view or is_cast(kernel) or kernel in UNINITIALISED | _MOVES):
+                name = "scaled_dot_product_attention" if _ATTENTION in kernel else site.op
+                self._note(site.module, name, func, args, kwargs, result)
+            return result
+
+    def _note(self, module: str, op: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:  # noqa: PLR0917 - a call
+        kernel = kernel_name(func)
+        values = [t for t in tensors_in([args, kwargs]) if t.dtype in FORMATS]
+        computed = max((_WIDTH.index(t.dtype) for t in values), default=None)
+        if computed is None or not any(t.dtype in FORMATS for t in tensors_in(result)):
+            return
+        seen = self._seen.setdefault(module, _Seen())
+        known = seen.ops.get(op)
+        narrowest = computed if known is None else min(computed, tuple(FORMATS.values()).index(known))
+        seen.ops[op] = FORMATS[_WIDTH[narrowest]]
+        if not all(is_watched(t) for t in values):
+            return
+        if kernel in _SOFTMAX:
+            seen.logits = _larger(seen.logits, softmax_logits(args[0], int(args[1])))
+        elif _ATTENTION in kernel and not kernel.endswith("backward"):
+            names = [argument.name for argument in func._schema.arguments]
+            seen.logits = _larger(seen.logits, attention_logits({**dict(zip(names, args, strict=False)), **kwargs}))
+        elif kernel in _MATRICES and result.dtype in _HALF:
+            seen.product = _larger(seen.product, _made(result, values))
+        if kernel in _PRODUCTS:
+            self._note_product(seen, *args[_PRODUCTS[kernel] : _PRODUCTS[kernel] + 2])
+
+    @staticmethod
+    def _note_product(seen: _Seen, left: Tensor, right: Tensor) -> None:
+        """Both factors are matrices: of rows by inner, and of inner by columns."""
+        multiples = all(size % 16 == 0 for size in (*left.shape, right.shape[1]))
+        seen.multiples = multiples and seen.multiples is not False
+        smallest = min(right.shape)
+        seen.smallest = smallest if seen.smallest is None else min(seen.smallest, smallest)
+
+
+def _made(result: Tensor, operands: list[Tensor]) -> float | None:
+    """Largest magnitude of a product; None where what is not finite was made of operands that were not either."""
+    if not result.numel():
+        return None
+    with Unseen(result):
+        amax = float(result.detach().abs().amax())
+        if math.isfinite(amax):
+            return amax
+        return OVERFLOWED if all(bool(torch.isfinite(operand).all()) for operand in operands) else None
+
+
+def _larger(known: float | None, other: float | None) -> float | None:
+    return known if other is None else other if known is None else max(known, other)

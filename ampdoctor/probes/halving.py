@@ -1,0 +1,537 @@
+"""Halving a step: its points in order, one looked at a replay, and the interval between two traced."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ampdoctor.evidence.of_runs.trace import Birth
+from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.interfaces import StepHalted
+from ampdoctor.hooks.torch_internals import (
+    Backward,
+    in_backward,
+    no_modes,
+    seen_backwards,
+    sequence_number,
+    sequence_of,
+)
+from ampdoctor.probes.modules import is_watched, takes_apart, tensors_in
+from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, trained_parameters
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.ops import kernel_name
+from ampdoctor.probes.tensor_memory import NONE, Births, union
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ampdoctor.hooks.interfaces import Watched
+    from ampdoctor.probes.ops import Site
+
+
+# Which module outputs flow into which: read off autograd's graph while the forward runs, without touching a tensor.
+
+
+class Flow:
+    """Numbers outputs as they are made, and keeps for each those that it comes from.
+
+    Where autograd records nothing (a frozen part, a forward under `no_grad`), an output counts as coming from all
+    before it, and as handed on to all after it: the order of execution is all that is known there.
+
+    Attributes:
+        ancestors: For each output the earlier ones that it comes from, at whatever distance, as a bit mask.
+        parents: Those of them from which it comes on a path past no other.
+    """
+
+    def __init__(self) -> None:
+        self.ancestors: list[int] = []
+        self.parents: list[int] = []
+        self._known: dict[Any, tuple[int, int]] = {}
+        self._made: set[tuple[Any, int]] = set()
+        self._unrecorded = 0
+
+    def has(self, tensor: Tensor) -> bool:
+        """This tensor is (of) an output that was noted, and nothing was done to it since."""
+        return (tensor.grad_fn, tensor.output_nr) in self._made
+
+    def add(self, tensors: Sequence[Tensor]) -> int:
+        """Note an output; returns its number."""
+        number = len(self.ancestors)
+        bit = 1 << number
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        ancestors, parents = self._unrecorded, 0
+        for node in nodes:
+            far, near = self._behind(node)
+            ancestors |= far
+            parents |= near
+        if not nodes:
+            ancestors, parents = bit - 1, bit >> 1
+            self._unrecorded = bit | (bit - 1)
+        elif not parents and self._unrecorded:
+            parents = 1 << (self._unrecorded.bit_length() - 1)
+        self.ancestors.append(ancestors)
+        self.parents.append(parents)
+        for node in nodes:
+            self._known[node] = (ancestors | bit, bit)
+        self._made |= {(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None}
+        return number
+
+    def forget_graph(self) -> None:
+        """Let go of autograd's nodes."""
+        self._known.clear()
+        self._made.clear()
+
+    def _behind(self, start: Any) -> tuple[int, int]:
+        """(outputs that flow into a node, those that do so past no other); each node is looked at once."""
+        todo = [start]
+        while todo:
+            node = todo[-1]
+            if node in self._known:
+                todo.pop()
+                continue
+            inputs = [following for following, _ in node.next_functions if following is not None]
+            waiting = [following for following in inputs if following not in self._known]
+            if waiting:
+                todo += waiting
+                continue
+            far = near = 0
+            for following in inputs:
+                beyond, next_to = self._known[following]
+                far |= beyond
+                near |= next_to
+            self._known[node] = far, near
+            todo.pop()
+        return self._known[start]
+
+
+# Points of a step: a module's output, the gradient that arrives at it, a parameter's gradient.
+#
+# A search over a step's layers first records the order of its points (names only, no tensor is read), and then goes to
+# one point at a time, with a hook on that point's module alone.
+
+
+PointKind = Literal["output", "arrival", "gradient"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A moment of a step at which tensors can be looked at.
+
+    Attributes:
+        kind: A module's `output`, the `arrival` of the gradient of one of its output's tensors, or a parameter's
+            `gradient` as it is accumulated.
+        name: Of the module, or of the parameter.
+        count: How manieth output of that module (gradient of that parameter) in the step; outputs that activation
+            checkpointing computes again count for themselves.
+        recompute: The output was computed again during a backward.
+        tensor: For an arrival: which of the output's tensors.
+        firing: For an arrival: how manieth gradient of that tensor (a gradient penalty sends two).
+        sequence: For an arrival: autograd's number of the op that made the tensor, counted from the step's start.
+        turn: How manieth forward-and-backward of the step it belongs to.
+        number: Of the output, in the order probe's `flow`.
+    """
+
+    kind: PointKind
+    name: str
+    count: int
+    recompute: bool = False
+    tensor: int = 0
+    firing: int = 0
+    sequence: int | None = None
+    turn: int = 0
+    number: int = 0
+
+
+Reached = Callable[[Sequence["Tensor"]], None]
+"""Called at a point with the tensors that are there; may raise `StepHalted`."""
+
+
+class OrderProbe:
+    """Records the order of a step's points, up to the first arrival after a given parameter's gradient.
+
+    Nothing but names is looked at. A module that hands on what others returned (a container its last child's output) is
+    no point of its own: it adds no op.
+
+    Args:
+        gradients: Gradients after which the order is long enough; None for the whole step.
+
+    Attributes:
+        points: In the order of execution.
+        flow: Which outputs flow into which.
+    """
+
+    def __init__(self, gradients: int | None) -> None:
+        self._wanted = gradients
+        self.flow = Flow()
+        self.points: list[Point] = []
+        self._counts: Counter[tuple[str, bool]] = Counter()
+        self._gradients: Counter[str] = Counter()
+        self._last: list[tuple[Tensor, int]] = []
+        self._turn = 0
+        self._in_turns_backward = False
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks on all modules and on the parameters that the optimizers hold."""
+        names = run.parameter_names()
+        trained = trained_parameters(run)
+        with ExitStack() as stack:
+            for name, module in run.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule) or ".parametrizations." in f".{name}.":
+                    # the one takes no hooks; the other works on weights, beside what flows through the layers: the
+                    # interval that it lies in is traced op by op
+                    continue
+                clean = run.module_names.get(name, name)
+                stack.callback(module.register_forward_hook(self._on_output(clean, module, stack)).remove)
+            for parameter in run.model.parameters():
+                if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained:
+                    hook = self._on_gradient(names[id(parameter)])
+                    stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            try:
+                yield
+            finally:
+                self._last.clear()
+                self.flow.forget_graph()
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Sequence numbers count from here."""
+        self._base = sequence_number()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Nothing is left to do."""
+
+    def _on_output(self, name: str, module: nn.Module, stack: ExitStack) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is not module:
+                return  # a copy of the model (an EMA's deepcopy) has copies of its hooks
+            recompute = in_backward()
+            count = self._counts[name, recompute]
+            self._counts[name, recompute] += 1
+            tensors = [tensor for tensor in tensors_in(output) if is_watched(tensor)]
+            last = [(tensor, tensor._version) for tensor in tensors]
+            known = {(id(tensor), version) for tensor, version in self._last}
+            new = [not self.flow.has(tensor) and (id(tensor), version) not in known for tensor, version in last]
+            if not any(new):
+                return  # also of a module that returns no floating-point tensor
+            self._last = last
+            if not recompute and self._in_turns_backward:
+                self._turn, self._in_turns_backward = self._turn + 1, False
+            point = Point(
+                kind="output",
+                name=name,
+                count=count,
+                recompute=recompute,
+                turn=self._turn,
+                number=self.flow.add(tensors),
+            )
+            self.points.append(point)
+            for index, tensor in enumerate(tensors):
+                if new[index] and tensor.requires_grad and torch.is_grad_enabled():
+                    handle = on_gradient(tensor, self._on_arrival(point, index, tensor))
+                    if tensor.is_leaf:  # a module that hands out a parameter: the hook does not die with the graph
+                        stack.callback(handle.remove)
+
+        return hook
+
+    def _on_arrival(self, output: Point, index: int, tensor: Tensor) -> Callable[[Tensor], None]:
+        node = tensor.grad_fn
+        sequence = None if node is None else sequence_of(node) - self._base
+        firings = 0
+
+        def hook(_gradient: Tensor) -> None:
+            nonlocal firings
+            self._in_turns_backward = True
+            self.points.append(
+                replace(output, kind="arrival", tensor=index, firing=firings, sequence=sequence, turn=self._turn)
+            )
+            firings += 1
+            if self._wanted is not None and sum(self._gradients.values()) >= self._wanted:
+                raise StepHalted
+
+        return hook
+
+    def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return
+            self._in_turns_backward = True
+            self.points.append(Point(kind="gradient", name=name, count=self._gradients[name], turn=self._turn))
+            self._gradients[name] += 1
+
+        return hook
+
+
+class PointProbe:
+    """Looks at one point and ends the step there.
+
+    Args:
+        point: Where.
+
+    Attributes:
+        bad: Something is non-finite there; None where the step did not get there.
+    """
+
+    def __init__(self, point: Point) -> None:
+        self._point = point
+        self.bad: bool | None = None
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """One hook, at the point."""
+        with at_point(run, self._point, self._look):
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Nothing but the hook."""
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Nothing is left to do."""
+
+    def _look(self, tensors: Sequence[Tensor]) -> None:
+        self.bad = any(map(is_nonfinite, tensors))
+        raise StepHalted
+
+
+@contextmanager
+def at_point(run: Watched, point: Point, reached: Reached) -> Iterator[None]:
+    """While the context lives, one step calls `reached` at a point, out of sight of the modes that watch ops.
+
+    Args:
+        run: Its model is hooked: the point's module or parameter, nothing else.
+        point: Where.
+        reached: What to do there.
+    """
+
+    def arrived(tensors: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunction(), no_modes():
+            reached(tensors)
+
+    with ExitStack() as stack:
+        if point.kind == "gradient":
+            names = run.parameter_names()
+            for parameter in run.model.parameters():
+                if names[id(parameter)] == point.name and parameter.requires_grad and parameter.is_leaf:
+                    hook = _nth_gradient(point, arrived)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        else:
+            for name, module in run.model.named_modules():
+                if run.module_names.get(name, name) == point.name:
+                    hooked = module.register_forward_hook(_nth_output(module, point, arrived, stack))
+                    stack.callback(hooked.remove)
+        yield
+
+
+def _nth_gradient(point: Point, arrived: Reached) -> Callable[[Tensor], None]:
+    seen = 0
+
+    def hook(parameter: Tensor) -> None:
+        nonlocal seen
+        if parameter.grad is None:
+            return
+        if seen == point.count:
+            arrived([parameter.grad])
+        seen += 1
+
+    return hook
+
+
+def _nth_output(
+    module: nn.Module, point: Point, arrived: Reached, stack: ExitStack
+) -> Callable[[nn.Module, Any, Any], None]:
+    seen = 0
+    firings = 0
+
+    def on_arrival(gradient: Tensor) -> None:
+        nonlocal firings
+        if firings == point.firing:
+            arrived([gradient])
+        firings += 1
+
+    def hook(called: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal seen
+        if called is not module or in_backward() != point.recompute:
+            return
+        here, seen = seen == point.count, seen + 1
+        if not here:
+            return
+        tensors = [tensor for tensor in tensors_in(output) if is_watched(tensor)]
+        if point.kind == "output":
+            arrived(tensors)
+        elif point.tensor < len(tensors) and tensors[point.tensor].requires_grad:
+            handle = on_gradient(tensors[point.tensor], on_arrival)
+            if tensors[point.tensor].is_leaf:
+                stack.callback(handle.remove)
+
+    return hook
+
+
+# An interval of a step between two points: traced op by op, and ended there or followed to the harm.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Part of a step.
+
+    Attributes:
+        after: The point with which it begins; None for the step's start.
+        until: The point with which it ends; None for the first backward after `after` whose loss is non-finite.
+        oldest: Autograd's number of the earliest forward op whose derivative may run in it, exclusive.
+        newest: And of the latest, inclusive; below `oldest` where it lies in a forward.
+    """
+
+    after: Point | None
+    until: Point | None
+    oldest: float = math.inf
+    newest: float = -math.inf
+
+
+class _Gate:
+    """Knows whether the running step is inside an interval; tells when it gets to the end.
+
+    A derivative goes wrong where its forward op left its domain, so the forward ops of an interval of a backward belong
+    to it.
+    """
+
+    def __init__(self, interval: Interval, ended: Reached) -> None:
+        self._interval = interval
+        self._ended = ended
+        self._inside = False
+        self._base = 0
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks at the two ends, and at nothing between."""
+        with ExitStack() as stack:
+            for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
+                if point is not None:
+                    stack.enter_context(at_point(run, point, reached))
+            yield
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """The step begins; where the interval ends with the loss, each backward is asked for its own."""
+        self._inside = self._interval.after is None
+        self._base = sequence_number()
+        if self._interval.until is not None:
+            yield
+            return
+
+        def begins(backward: Backward, run: Callable[[], Any]) -> Any:
+            if self._inside:
+                losses = [root for root in backward.roots if isinstance(root, torch.Tensor)]
+                with torch._C.DisableTorchFunction(), no_modes():
+                    # an inner backward (a gradient penalty) of what is finite yet is part of the loss
+                    outermost = backward.accumulated and not in_backward()
+                    if outermost or any(map(is_nonfinite, losses)):
+                        self._end(losses)
+            return run()
+
+        with seen_backwards(begins):
+            yield
+
+    def is_open(self) -> bool:
+        """Does the op that is being dispatched belong to the interval?"""
+        if self._inside:
+            return True
+        interval = self._interval
+        if interval.newest <= interval.oldest or (in_backward() and not torch.is_grad_enabled()):
+            return False
+        return interval.oldest < sequence_number() - self._base <= interval.newest
+
+    def _begin(self, _tensors: Sequence[Tensor]) -> None:
+        self._inside = True
+
+    def _end(self, tensors: Sequence[Tensor]) -> None:
+        self._inside = False
+        self._ended(tensors)
+
+
+class IntervalTrace(OpTraceProbe):
+    """Traces the ops of one interval, and ends the step with it, or follows what was born there to the step's end.
+
+    Args:
+        interval: Which.
+        follow: Go on after the interval, and look at those ops only that read what descends from its births.
+
+    Attributes:
+        reached: The births that the non-finite tensors at the interval's end descend from, in the order of the ops.
+    """
+
+    def __init__(self, interval: Interval, *, follow: bool = False) -> None:
+        super().__init__()
+        self._gate = _Gate(interval, self._at_the_end)
+        self._follow = follow
+        self._opened = False
+        self._micro_batch = 0
+        self.reached: tuple[Birth, ...] = ()
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """The trace's own hooks, and those at the ends."""
+        with super().attach(run), self._gate.attach(run):
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        """The modes are on, for the names of all ops and a look at those of the interval."""
+        with super().during(step), self._gate.during():
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
+        if self._gate.is_open():
+            self._opened = True
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            if self._opened:
+                inputs = list(tensors_in([args, kwargs]))
+                if self._follow and any(self._taint.births(tensor) for tensor in inputs):
+                    return super().__torch_dispatch__(func, types, args, kwargs)
+            self._sites.of(kernel_name(func))
+            self._ops += 1
+            return func(*args, **kwargs)
+
+    def _brought(self, tensor: Tensor, site: Site) -> Births:
+        """Beside what is followed, a mask is no ancestor of note, nor what another micro-batch adds to it."""
+        if not self._gate.is_open() and (is_mask(tensor) or site.micro_batch != self._micro_batch):
+            return NONE
+        return super()._brought(tensor, site)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._opened:
+            super()._on_gradient(parameter)
+
+    def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
+        origins = union(self._taint.births(tensor) for tensor in tensors if is_nonfinite(tensor))
+        self.reached = tuple(self._births[index] for index in sorted(origins))
+        self._micro_batch = self._run.micro_batch
+        if not self._follow:
+            raise StepHalted
+
+
+class UpdateTrace(OpTraceProbe):
+    """Traces what follows the backward: unscaling, clipping, the optimizers' steps, the user's own updates."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if takes_apart(types, (args, kwargs)):
+            return NotImplemented
+        with torch._C.DisableTorchFunction():
+            phase = self._sites.of(kernel_name(func)).phase
+        if phase in ("optimizer", "scaler"):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._ops += 1
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Gradients are finite here, or this is not where to look."""

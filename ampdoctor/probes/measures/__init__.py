@@ -1,1 +1,0 @@
-"""Figures by module: ranges, gradients, updates, attention."""

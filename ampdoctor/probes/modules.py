@@ -1,0 +1,334 @@
+"""Modules and the tensors that they take and return: which module runs, and hooks on gradients at modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.hooks.callbacks import on_gradient
+from ampdoctor.hooks.torch_internals import in_backward, of_transform
+from ampdoctor.numerics.tensors import is_plain, is_readable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ampdoctor.hooks.interfaces import Watched
+
+
+# Which module is running: a stack kept by hooks, also while activation checkpointing runs a forward again.
+
+
+class ModuleStack:
+    """The modules whose forward is running, innermost last."""
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[str, int]] = []
+        self._calls: Counter[tuple[str, bool]] = Counter()
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._stack.clear()
+        self._calls.clear()
+
+    @property
+    def current(self) -> tuple[str, int] | None:
+        """(name, call) of the innermost running module; None outside the model."""
+        return self._stack[-1] if self._stack else None
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks on every module."""
+        scripted: dict[int, str] = {}
+        with ExitStack() as stack:
+            for name, module in run.model.named_modules():
+                clean = run.module_names.get(name, name)
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripted[id(module)] = clean
+                    continue
+                stack.callback(module.register_forward_pre_hook(self._enter(clean, module), prepend=True).remove)
+                # always_call: a checkpointed forward is left by an exception once it has recomputed what it needs
+                stack.callback(module.register_forward_hook(self._leave(clean, module), always_call=True).remove)
+            if scripted:
+                self._attach_scripted(scripted, stack)
+            yield
+
+    def _attach_scripted(self, names: dict[int, str], stack: ExitStack) -> None:
+        """A scripted module takes no hooks of its own; the global ones see it called from Python, its children not."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) in names:
+                self._enter(names[id(module)], module)(module, args)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in names:
+                self._leave(names[id(module)], module)(module, args, output)
+
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+
+    def _enter(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
+        def hook(called: nn.Module, _args: Any) -> None:
+            if called is not module:
+                return  # a copy of the model (an EMA's deepcopy) has copies of its hooks
+            again = in_backward()
+            self._stack.append((name, self._calls[name, again]))
+            self._calls[name, again] += 1
+
+        return hook
+
+    def _leave(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(called: nn.Module, _args: Any, _output: Any) -> None:
+            while called is module and self._stack:
+                top, _ = self._stack.pop()
+                if top == name:
+                    return
+
+        return hook
+
+
+class CalledModules(ModuleStack):
+    """The same where nobody knows beforehand which modules will be called: hooks on all that there are.
+
+    Args:
+        name_of: Name of a module that is called with some arguments, and whether no other is running; None for one that
+            is to pass for a part of the module that calls it.
+    """
+
+    def __init__(self, name_of: Callable[[nn.Module, Any, bool], str | None]) -> None:
+        super().__init__()
+        self._name_of = name_of
+        self._names: dict[int, str] = {}
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
+        """Hooks on every module of the process."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
+            stack.callback(self._names.clear)
+            yield
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        name = self._name_of(module, args, not self._stack)
+        if name is not None:
+            self._names[id(module)] = name
+            self._enter(name, module)(module, args)
+
+    def _on_return(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._leave(name, module)(module, args, output)
+
+
+# Tensors inside the nested values that modules and ops take and return.
+
+
+_DEPTH = 8
+"""Outputs nested deeper than this are not a model's outputs but an object graph."""
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in a nested value (mappings, dataclasses, `ModelOutput`, sequences), in order.
+
+    Args:
+        value: What a module's forward or an op returned.
+        depth: Recursion depth so far.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > _DEPTH or isinstance(value, str | bytes | int | float | None):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 of one that has none of its own (a subclass that wraps others, meta)."""
+    if not is_plain(tensor) or tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def takes_apart(types: Any, values: Any) -> bool:
+    """Does a tensor subclass have to run this op, of others on the tensors that it consists of?
+
+    A mode that returns `NotImplemented` for it sees those ops: of an FP8 product the casts, the product and the
+    division, each with its numbers. The subclass itself refuses most of the ops by which a tensor is looked at.
+
+    Args:
+        types: As a mode's `__torch_dispatch__` gets them.
+        values: The op's arguments.
+    """
+    if all(kind is torch.Tensor or kind is torch.nn.Parameter for kind in types):
+        return False
+    own = (tensor for tensor in tensors_in(values) if not is_plain(tensor))
+    return any(not tensor.is_nested and not hasattr(tensor, "fake_mode") for tensor in own)
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Only floating-point and complex tensors with data can be non-finite.
+
+    A double backward hands zero tensors around that have a shape and no memory. Inside `vmap` and `grad` a tensor
+    stands for a level of theirs: a flag made from it would outlive the level. Nested tensors lack most reductions: what
+    is made from them is looked at again where it is dense. A subclass that refuses to give its numbers is left out.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
+        return False
+    return not tensor.is_nested and not of_transform(tensor) and is_readable(tensor)
+
+
+# Where gradients are seen: at the outputs and inputs of modules, and at parameters before they are accumulated.
+
+
+@dataclass(frozen=True, slots=True)
+class HalfPlan:
+    """What has the half format in the half-precision run, by clean name.
+
+    Attributes:
+        outputs: Modules with an output in the format.
+        inputs: Modules that cast an input to the format, or read one that no watched module made.
+        parameters: Parameters that are cast to the format or have it.
+    """
+
+    outputs: frozenset[str]
+    inputs: frozenset[str]
+    parameters: frozenset[str]
+
+    def holds(self, place: Place) -> bool:
+        """Is the tensor at this place in the half format?"""
+        if place.part == "parameter":
+            return place.name in self.parameters
+        return place.name in (self.outputs if place.part == "output" else self.inputs)
+
+
+OnGradient = Callable[[Place, int, "Tensor"], None]
+"""Called with the place, the how manieth tensor of it in this step (counted in the forward, and a gradient
+that is delivered once more behind them), and the gradient."""
+OnOutput = Callable[[str, "Tensor"], None]
+
+
+def observed_modules(run: Watched) -> Iterator[tuple[str, nn.Module]]:
+    """(clean name, module) of modules without children, of those with parameters of their own, and of the root."""
+    for name, module in run.model.named_modules():
+        if not name or not any(module.children()) or owns_parameters(module):
+            yield run.module_names.get(name, name), module
+
+
+def owns_parameters(module: nn.Module) -> bool:
+    """Has it parameters that belong to no child?"""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+class GradientHooks:
+    """Hooks that hand on every gradient; module outputs are hooked tensor by tensor (in-place modules survive that).
+
+    What an in-place module overwrites still has its gradient seen, unless it is a view (a linear's output in three
+    dimensions is one): autograd then rewrites the history that the hook was part of, and only the gradient of the
+    overwritten value is seen.
+
+    A tensor's gradient is seen each time that it is delivered: a second derivative runs through the forward again.
+
+    A parameter's gradient is seen as each backward delivers it: before micro-batches add up, before unscaling and
+    clipping, because that is the tensor that was in half precision.
+
+    Args:
+        on_gradient: Gets the gradients.
+        on_output: Gets the outputs of modules, in the forward.
+        inputs: Clean names of the modules whose input gradients are wanted: the part that flows through that module.
+    """
+
+    def __init__(
+        self, on_gradient: OnGradient, *, on_output: OnOutput | None = None, inputs: frozenset[str] = frozenset()
+    ) -> None:
+        self._on_gradient = on_gradient
+        self._on_output = on_output
+        self._inputs = inputs
+        self._counts: Counter[Place] = Counter()
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._counts.clear()
+        self._hooked.clear()
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """The hooks are in place inside, and gone afterwards."""
+        names = run.parameter_names()
+        with ExitStack() as stack:
+            for name, module in observed_modules(run):
+                if name in self._inputs:
+                    hook = self._before_forward(Place(name, "activation_grad", "input"))
+                    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                place = Place(name, "activation_grad", "output")
+                stack.callback(module.register_forward_hook(self._after_forward(place), always_call=True).remove)
+            for parameter in run.model.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    at = Place(names[id(parameter)], "weight_grad", "parameter")
+                    stack.callback(on_gradient(parameter, self._deliver_parameter(at)).remove)
+            try:
+                yield
+            finally:
+                self.clear()
+
+    def _before_forward(self, place: Place) -> Callable[..., Any]:
+        def watch(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and is_watched(value) and value.requires_grad):
+                return value
+            if not torch.is_grad_enabled():
+                return value
+            # A view, so that only what flows back through this module is seen, not what other readers add.
+            seen = value.view_as(value)
+            self._watch(place, seen)
+            return seen
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return tuple(watch(a) for a in args), {key: watch(v) for key, v in kwargs.items()}
+
+        return hook
+
+    def _after_forward(self, place: Place) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if not is_watched(tensor):
+                    continue
+                if self._on_output is not None:
+                    self._on_output(place.name, tensor)
+                known, version = self._hooked.get(id(tensor), (None, 0))
+                if known is not None and known() is tensor and version == tensor._version:
+                    continue  # handed through: the module that made it has it
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    self._hooked[id(tensor)] = weakref.ref(tensor), tensor._version
+                    self._watch(place, tensor)
+
+        return hook
+
+    def _watch(self, place: Place, tensor: Tensor) -> None:
+        first = [self._next(place)]
+
+        def deliver(gradient: Tensor) -> None:
+            self._on_gradient(place, first.pop() if first else self._next(place), gradient)
+
+        on_gradient(tensor, deliver)
+
+    def _deliver_parameter(self, place: Place) -> Callable[[Tensor], None]:
+        return lambda gradient: self._on_gradient(place, self._next(place), gradient)
+
+    def _next(self, place: Place) -> int:
+        self._counts[place] += 1
+        return self._counts[place] - 1

@@ -1,0 +1,481 @@
+"""Ranges of a replay: of gradients, activations and weights; what becomes zero; updates too small for bf16."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.evidence.of_runs.modules import UpdateFacts
+from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.hooks.backwards import PLAIN
+from ampdoctor.numerics import Distance, Histogram, extremes
+from ampdoctor.numerics.tensors import Unseen, blocks, squares
+from ampdoctor.probes.modules import GradientHooks, HalfPlan
+from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ampdoctor.hooks.interfaces import Watched
+
+
+# The ranges of gradients, activations and weights over a replay.
+
+
+class RangeProbe:
+    """Histograms of every place, step by step; tensors themselves are never kept.
+
+    On a device the counting does not wait for it; the step's histograms are read when the step has ended.
+
+    Args:
+        plan: What has the half format in the half-precision run; None where that is not known: then everything counts
+            as half.
+
+    Attributes:
+        counted: The histograms of the step that was finished last.
+        hand_scales: For each step the factor between the gradients that the backward delivers and those that the
+            optimizer gets (their largest magnitudes); None where either is missing. A constant one is a loss scaled by
+            hand.
+    """
+
+    def __init__(self, plan: HalfPlan | None = None) -> None:
+        self._plan = plan
+        self._collector = Collector()
+        self._attached = False
+        self._step: dict[Place, Histogram] = {}
+        self.counted: Mapping[Place, Histogram] = {}
+        self._stepped: list[Tensor] = []
+        self._hooks = GradientHooks(
+            self._on_gradient, on_output=self._on_output, inputs=plan.inputs if plan is not None else frozenset()
+        )
+        self._sizes: Counter[str] = Counter()
+        self.hand_scales: list[float | None] = []
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks on modules, parameters and optimizers; the weights are counted once, before the first step."""
+        if not self._attached:
+            self._attached = True
+            self._count_weights(run)
+        with ExitStack() as stack:
+            stack.enter_context(self._hooks.attach(run))
+            for optimizer in run.optimizers.values():
+                stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step."""
+        self._step = {}
+        self._stepped = []
+        self._hooks.clear()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Add the step to the totals."""
+        self._collector.add_step(self._step)
+        self._note_hand_scale()
+        self.counted, self._step = self._step, {}
+
+    def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
+        """Everything that was measured.
+
+        Args:
+            run: Facts of the run.
+            more: Further fields of the profile.
+        """
+        return self._collector.profile(run, half=self._is_half, weight=self._sizes.__getitem__, **more)
+
+    def _is_half(self, place: Place) -> bool:
+        return self._plan is None or self._plan.holds(place)
+
+    def _count_weights(self, run: Watched) -> None:
+        names = run.parameter_names()
+        for name, module in run.model.named_modules():
+            clean = run.module_names.get(name, name)
+            self._sizes[clean] = sum(p.numel() for p in module.parameters(recurse=False))
+        self._collector.add_weights(
+            {
+                Place(names[id(parameter)], "weight", "parameter"): Histogram.of(parameter)
+                for parameter in run.model.parameters()
+                if parameter.is_floating_point() and not parameter.is_meta
+            }
+        )
+
+    def _on_gradient(self, place: Place, _ordinal: int, gradient: Tensor) -> None:
+        self._count(place, gradient)
+
+    def _on_output(self, name: str, output: Tensor) -> None:
+        self._count(Place(name, "activation", "output"), output)
+
+    def _count(self, place: Place, tensor: Tensor) -> None:
+        before = self._step.get(place)
+        counted = Histogram.of(tensor)
+        self._step[place] = counted if before is None else before + counted
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._stepped += extremes(parameter.grad)  # read when the step has ended
+
+    def _note_hand_scale(self) -> None:
+        delivered = [h.amax for place, h in self._step.items() if place.kind == "weight_grad" and h.amax is not None]
+        stepped = max((abs(float(extreme)) for extreme in self._stepped), default=0.0)
+        usable = delivered and 0.0 < stepped < math.inf
+        self.hand_scales.append(max(delivered) / stepped if usable else None)
+
+
+# Elements that are zero here and not in the fp32 reference from the same state: underflow as it really happens.
+
+
+Key = tuple[Place, int]
+
+_REACH = -23
+"""log2 of twice fp16's smallest number. A zero where the scaled value is below it is the range's doing, give or take
+the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that the
+forward in fp16 moved: 226 of 297 zeros in one step of a translation model."""
+_ZERO = -128
+_BIAS = 126
+"""Of float32's exponent field, whose significands begin at 1, and here at 1/2."""
+_LARGEST = 127 + _BIAS
+
+
+class ReferenceGradients:
+    """One fp32 step's gradients: the exponents of half activation gradients, and the values of weight gradients.
+
+    Args:
+        plan: What has the half format in the half-precision run; None: everything.
+
+    Attributes:
+        exponents: int8, by place and ordinal: a quarter of the memory, and enough to tell what flushes.
+        weights: float32, or float64 where the gradient is.
+    """
+
+    def __init__(self, plan: HalfPlan | None) -> None:
+        self.plan = plan
+        self.exponents: dict[Key, Tensor] = {}
+        self.weights: dict[Key, Tensor] = {}
+
+    @property
+    def half(self) -> frozenset[Key]:
+        """What is half in the half-precision run."""
+        return frozenset(key for key in (*self.exponents, *self.weights) if self.holds(key[0]))
+
+    def holds(self, place: Place) -> bool:
+        """Is the tensor at this place half in the half-precision run?"""
+        return self.plan is None or self.plan.holds(place)
+
+    def received(self, run: Watched) -> dict[str, Tensor]:
+        """Returns what the optimizers get, by parameter: the sum over backwards where nothing else is done to it."""
+        names = run.parameter_names()
+        held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+        wanted = {name for key, name in names.items() if key in held or not run.optimizers}
+        summed: dict[str, Tensor] = {}
+        for (place, _), gradient in self.weights.items():
+            if place.name in wanted:
+                before = summed.get(place.name)
+                summed[place.name] = gradient if before is None else before + gradient
+        return summed
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks are in place inside; they are made here, so that what holds gradients is in no circle of references."""
+        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self.plan))
+        with self._hooks.attach(run):
+            yield
+        del self._hooks
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step."""
+        self.exponents.clear()
+        self.weights.clear()
+        self._hooks.clear()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Nothing is read here."""
+
+    def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
+        with Unseen(gradient):
+            dense = _dense(gradient)
+            if place.kind == "weight_grad":
+                self.weights[place, ordinal] = dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
+            elif self.holds(place):
+                self.exponents[place, ordinal] = _exponents(dense)
+
+
+@dataclass(slots=True)
+class Zeroed:
+    """What a step's gradients are beside those of the reference.
+
+    Attributes:
+        flushed: By place: elements of half gradients that are zero here and, scaled, were below twice fp16's smallest
+            number in the reference.
+        vanished: By place: elements that are zero here though they were larger: a gate that the forward's rounding
+            moved, a sum that cancels, what flushed before it.
+        nonzero: By place: elements of half gradients that are not zero in the reference.
+        relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none, not
+            finite where a gradient is not.
+        unmatched: Gradients that the reference had and this step had not, or of another shape.
+    """
+
+    flushed: Counter[Place] = field(default_factory=Counter)
+    vanished: Counter[Place] = field(default_factory=Counter)
+    nonzero: Counter[Place] = field(default_factory=Counter)
+    relative_error: float | None = None
+    unmatched: int = 0
+
+    def add(self, place: Place, flushed: int, gone: int, present: int) -> None:
+        """Count elements of one place; `gone` are all that are zero here and not in the reference."""
+        self.flushed[place] += flushed
+        self.vanished[place] += gone - flushed
+        self.nonzero[place] += present
+
+
+class ZeroedProbe:
+    """Compares the gradients of a step with those of the reference.
+
+    Args:
+        reference: Filled by a replay of the same step from the same state.
+        factor: By which a backward's loss is scaled here beyond what its scaler does; what the step asks for outside
+            of a backward does not carry it.
+
+    Attributes:
+        zeroed: Of the step that was finished last.
+    """
+
+    def __init__(self, reference: ReferenceGradients, *, factor: float = 1.0) -> None:
+        self._reference = reference
+        self._factor = factor
+        self._reset()
+
+    def _reset(self) -> None:
+        self.zeroed = Zeroed()
+        self._seen: set[Key] = set()
+        self._counts: list[tuple[Place, Tensor, Tensor, Tensor]] = []
+        self._error = self._norm = 0.0
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks are in place inside, and made here as those of the reference are."""
+        self._run = run
+        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self._reference.plan))
+        with self._hooks.attach(run):
+            yield
+        del self._hooks
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step, and note its loss scale."""
+        self._reset()
+        self._hooks.clear()
+        self._scale = self._run.events.scale() or PLAIN
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Read the counts."""
+        for place, *counts in self._counts:
+            self.zeroed.add(place, *(int(count) for count in counts))
+        self.zeroed.unmatched = len(self._reference.half - self._seen)
+        if self._norm > 0.0:
+            self.zeroed.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
+        self._counts.clear()
+
+    def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
+        key = place, ordinal
+        kept = self._reference.weights if place.kind == "weight_grad" else self._reference.exponents
+        expected = kept.get(key)
+        if expected is None or expected.shape != gradient.shape:
+            return
+        self._seen.add(key)
+        with Unseen(gradient):
+            dense = _dense(gradient)
+            if place.kind == "weight_grad":
+                self._compare(place, dense, expected)
+            else:
+                nonzero = expected != _ZERO
+                gone = (dense == 0).logical_and_(nonzero)
+                low = (expected <= _least(self._carried())).logical_and_(gone)
+                counts = torch.count_nonzero(low), torch.count_nonzero(gone), torch.count_nonzero(nonzero)
+                self._counts.append((place, *counts))
+
+    def _compare(self, place: Place, got: Tensor, expected: Tensor) -> None:
+        """Compare a parameter's gradient, block by block: the sums are small, and nothing of its size is made."""
+        carried = self._carried()
+        apart = Distance(least=math.ldexp(1.0, _least(carried)))
+        apart.add(got, expected, scale=carried)
+        self._error += apart.error
+        self._norm += apart.reference
+        if self._reference.holds(place):
+            self.zeroed.add(place, apart.below, apart.flushed, apart.nonzero)
+
+    def _carried(self) -> float:
+        """The scale of the gradients on their way; where no scaler ever scales a loss, a step does by hand with it."""
+        backwards = self._run.events.backwards
+        scale = (backwards.scale or PLAIN) if backwards.scaled else self._scale
+        return scale * self._factor if backwards.inside else scale
+
+
+def _least(scale: float) -> int:
+    """Returns log2 of the smallest magnitude that fp16 holds surely under the scale."""
+    return _REACH - (math.floor(math.log2(abs(scale))) if 0.0 < abs(scale) < math.inf else 0)
+
+
+def _exponents(dense: Tensor) -> Tensor:
+    """Returns e with 2^(e-1) <= |x| < 2^e in a byte; `_ZERO` for zero.
+
+    Magnitudes from 2^127 on, and what is not finite, count as the largest, and those below 2^-126 as 2^-127: no scale
+    brings either to fp16's smallest number.
+    """
+    found = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
+    for values, exponents in zip(blocks(dense), blocks(found), strict=True):
+        biased = (values.float().view(torch.int32) >> 23).to(torch.uint8)  # which drops the sign
+        exponents.copy_(biased.clamp_(max=_LARGEST).sub_(_BIAS).view(torch.int8))
+        exponents.masked_fill_(values == 0, _ZERO)
+    return found
+
+
+def _inputs(plan: HalfPlan | None) -> frozenset[str]:
+    return plan.inputs if plan is not None else frozenset()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    detached = gradient.detach()
+    return detached if detached.layout is torch.strided else detached.to_dense()
+
+
+# What bf16 weights would make of an optimizer's fp32 updates: which of them are below half an ulp.
+
+
+SAMPLED = 1 << 14
+"""Elements of a parameter and step whose ratio of update to weight is counted, drawn at random, the same in each step.
+The share of them below the true median is 1/2 with a standard error of 1/2 / sqrt(2^14) = 0.4 %: the median of the
+sample is the true quantile of 48.4 to 51.6 % (four standard errors), whatever the distribution. Where the logarithms
+of the ratios are spread like a normal distribution of two binades, that is 0.08 binades; a bin of the histogram is an
+eighth."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One parameter's sums over the steps that were looked at."""
+
+    optimizer: str
+    steps: int = 0
+    elements: int = 0
+    updated: int = 0
+    stagnant: int = 0
+    square: float = 0.0
+    lost: float = 0.0
+    ratios: Histogram = field(default_factory=Histogram.empty)
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Count one step of the parameter, both tensors fp32 of the same shape."""
+        self.steps += 1
+        for old, new in zip(blocks(before), blocks(after), strict=True):
+            self._add(old, new)
+        old, new = before.reshape(-1), after.detach().reshape(-1)
+        if old.numel() > SAMPLED:
+            drawn = torch.Generator().manual_seed(0)
+            chosen = torch.randint(old.numel(), (SAMPLED,), generator=drawn).to(old.device)
+            old, new = old[chosen], new[chosen]
+        self.ratios = self.ratios + Histogram.of((new - old).div_(old))  # where one is 0 it is 0 or not finite
+
+    def _add(self, before: Tensor, after: Tensor) -> None:
+        update, kept = after - before, before.bfloat16()
+        moved = (kept + update).bfloat16()
+        off = moved.float().sub_(kept).sub_(update)
+        square, lost = squares(update), squares(off)
+        if not math.isfinite(square + lost):
+            finite = torch.isfinite(update) & torch.isfinite(moved)
+            if not bool(finite.all()):
+                self._add(before[finite], after[finite])
+                return
+        self.elements += before.numel()
+        updated = int(torch.count_nonzero(update))
+        self.updated += updated
+        self.stagnant += int((moved == kept).sum()) - (before.numel() - updated)
+        self.square += square
+        self.lost += lost
+
+    def facts(self, name: str) -> UpdateFacts:
+        """The sums as evidence."""
+        median = self.ratios.quantile(0.5)
+        return UpdateFacts(
+            name=name,
+            optimizer=self.optimizer,
+            steps=self.steps,
+            elements=self.elements,
+            updated=self.updated / self.elements if self.elements else 0.0,
+            stagnant=self.stagnant / self.updated if self.updated else 0.0,
+            size=math.sqrt(self.square),
+            lost=math.sqrt(self.lost / self.square) if self.square else 0.0,
+            log2_ratio=math.log2(median) if median else None,
+        )
+
+
+class UpdateProbe:
+    """Compares parameters before and after an optimizer's step; for a replay in fp32 (`Session.reference`).
+
+    The weight counts as it would be kept in bf16: rounded, then the update added and the sum rounded again, as torch's
+    own optimizers do with bf16 parameters. An optimizer's step is seen whole, weight decay and update in one.
+
+    Args:
+        steps: Which steps to look at. In the others nothing is hooked and nothing copied.
+    """
+
+    def __init__(self, steps: Collection[int]) -> None:
+        self._wanted = frozenset(steps)
+        self._tallies: dict[str, _Tally] = {}
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Nothing is in place between steps."""
+        self._run = run
+        yield
+
+    def during(self, step: int) -> AbstractContextManager[Any]:
+        """Hooks on the optimizers, in a step that is wanted."""
+        return self._looking() if step in self._wanted else nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Everything was counted when the optimizers had stepped."""
+
+    def facts(self) -> tuple[UpdateFacts, ...]:
+        """Each parameter that an optimizer stepped in fp32, by name."""
+        return tuple(tally.facts(name) for name, tally in sorted(self._tallies.items()))
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        everything = self._run.parameter_names()
+        own = {everything[id(parameter)] for parameter in self._run.model.parameters()}
+        # what only an optimizer holds is an fp32 master that the run keeps by hand: nothing of it would be lost
+        names = {key: name for key, name in everything.items() if name in own}
+        with ExitStack() as stack:
+            for optimizer in self._run.optimizers.values():
+                before, after = self._hooks(names)
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(after).remove)
+            yield
+
+    def _hooks(self, names: dict[int, str]) -> tuple[Callable[..., None], Callable[..., None]]:
+        copies: list[tuple[str, Tensor, Tensor]] = []
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            copies.clear()
+            moving = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            mine = (p for p in moving if p.dtype == torch.float32 and id(p) in names)
+            copies.extend((names[id(p)], p, p.detach().clone()) for p in mine)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            while copies:
+                name, parameter, copy = copies.pop()
+                with Unseen(copy):  # an fp32 replay makes written casts to half wide, and here one is meant
+                    self._tallies.setdefault(name, _Tally(kind)).add(copy, parameter)
+
+        return before, after
