@@ -17,9 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import EndLine, Line, RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import DetailLine, EndLine, Line, RunLine, Stamp, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_text import text_of
 
 SEGMENT = 16 * 1024 * 1024
 LOOK = """

@@ -29,8 +29,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ampdoctor.evidence.of_runs.modules import ModuleFacts  # the repository is on the path only now
-from ampdoctor.evidence.of_runs.ranges import Place, SiteKind, SitePart
+from ampdoctor.evidence.run_facts import (
+    ModuleFacts,  # the repository is on the path only now
+    Place,
+    SiteKind,
+    SitePart,
+)
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision import autocast_policy

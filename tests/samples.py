@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import (
     Check,
     ErrorNote,
@@ -13,9 +14,8 @@ from ampdoctor.evidence.report import (
     Report,
     Skipped,
 )
-from ampdoctor.evidence.report.scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
-from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangeSection
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report_scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
+from ampdoctor.evidence.report_scan import ChangedCheckpoint, ChangeSection
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.forms import formats
 from ampdoctor.reports.forms.canvas import Canvas

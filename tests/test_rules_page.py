@@ -13,8 +13,8 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import page as page_module
 from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.where import Where
 
 ROOT = Path(__file__).parents[1]
 INDEX = ROOT / "docs" / "rules.md"

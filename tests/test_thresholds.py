@@ -25,13 +25,11 @@ from ampdoctor.diagnosis.replay.optimizer_precision import stagnation
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.diagnosis.updates.frozen_parameters import severity_of
 from ampdoctor.diagnosis.updates.wrong_step import far_from
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
-from ampdoctor.evidence.of_checkpoints.trend import Trend
-from ampdoctor.evidence.of_runs.ranges import RangeFigures
-from ampdoctor.evidence.of_runs.saved_state import FlushedMoment
-from ampdoctor.evidence.of_runs.trace import Amplified, Trace
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState, Trend
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.run_facts import FlushedMoment, RangeFigures
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Amplified, Trace
 from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth

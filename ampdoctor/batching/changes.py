@@ -11,7 +11,7 @@ from ampdoctor.batching.gradient_shift import GradientShift, Reduction, gradient
 from ampdoctor.batching.last_window import last_window
 from ampdoctor.batching.reductions import STACKS
 from ampdoctor.batching.settings import BatchSettings
-from ampdoctor.evidence.report.plan import PlanChange
+from ampdoctor.evidence.report_plan import PlanChange
 from ampdoctor.scaling.shifts import Division, divisors, reduction_shift
 
 _SAME = "the same for every plan of a batch on a cluster."

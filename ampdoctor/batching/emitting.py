@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.cluster import Cluster
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import PlanFramework
-from ampdoctor.evidence.report.scaler import EmittedSettings, Language
+from ampdoctor.evidence.report_scaler import EmittedSettings, Language
+from ampdoctor.evidence.targets import PlanFramework
 
 
 def emit_plan(plan: BatchPlan, cluster: Cluster, framework: PlanFramework) -> EmittedSettings:

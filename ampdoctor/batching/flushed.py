@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.gradient_shift import GradientShift, Reduction, gradient_shift
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place, SiteKind
+from ampdoctor.evidence.run_facts import GRADIENTS, Place, SiteKind
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
 from ampdoctor.scaling.choice import DEFAULT_TAIL, cancelled

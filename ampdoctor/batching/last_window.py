@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.evidence.frameworks import PlanFramework
-from ampdoctor.evidence.report.plan import PlanChange
+from ampdoctor.evidence.report_plan import PlanChange
+from ampdoctor.evidence.targets import PlanFramework
 
 _RIGHT: tuple[PlanFramework, ...] = ("transformers",)
 _TOO_SMALL: tuple[PlanFramework, ...] = ("accelerate", "lightning", "torchrun")

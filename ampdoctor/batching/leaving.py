@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.settings import BatchSettings
-from ampdoctor.evidence.frameworks import PLAN_FRAMEWORKS, PlanFramework
-from ampdoctor.evidence.report.plan import LeftAsItIs
+from ampdoctor.evidence.report_plan import LeftAsItIs
+from ampdoctor.evidence.targets import PLAN_FRAMEWORKS, PlanFramework
 
 _UNCHECKED = {
     "transformers": "per_device_train_batch_size x gradient_accumulation_steps x ranks is never checked",

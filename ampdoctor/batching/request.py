@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ampdoctor.batching.cluster import Cluster
 from ampdoctor.batching.memory import Memory
 from ampdoctor.batching.settings import BatchSettings
-from ampdoctor.evidence.frameworks import PlanFramework
+from ampdoctor.evidence.targets import PlanFramework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

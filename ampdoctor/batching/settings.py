@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampdoctor.batching.gradient_shift import Reduction
-from ampdoctor.evidence.frameworks import PlanFramework
+from ampdoctor.evidence.targets import PlanFramework
 from ampdoctor.scaling.shifts import Division
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]

@@ -13,7 +13,7 @@ import torch
 from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.checkpoints.standing import Standing, standing_of
 from ampdoctor.checkpoints.storage.stored import StoredTensor
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 

@@ -10,7 +10,7 @@ import bisect
 from ampdoctor.checkpoints.family import Family
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log
 from ampdoctor.checkpoints.storage.listing import Listing
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 RunLog = tuple[LogEntry, ...]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.scaler.scaler_finding import shown_scaler
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX, is_mask
-from ampdoctor.evidence.of_checkpoints.checkpoint import (
+from ampdoctor.evidence.checkpoint_stats import (
     DEAD_SCALE,
     RUN_LOG,
     CheckpointSummary,

@@ -1,11 +1,15 @@
-"""Names of files in a report: the same for one path, for several, and for a folder above."""
+"""Names of files: as a report shows them, as a command will write them, and as those of a run's log."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Final
+
+from ampdoctor.errors import UsageError
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
@@ -60,3 +64,102 @@ def path_in_repository(path: str, target: Mapping[str, Any]) -> str:
 def posix(path: str) -> str:
     """Returns the path with `/`, without `./` and a final `/`."""
     return PurePath(path).as_posix() if path else ""
+
+
+# The files that a command will write in the end: it must not read any of them.
+#
+# Which files a checkpoint consists of is known only once it is open: an index names its shards, a pointer its folder, a
+# link leads elsewhere, a log lies beside it. So each file is checked when it is opened, before anything is written.
+
+
+_promised: Final[dict[Hashable, str]] = {}
+
+
+@contextmanager
+def to_be_written(files: Iterable[str]) -> Iterator[None]:
+    """Make `refuse_reading` refuse these files while the body runs, under whatever name they are opened."""
+    before = dict(_promised)
+    _promised.update((file_key(file), file) for file in files)
+    try:
+        yield
+    finally:
+        _promised.clear()
+        _promised.update(before)
+
+
+def refuse_reading(path: str | os.PathLike[str]) -> None:
+    """Refuse to read a file that will be written, because its contents would be lost.
+
+    A file that does not exist yet is refused as well; otherwise the next run would read what this one has written.
+
+    Raises:
+        UsageError: The file will be written.
+    """
+    if will_be_written(path):
+        raise UsageError(f"cannot write {_promised[file_key(path)]}: it is what is to be read")
+
+
+def will_be_written(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is one of those that will be written."""
+    return bool(_promised) and file_key(path) in _promised
+
+
+def file_key(path: str | os.PathLike[str]) -> Hashable:
+    """Returns a key that all names of one file have in common."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - what is named may be no path at all
+    except (OSError, ValueError):  # not there yet
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
+
+
+# How the files of a log are named: `log.jsonl` is the running one, `log.1.jsonl` the oldest, and so on.
+#
+# Processes of other ranks than 0 have files of their own, `log.rank3.jsonl`; what the run is stands in `run.json`.
+
+
+_RANK_AND_NUMBER = r"(?:\.rank(?P<rank>[1-9][0-9]{0,8}))?(?:\.(?P<number>[1-9][0-9]{0,8}))?"
+_NAME = re.compile(rf"log{_RANK_AND_NUMBER}\.jsonl")
+_RUN_NAME = re.compile(rf"run{_RANK_AND_NUMBER}\.json")
+
+
+def log_name(rank: int, number: int | None = None) -> str:
+    """Returns the name of a rank's log: of a file that is finished, or of the running one."""
+    return f"log{_of_rank(rank)}{_numbered(number)}.jsonl"
+
+
+def run_name(rank: int, number: int | None = None) -> str:
+    """Returns the name of the file that says what the run is: the last one's, or the one's whose log had a number."""
+    return f"run{_of_rank(rank)}{_numbered(number)}.json"
+
+
+def rank_and_number(name: str) -> tuple[int, int | None] | None:
+    """Returns rank and number of a log's file, the number None for the running one; None for any other file's name."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    return int(found["rank"] or 0), int(found["number"]) if found["number"] else None
+
+
+def is_of_log(name: str) -> bool:
+    """Whether a file of this name is a part of a log, in the folder of one."""
+    return bool(_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name))
+
+
+def logs_in(names: Iterable[str]) -> dict[int, list[str]]:
+    """Returns by rank the names of its log's files, the oldest first."""
+    found: dict[int, list[tuple[float, str]]] = {}
+    for name in names:
+        place = rank_and_number(name)
+        if place is not None:
+            rank, number = place
+            found.setdefault(rank, []).append((float("inf") if number is None else number, name))
+    return {rank: [name for _, name in sorted(found[rank])] for rank in sorted(found)}
+
+
+def _of_rank(rank: int) -> str:
+    return f".rank{rank}" if rank else ""
+
+
+def _numbered(number: int | None) -> str:
+    return f".{number}" if number else ""

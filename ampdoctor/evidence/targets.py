@@ -1,4 +1,4 @@
-"""What hardware computes natively: the table behind `--target`."""
+"""What advice is for: the hardware behind `--target`, and the frameworks in whose words it is said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal, get_args
 
 from ampdoctor.errors import UsageError
 
@@ -176,3 +177,17 @@ def target_named(name: str) -> Target:
     if found is None:
         raise UsageError(f"unknown target {name!r}; known are {', '.join(TARGETS)}")
     return found
+
+
+# The frameworks whose loss scalers ampdoctor knows.
+
+
+Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron", "fairseq", "fsdp"]
+"""`fsdp` is FSDP1's ShardedGradScaler; accelerate, transformers, lightning and fsdp use torch's rules."""
+
+FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
+
+PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan", "torchrun"]
+"""Those in whose words a plan of the batch can be said; `torchrun` is a user's own loop."""
+
+PLAN_FRAMEWORKS: tuple[PlanFramework, ...] = get_args(PlanFramework)

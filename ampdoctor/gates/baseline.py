@@ -18,6 +18,8 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     SEVERITIES,
     BaselineSection,
@@ -28,8 +30,6 @@ from ampdoctor.evidence.report import (
     Suppressed,
     fingerprint_at,
 )
-from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
-from ampdoctor.evidence.where import Where
 from ampdoctor.gates.files import checkpoint_file, examined
 from ampdoctor.gates.findings import suppressed_worst_first
 from ampdoctor.package import version

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.paths import checkpoint_path, file_within, scanned_path
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.where import Where
 
 
 def checkpoint_file(where: Where, target: Mapping[str, Any]) -> str | None:

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.catalogue.rule import Rule
 from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Suppressed, Verdict, verdict_of
-from ampdoctor.evidence.where import Source, Where
 from ampdoctor.gates.files import examined, files_of
 
 SeverityOrIgnore = Literal["error", "warning", "note", "ignore"]

@@ -19,10 +19,9 @@ from ampdoctor.checkpoints.formats.log_files import Left
 from ampdoctor.checkpoints.formats.run_log_files import MAX_BYTES
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.files import logs_in, place_of
-from ampdoctor.evidence.run_log.lines import EndLine, Stamped, StepLine
-from ampdoctor.evidence.run_log.quick import quick_line_of
-from ampdoctor.evidence.run_log.text import kind_of
+from ampdoctor.evidence.log_records import EndLine, Stamped, StepLine
+from ampdoctor.evidence.log_text import kind_of, quick_line_of
+from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.health.reading.log_kind import Begin, Noticed, run_of
 from ampdoctor.health.reading.opening import FileState, FoundLog, find_log
 from ampdoctor.health.reading.order import Order
@@ -140,7 +139,7 @@ class _Ours:
 
     def __init__(self, found: FoundLog) -> None:
         self._folder = found.folder
-        place = place_of(found.names[0])
+        place = rank_and_number(found.names[0])
         self._rank = None if place is None else place[0]
         self._names: Sequence[str] = found.names
         self._finished: set[str] = set()

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.checked import checked
-from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.json_records import checked, to_plain
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.looking import Looked, Told, look

@@ -9,12 +9,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import (
+from ampdoctor.evidence.log_records import (
     ActionLine,
     AlertLine,
     CheckpointLine,
+    DetailLine,
     EndLine,
     LookLine,
     LostLine,
@@ -22,7 +21,9 @@ from ampdoctor.evidence.run_log.lines import (
     Stamp,
     Stamped,
     StepLine,
+    TensorDetail,
 )
+from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 STEPS = 4096

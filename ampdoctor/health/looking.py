@@ -15,13 +15,20 @@ from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.log.log_alone import at_the_end
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import CheckpointError, NoStepError
-from ampdoctor.evidence.codec import Count, Positive
+from ampdoctor.evidence.json_records import Count, Positive
+from ampdoctor.evidence.log_records import (
+    AlertLine,
+    DetailLine,
+    DetailTable,
+    EndLine,
+    LookLine,
+    Stamp,
+    Stamped,
+    StepLine,
+)
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Finding, Skipped
-from ampdoctor.evidence.report.health import HealthRun
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.tables import DetailTable
+from ampdoctor.evidence.report_health import HealthRun
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.condenser import Condenser
 from ampdoctor.health.reading.ahead import lines_ahead

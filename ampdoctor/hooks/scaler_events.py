@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from ampdoctor.evidence.of_runs.trace import StepEvent
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
+from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.hooks.backwards import PLAIN, Backwards, inside_own_step
 from ampdoctor.hooks.callbacks import NumberReads, wrapped_in_each_class
 from ampdoctor.hooks.torch_internals import replaced

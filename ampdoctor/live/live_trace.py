@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ampdoctor.evidence.of_runs.trace import Origin, Trace
+from ampdoctor.evidence.trace import Origin, Trace
 from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.hooks.nested import iter_tensors
 from ampdoctor.hooks.scaler_events import Listener, StepEvents

@@ -28,10 +28,10 @@ from ampdoctor.diagnosis.replay.certain_misuse import certain_misuse
 from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import scale_kills, verdict_on_skips
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
-from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepEvent
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Birth, Sightings, StepEvent
 from ampdoctor.hooks.callbacks import OptimizerHooks
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import no_anomaly_mode, no_fast_path, unwarned_of_hooks

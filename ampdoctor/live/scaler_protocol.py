@@ -12,11 +12,11 @@ from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.certain_misuse import Cuts, certain_misuse, misuse_by_hand
 from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights, refused_call_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.of_runs.handling import Handling
-from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.report.refusals import HALF_WEIGHTS
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report_replay import HALF_WEIGHTS
+from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.hooks.callbacks import Clip
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.torch_internals import unseen

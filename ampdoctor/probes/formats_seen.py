@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
+from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts
 from ampdoctor.numerics.tensors import Unseen
 from ampdoctor.probes.modules import HalfPlan, is_watched, memory_of, observed_modules, owns_parameters, tensors_in
 from ampdoctor.probes.ops import UNINITIALISED, Sites, is_cast, kernel_name

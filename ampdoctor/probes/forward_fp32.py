@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampdoctor.evidence.of_runs.trace import Amplified
+from ampdoctor.evidence.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
 from ampdoctor.precision.widening import wide_numbers
 from ampdoctor.probes.modules import takes_apart, tensors_in
@@ -30,7 +30,7 @@ from ampdoctor.probes.recompute import NO_RESULT, widened
 from ampdoctor.probes.tensor_memory import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.where import Source, Where
+    from ampdoctor.evidence.location import Source, Where
     from ampdoctor.hooks.interfaces import Watched
 
 AMPLIFIES = 8.0

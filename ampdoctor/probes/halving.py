@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ampdoctor.evidence.of_runs.trace import Birth
+from ampdoctor.evidence.trace import Birth
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.hooks.torch_internals import (

@@ -27,7 +27,7 @@ class Maker:
     """What a value came from.
 
     Attributes:
-        made_by: As in `ampdoctor.evidence.of_runs.trace.Operand`.
+        made_by: As in `ampdoctor.evidence.trace.Operand`.
         site: Where the op ran; None for what was there before the step.
         dtype: The format that it was made in.
         fraction: Share of the result's elements that were lost.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.evidence.run_facts import Place
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.torch_internals import in_backward, of_transform
 from ampdoctor.numerics.tensors import is_plain, is_readable

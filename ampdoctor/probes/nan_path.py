@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.of_runs.trace import Passage, Way
-from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.evidence.location import Phase, Where
+from ampdoctor.evidence.trace import Passage, Way
 from ampdoctor.numerics import describe
 from ampdoctor.probes.lost_values import FILLS, MOVES, ROOTS
 from ampdoctor.probes.modules import is_watched, tensors_in

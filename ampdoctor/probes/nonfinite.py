@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.of_runs.trace import Headroom, Sightings, TensorStats
-from ampdoctor.evidence.where import NonFinite
+from ampdoctor.evidence.location import NonFinite
+from ampdoctor.evidence.trace import Headroom, Sightings, TensorStats
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.numerics import describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.formats import FORMATS

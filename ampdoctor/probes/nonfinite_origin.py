@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.trace import Operand, Recomputation
 from ampdoctor.probes.lost_values import LITERALS, Maker, Provenance, is_plain, lost_numbers
 from ampdoctor.probes.modules import tensors_in
 from ampdoctor.probes.nonfinite import dense, dtype_name

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.program import called_as_recorded, recorded_line
 from ampdoctor.package import FOLDER
@@ -25,8 +25,8 @@ from ampdoctor.probes.recompute import NO_RESULT
 from ampdoctor.probes.user_code import as_source, user_line
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Birth
-    from ampdoctor.evidence.where import Where
+    from ampdoctor.evidence.location import Where
+    from ampdoctor.evidence.trace import Birth
 
 
 # Guards: an op's operand or result held in bounds, chosen by trying it on the values at hand.

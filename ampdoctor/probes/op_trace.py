@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
-from ampdoctor.evidence.of_runs.trace import (
+from ampdoctor.evidence.trace import (
     Birth,
     Died,
     Flush,
@@ -66,7 +66,7 @@ from ampdoctor.probes.tensor_memory import (
 )
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.where import Where
+    from ampdoctor.evidence.location import Where
     from ampdoctor.hooks.interfaces import Watched
 
 

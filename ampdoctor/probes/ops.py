@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ampdoctor.evidence.where import NonFinite, Phase, Where
+from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.hooks.torch_internals import (
     Backward,
     current_node,

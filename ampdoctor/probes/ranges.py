@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.of_runs.modules import UpdateFacts
-from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.evidence.run_facts import Place, UpdateFacts
 from ampdoctor.hooks.backwards import PLAIN
 from ampdoctor.numerics import Distance, Histogram, extremes
 from ampdoctor.numerics.tensors import Unseen, blocks, squares

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ampdoctor.evidence.of_runs.trace import Recomputation
+from ampdoctor.evidence.trace import Recomputation
 from ampdoctor.numerics import extremes, nonfinite_flag
 from ampdoctor.probes.ops import Ran, Split
 

@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
 
-from ampdoctor.evidence.of_runs.trace import Origin
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.trace import Origin
 from ampdoctor.numerics.tensors import is_plain, parts_of
 from ampdoctor.probes.nonfinite import is_mask, is_nonfinite, kind_of, outside_gradients, state_tensors
 from ampdoctor.probes.recompute import doubled

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 from ampdoctor.hooks.program import recorded_line
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.package import FOLDER, working_folder

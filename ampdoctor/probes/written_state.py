@@ -15,7 +15,7 @@ from ampdoctor.probes.modules import memory_of, takes_apart, tensors_in
 from ampdoctor.probes.ops import OVERWRITES, UNINITIALISED, Site, Sites, kernel_name, reshapes, split_calls
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.where import Where
+    from ampdoctor.evidence.location import Where
     from ampdoctor.hooks.interfaces import Watched
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.ranges import PRECISIONS, Place, SiteKind, SitePart
-from ampdoctor.evidence.run_log.details import DetailLine, Role, TensorDetail
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, Role, RunLine, StepLine, TensorDetail
+from ampdoctor.evidence.run_facts import PRECISIONS, Place, SiteKind, SitePart
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import Collector, RangeProfile, RunFacts
 

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.of_runs.ranges import GRADIENTS, KINDS, Place, RangeFigures, Site, SiteKind
+from ampdoctor.evidence.run_facts import GRADIENTS, KINDS, ModuleFacts, Place, RangeFigures, Site, SiteKind, UpdateFacts
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 

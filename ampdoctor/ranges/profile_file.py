@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.of_runs.ranges import GRADIENTS, KINDS, PRECISIONS, Place, Site, SitePart
+from ampdoctor.evidence.run_facts import GRADIENTS, KINDS, PRECISIONS, ModuleFacts, Place, Site, SitePart, UpdateFacts
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, Tally
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow

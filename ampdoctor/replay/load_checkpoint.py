@@ -16,7 +16,7 @@ import torch
 
 from ampdoctor.checkpoints.contents.scalers import not_numbers, scaler_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
+from ampdoctor.evidence.run_facts import ResumedScaler
 from ampdoctor.replay.fit_optimizers import plan_optimizers
 from ampdoctor.replay.fit_weights import plan_weights
 from ampdoctor.replay.snapshot import ScalerSnapshot
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ampdoctor.checkpoints.standing import RandomNumbers
-    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+    from ampdoctor.evidence.checkpoint_stats import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
-from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
+from ampdoctor.evidence.run_facts import RefusedSetting
 
 if TYPE_CHECKING:
     from torch import nn

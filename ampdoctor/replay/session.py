@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.of_runs.trace import StepOutcome
+from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.hooks.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.hooks.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.hooks.process_state import RandomState, no_anomaly_mode, no_fast_path

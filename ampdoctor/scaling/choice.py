@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FP32_SHARE
+from ampdoctor.evidence.thresholds import ERROR_NOTE, FP32_SHARE, Thresholds
 from ampdoctor.numerics.rounding_error import powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2

@@ -18,7 +18,7 @@ from math import frexp, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.targets import Framework
 from ampdoctor.scaling.settings import ScalerSettings
 
 NEVER = 2**61

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.targets import Framework
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling.bootstrap import Replicas
 from ampdoctor.scaling.choice import COMPOUNDING

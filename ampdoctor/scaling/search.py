@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import Framework
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE
+from ampdoctor.evidence.targets import Framework
+from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE, Thresholds
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import derived
 from ampdoctor.scaling.bootstrap import Drift, find_drift, resample

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.targets import Framework
 from ampdoctor.numerics import FORMATS
 from ampdoctor.scaling.rules import RULES, Flags, Floats, Integers, Lanes, fp32
 from ampdoctor.scaling.settings import ScalerSettings

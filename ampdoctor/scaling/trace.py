@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.of_runs.ranges import SiteKind
+from ampdoctor.evidence.run_facts import SiteKind
 from ampdoctor.numerics import FORMATS
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.targets import Framework
 from ampdoctor.scaling.bootstrap import find_drift, resample
 from ampdoctor.scaling.closed_forms import highest_exponent
 from ampdoctor.scaling.scoring import Expectation

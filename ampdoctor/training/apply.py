@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.hooks.names import clean_names
 from ampdoctor.precision import (

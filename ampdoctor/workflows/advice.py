@@ -11,8 +11,7 @@ import numpy as np
 
 from ampdoctor.diagnosis.ranges.forward_range import near_limit
 from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
-from ampdoctor.evidence.of_runs.precision import PrecisionFacts, ScaleFacts, Spread
-from ampdoctor.evidence.report.scaler import (
+from ampdoctor.evidence.report_scaler import (
     FlushedGradients,
     ScalePath,
     ScalePaths,
@@ -24,7 +23,8 @@ from ampdoctor.evidence.report.scaler import (
     Simulated,
     SimulatedOutcome,
 )
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FLUSHED
+from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
+from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.numerics import FORMATS, FloatFormat
 from ampdoctor.scaling.choice import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
@@ -35,8 +35,7 @@ from ampdoctor.scaling.trajectory import Trajectory, largest_scales, trajectory
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.frameworks import Framework
-    from ampdoctor.evidence.targets import Target
+    from ampdoctor.evidence.targets import Framework, Target
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.scaling.scoring import Expectation

@@ -26,7 +26,8 @@ from ampdoctor.diagnosis.replay.scaler_misuse import (
     stepped_past_finding,
     suspicious,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
     Check,
@@ -35,11 +36,10 @@ from ampdoctor.evidence.report import (
     Report,
     Skipped,
     Verdict,
+    counted_from,
     finding_order,
     verdict_of,
 )
-from ampdoctor.evidence.report.counted import counted_from
-from ampdoctor.evidence.where import Where
 from ampdoctor.live.scaler_protocol import half_weights
 from ampdoctor.probes.user_code import as_source, own_line, raising_line
 from ampdoctor.replay.python_state import has_moved
@@ -70,9 +70,9 @@ from ampdoctor.workflows.trials import as_far_as_replayed, proof_of
 
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
-    from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
-    from ampdoctor.evidence.report.bisection import PathSection
+    from ampdoctor.evidence.report_replay import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

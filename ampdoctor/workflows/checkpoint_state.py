@@ -20,8 +20,8 @@ from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
 from ampdoctor.diagnosis.scaler.collapsed_scaler import collapse_severity, typical_gradient
 from ampdoctor.diagnosis.scaler.frozen_scaler import standing_scale
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
-from ampdoctor.evidence.of_runs.saved_state import FlushedMoment, HalfCounter
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
+from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
 from ampdoctor.workflows.changes import no_change
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome, Trace
 from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.trace import Birth, StepOutcome, Trace
 from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.probes.halving import Interval, IntervalTrace, OrderProbe, Point, PointProbe, UpdateTrace
 from ampdoctor.probes.nonfinite import NonFiniteProbe, Observation, first_difference

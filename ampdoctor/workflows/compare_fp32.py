@@ -20,9 +20,9 @@ from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_runs.proof import ReplayedStep
-from ampdoctor.evidence.of_runs.trace import Comparison
 from ampdoctor.evidence.report import Finding, Prescription, Skipped
+from ampdoctor.evidence.report_replay import ReplayedStep
+from ampdoctor.evidence.trace import Comparison
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import extremes
 from ampdoctor.probes.gradients import DistanceProbe, distances
@@ -54,8 +54,8 @@ from ampdoctor.workflows.wrong_forward import seen_in_forward, stale_casts, stal
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
-    from ampdoctor.evidence.of_runs.trace import StepOutcome, Trace
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import StepOutcome, Trace
     from ampdoctor.replay.session import Session
 
 

@@ -17,10 +17,10 @@ import torch
 from ampdoctor.diagnosis.replay.bad_state import seen_beside, state_finding
 from ampdoctor.diagnosis.tensors.beyond_fp16 import FP16_OVERFLOW_AT
 from ampdoctor.errors import AmpdoctorError, FactoryError
-from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped
-from ampdoctor.evidence.report.target import Kept
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report_target import Kept
 from ampdoctor.hooks.interfaces import describe
 from ampdoctor.hooks.process_state import are_several, unwarned
 from ampdoctor.hooks.torch_internals import unseen
@@ -36,8 +36,8 @@ from ampdoctor.workflows.requests import Policy, ReplayRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ampdoctor.evidence.location import NonFinite
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.where import NonFinite
     from ampdoctor.hooks.program import Leading, Program
     from ampdoctor.live.log.facts import Place
     from ampdoctor.live.loop_watch import Attempt, LoopWatch

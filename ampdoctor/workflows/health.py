@@ -22,7 +22,7 @@ from ampdoctor.evidence.report import (
     verdict_of,
     with_files,
 )
-from ampdoctor.evidence.report.health import CurveName, HealthRun, HealthSection
+from ampdoctor.evidence.report_health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.kept import look_again

@@ -35,18 +35,18 @@ from ampdoctor.diagnosis.replay.scaler_verdict import (
     verdict_on_skips,
 )
 from ampdoctor.diagnosis.updates.stuck_state import RULE as STUCK
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
-from ampdoctor.evidence.of_runs.proof import ReplayedStep
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, is_dead
+from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import ErrorNote, Finding, Prescription, Severity
-from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.evidence.report_replay import ReplayedStep
 from ampdoctor.workflows.changes import loss_scale
 from ampdoctor.workflows.prescribe import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.repairs import put_right, repair
 from ampdoctor.workflows.trials import AFTER, SHOWN, Trials, replayed
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-    from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
+    from ampdoctor.evidence.checkpoint_stats import ScalerState
+    from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
     from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.close_look import CloseLook

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.log_records import AlertLine, Line, Stamped, StepLine
+from ampdoctor.evidence.log_text import kind_of, line_of
+from ampdoctor.evidence.paths import file_key, logs_in
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.files import logs_in
-from ampdoctor.evidence.run_log.lines import AlertLine, Line, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import kind_of, line_of
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.to_write import place_of
 from ampdoctor.health.reading.opening import FoundLog
 from ampdoctor.health.reading.our_log import AMPDOCTOR
 from ampdoctor.health.sinks.apart import Apart
@@ -149,14 +148,14 @@ def refuse_log(exports: Iterable[Export], log: FoundLog) -> None:
     Raises:
         UsageError: One of them would.
     """
-    read = {place_of(log.folder / name) for name in log.names}
+    read = {file_key(log.folder / name) for name in log.names}
     for one in exports:
         for file in one.files(log.folder.absolute().name):
-            if place_of(file) in read:
+            if file_key(file) in read:
                 raise UsageError(f"--export {one}: cannot write {file}: it is what is to be read")
             if log.kind is AMPDOCTOR:
                 refuse_of_log(file, log.folder)
-            elif is_folder(Path(log.typed)) and place_of(Path(file).parent) == place_of(log.folder):
+            elif is_folder(Path(log.typed)) and file_key(Path(file).parent) == file_key(log.folder):
                 raise UsageError(f"--export {one}: the next run would read {file} as a log as well; name another place")
 
 

@@ -15,8 +15,8 @@ from ampdoctor.diagnosis.updates.frozen_parameters import frozen, frozen_finding
 from ampdoctor.diagnosis.updates.stuck_state import counting, counting_finding, owner_of, stuck, stuck_finding
 from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, made_zero, wrong_step_finding
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.where import Where
 from ampdoctor.probes.gradients import DistanceProbe
 from ampdoctor.probes.op_overrides import address_at
 from ampdoctor.probes.written_state import last_written
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
-    from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside, StateBeside, Trace
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import Comparison, Flush, ParameterBeside, StateBeside, Trace
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.step_beside_fp32 import Kept, Known

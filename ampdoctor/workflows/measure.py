@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
-from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
+from ampdoctor.evidence.run_facts import GRADIENTS, Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.probes.formats_seen import HalfProbe, ModuleFactsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
@@ -29,7 +29,7 @@ from ampdoctor.workflows.trials import AGREEMENT
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.modules import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

@@ -21,10 +21,10 @@ from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
 from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.errors import FactoryError, ReplayError, UsageError
-from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.json_records import from_plain
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Skipped
-from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report_scaler import ScalerArguments, ScalerSection
 from ampdoctor.hooks.interfaces import is_out_of_memory
 from ampdoctor.hooks.names import other_names, scripted_modules
 from ampdoctor.hooks.process_state import RandomState
@@ -66,8 +66,8 @@ from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
 
 if TYPE_CHECKING:
     from ampdoctor.checkpoints.standing import Standing
-    from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
-    from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
+    from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+    from ampdoctor.evidence.run_facts import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.requests import Policy, ReplayRequest
 

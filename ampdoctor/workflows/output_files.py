@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ampdoctor.errors import OutputError, UsageError
-from ampdoctor.evidence.run_log.files import is_of_log
+from ampdoctor.evidence.paths import is_of_log
 from ampdoctor.live.log.facts import grouped
 from ampdoctor.live.log.facts import launched as launched_as
 

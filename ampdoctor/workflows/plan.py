@@ -21,9 +21,9 @@ from ampdoctor.batching.request import PlanRequest
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.evidence.of_runs.ranges import Place, SiteKind
+from ampdoctor.evidence.log_records import RunLine, Stamped, StepLine
 from ampdoctor.evidence.report import Report, Skipped, verdict_of
-from ampdoctor.evidence.report.plan import (
+from ampdoctor.evidence.report_plan import (
     BatchInForce,
     DeviceMemory,
     FlushedByPlan,
@@ -32,7 +32,7 @@ from ampdoctor.evidence.report.plan import (
     PlannedCluster,
     PlanSection,
 )
-from ampdoctor.evidence.run_log.lines import RunLine, Stamped, StepLine
+from ampdoctor.evidence.run_facts import Place, SiteKind
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 

@@ -19,9 +19,9 @@ from ampdoctor.diagnosis.replay.causes import (
     batch_may_be_at_fault,
     excess_binades,
 )
-from ampdoctor.evidence.of_runs.trace import LOST
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.op_overrides import Address, How, Intervention, address_of
 from ampdoctor.probes.own_ops import OwnOps
@@ -32,7 +32,7 @@ from ampdoctor.workflows.searches import smallest_set
 from ampdoctor.workflows.trials import SHOWN, first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Birth
+    from ampdoctor.evidence.trace import Birth
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.changes import Change
     from ampdoctor.workflows.trials import Trials

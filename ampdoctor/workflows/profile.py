@@ -24,10 +24,9 @@ from ampdoctor.checkpoints.storage.listing import list_folder
 from ampdoctor.diagnosis.ranges.gradient_underflow import underflow_expected
 from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import nonfinite_in_fp32
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.of_runs.ranges import GRADIENTS, PROFILE_MARK, SiteKind
+from ampdoctor.evidence.log_records import DetailLine, StepLine
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.run_facts import GRADIENTS, PROFILE_MARK, SiteKind
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.from_log import profile_from_log

@@ -10,10 +10,10 @@ from ampdoctor.diagnosis.precision.precision_advice import advise_precision
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_expected
 from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of
-from ampdoctor.evidence.report.bisection import ProofSection
-from ampdoctor.evidence.report.scaler import EmittedSettings, ScalerArguments, ScalerSection
+from ampdoctor.evidence.report_replay import ProofSection
+from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, ScalerSection
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
@@ -47,7 +47,7 @@ from ampdoctor.workflows.scale_findings import Judgement, judge
 from ampdoctor.workflows.trials import proof_of, proof_section
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+    from ampdoctor.evidence.run_facts import PrecisionAdvice
     from ampdoctor.probes.ranges import Zeroed
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session

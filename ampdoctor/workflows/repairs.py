@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.evidence.report.refusals import HALF_WEIGHTS, WITHOUT_GRADIENTS
+from ampdoctor.evidence.report_replay import HALF_WEIGHTS, WITHOUT_GRADIENTS
 from ampdoctor.hooks.backwards import mark_scaled, scaled_within
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.probes.nonfinite import state_tensors
@@ -22,7 +22,7 @@ from ampdoctor.workflows.changes import loss_scale
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights
-    from ampdoctor.evidence.where import Where
+    from ampdoctor.evidence.location import Where
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.changes import Change
     from ampdoctor.workflows.trials import Trials

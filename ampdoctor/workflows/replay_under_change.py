@@ -16,8 +16,8 @@ from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
 from ampdoctor.diagnosis.ranges.starved_parameters import starved
 from ampdoctor.diagnosis.replay.scaler_verdict import times_begun_again
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
+from ampdoctor.evidence.report_replay import Proof, ReplayedStep
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.ranges import ReferenceGradients, Zeroed, ZeroedProbe
@@ -30,8 +30,8 @@ from ampdoctor.workflows.step_beside_fp32 import Kept, kept, moved
 from ampdoctor.workflows.trials import AGREEMENT, replayed
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Comparison, StepOutcome
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import Comparison, StepOutcome
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.probes.modules import HalfPlan
     from ampdoctor.replay.session import Session

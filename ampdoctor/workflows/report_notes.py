@@ -12,14 +12,14 @@ import torch
 
 from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_runs.trace import Birth, Passage
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
-from ampdoctor.evidence.report.bisection import NodeRole, PathNode, PathSection
+from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection
+from ampdoctor.evidence.trace import Birth, Passage
 from ampdoctor.probes.formats_seen import HalfOps, Region
 from ampdoctor.probes.user_code import as_source
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
+    from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.probes.nonfinite import Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

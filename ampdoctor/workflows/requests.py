@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
+from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.evidence.report import Report, Suppressed
-from ampdoctor.evidence.run_log.files import logs_in, place_of
-from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
+from ampdoctor.evidence.targets import DEFAULT_TARGET, FRAMEWORKS, Framework, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.health.sinks.table import Export
@@ -68,7 +67,7 @@ def is_run_log(target: str) -> bool:
     try:
         if path.is_dir():
             return bool(logs_in(os.listdir(path))) and not (path / "manifest.json").is_file()  # noqa: PTH208
-        return place_of(path.name) is not None and path.is_file()
+        return rank_and_number(path.name) is not None and path.is_file()
     except OSError:
         return False
 

@@ -21,7 +21,7 @@ from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.step_beside_fp32 import Kept, Replayed, State, held, kept, moved, sample, states_of, stepped
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Trace
+    from ampdoctor.evidence.trace import Trace
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 

@@ -16,7 +16,7 @@ from ampdoctor.diagnosis.ranges.scale_too_high import scale_too_high
 from ampdoctor.diagnosis.ranges.scaler_collapse import no_valid_scale
 from ampdoctor.diagnosis.replay.dead_scale import unusable_scale_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules

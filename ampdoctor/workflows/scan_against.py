@@ -13,11 +13,10 @@ from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.several.growing_range import grown_beyond_start
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, relative
-from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
+from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
-from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangedTensor, ChangeSection, RoleChange, TensorGrowth
+from ampdoctor.evidence.report_scan import ChangedCheckpoint, ChangedTensor, ChangeSection, RoleChange, TensorGrowth
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import Progress
 from ampdoctor.workflows.scan_checkpoint import examine, in_bytes

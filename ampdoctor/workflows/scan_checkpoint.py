@@ -17,13 +17,12 @@ from ampdoctor.checkpoints.measures.summary import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
-from ampdoctor.evidence.codec import from_plain
-from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES, CheckpointSummary, LogEntry
-from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
+from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointSummary, LogEntry
+from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, verdict_of
-from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
-from ampdoctor.evidence.report.scans import (
+from ampdoctor.evidence.report_scaler import ScalerArguments, ScalerSection
+from ampdoctor.evidence.report_scan import (
     ListedGroup,
     ListedLog,
     ListedMember,
@@ -31,6 +30,7 @@ from ampdoctor.evidence.report.scans import (
     ListedRole,
     ListedTensor,
     StructureSection,
+    TensorRows,
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import Progress

@@ -15,11 +15,9 @@ from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
 from ampdoctor.diagnosis.several.growing_range import cast_by_autocast
 from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
-from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, Largest, LogEntry, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped, finding_order, verdict_of, with_files
-from ampdoctor.evidence.report.scans import RoleFigures, TrendFigures, TrendSection, TrendUnit
+from ampdoctor.evidence.report_scan import RoleFigures, TensorRows, TrendFigures, TrendSection, TrendUnit
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined

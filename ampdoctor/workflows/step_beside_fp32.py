@@ -12,8 +12,8 @@ import torch
 
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.replay.forward_precision import error_of
-from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
+from ampdoctor.evidence.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.tensors import together
@@ -21,8 +21,8 @@ from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.probes.nonfinite import Observation
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import StateKind
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import StateKind
     from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 

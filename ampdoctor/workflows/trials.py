@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
-from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
+from ampdoctor.evidence.report_replay import Proof, ProofSection, ProofStep, ReplayedStep, StepFigures
 from ampdoctor.numerics.tensors import blocks, squares, together
 from ampdoctor.probes.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
@@ -21,9 +20,9 @@ from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.workflows.changes import jolted, loss_scale, no_change, noted_roots
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import StepOutcome
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

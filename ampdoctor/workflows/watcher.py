@@ -17,10 +17,10 @@ from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
 from ampdoctor.diagnosis.trends.of_steps.no_step_taken import RULE as NO_STEP
 from ampdoctor.errors import StoppedError
+from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, RunLine
+from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
-from ampdoctor.evidence.report.target import Kept, Run
-from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, RunLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.report_target import Kept, Run
 from ampdoctor.hooks.callbacks import Clip, hearing, on_gradient
 from ampdoctor.hooks.interfaces import causes_of, code_of, describe, is_out_of_memory
 from ampdoctor.hooks.nested import iter_tensors

@@ -16,8 +16,8 @@ from ampdoctor.diagnosis.replay.forward_precision import (
     forward_precision_finding,
     together,
 )
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.evidence.where import Where
 from ampdoctor.probes.forward_fp32 import WideForwardProbe
 from ampdoctor.probes.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.op_overrides import address_at
@@ -30,9 +30,9 @@ from ampdoctor.workflows.step_beside_fp32 import stepped
 from ampdoctor.workflows.trials import SHOWN
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Amplified, Comparison, ParameterBeside
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import Amplified, Comparison, ParameterBeside
     from ampdoctor.probes.op_overrides import Address
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from ampdoctor.evidence.run_log.files import logs_in
-from ampdoctor.evidence.run_log.lines import Line
-from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.log_records import Line
+from ampdoctor.evidence.log_text import line_of
+from ampdoctor.evidence.paths import logs_in
 from benchmarks.alerting import healthy, loop, nets, tasks
 from benchmarks.alerting.harm import STAYS, harm_step, is_above, is_sudden
 from benchmarks.alerting.loop import Batch, Fault, Run, clean_loss, ended_in_nan, take_step, train

@@ -12,8 +12,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections import deque
 
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import Line, StepLine
+from ampdoctor.evidence.log_records import DetailLine, Line, StepLine
 
 
 class Rival(ABC):

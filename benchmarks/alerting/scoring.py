@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.evidence.log_records import DetailLine, Line, StepLine
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import Line, StepLine
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from benchmarks.alerting.logs import Record
 from benchmarks.alerting.published import SPIKES, Spike, steps_of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ampdoctor
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.evidence.run_facts import Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.probes.formats_seen import HalfProbe
 from ampdoctor.probes.modules import GradientHooks, HalfPlan

@@ -11,8 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import DetailLine, StepLine, TensorDetail
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.evidence.of_runs.ranges import KINDS, Place
+from ampdoctor.evidence.run_facts import KINDS, Place
 from ampdoctor.ranges.profile import RunFacts
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.report.health import (
+from ampdoctor.evidence.report_health import (
     ActionMark,
     CheckpointMark,
     Curve,
@@ -16,8 +17,7 @@ from ampdoctor.evidence.report.health import (
     LookMark,
     ScalerHistory,
 )
-from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 
 HARM = 0.86
 """Where in a run that breaks its gradients jump, as a share of its steps."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ampdoctor.evidence.of_runs.trace import Birth, Recomputation, TensorStats
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.trace import Birth, Recomputation, TensorStats
 
 
 def stats(dtype="float16", *, name=None, shape=(4,), amax=1.0, nans=0, infs=0, zeros=0):

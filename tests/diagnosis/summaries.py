@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.evidence.of_checkpoints.checkpoint import TensorSummary
+from ampdoctor.evidence.checkpoint_stats import TensorSummary
 
 
 def tensor(name="fc.weight", **changes) -> TensorSummary:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.workflows.scan import scan
 from tests.diagnosis.summaries import tensor
 

@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.diagnosis.replay.causes import cause_of, culprits, excess_binades, fitting_scale, scale_may_cure
-from ampdoctor.evidence.of_runs.trace import Operand, Recomputation, Sightings, Trace
+from ampdoctor.evidence.trace import Operand, Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 
 MAX = 65504.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, UpdateReach
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, TensorChange, UpdateReach
 
 LOST = UpdateReach(learning_rate=1e-5, lands=0.02, adds_up=0.98, steps=1000, rms=1e-5)
 LANDS = replace(LOST, lands=0.9)

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.catalogue.rule import SCANNED
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_FINDINGS, is_mask
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
 from tests.diagnosis.summaries import moment, tensor
 
 FOLDER = Path(__file__).parent

@@ -16,10 +16,10 @@ from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
 from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
 from ampdoctor.diagnosis.replay.sentences import place
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.trace import Operand, Recomputation
 from tests.diagnosis.births import birth, stats
 
 SOURCE = Source("a.py", 3)

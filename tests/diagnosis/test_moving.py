@@ -12,9 +12,7 @@ from ampdoctor.diagnosis.catalogue.moving import all_thresholds, thresholds_from
 from ampdoctor.diagnosis.log.gradients_vanished import LEAST_ZEROS
 from ampdoctor.diagnosis.tensors.saturated_values import SATURATED_8_BIT
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_BAD, HORIZON
-from ampdoctor.evidence.thresholds.threshold import MovedThreshold
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_BAD, HORIZON, MovedThreshold
 
 
 def test_what_is_not_moved_has_its_default():

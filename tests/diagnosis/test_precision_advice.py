@@ -9,8 +9,7 @@ from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.diagnosis.precision.fp8_fit import E4M3_BINADES, E5M2_BINADES, fp8_fit
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts, UpdateFacts
-from ampdoctor.evidence.of_runs.precision import PrecisionFacts, ScaleFacts, Spread
+from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts, PrecisionFacts, ScaleFacts, Spread, UpdateFacts
 from ampdoctor.evidence.targets import TARGETS, target_named
 
 

@@ -10,9 +10,7 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.catalogue.rule import FINDERS, SCANNED, register
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
-from ampdoctor.evidence.of_checkpoints.trend import Trend
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, CheckpointSummary, Trend
 
 PACKAGE = Path(__file__).parents[2] / "ampdoctor"
 

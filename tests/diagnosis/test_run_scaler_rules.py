@@ -9,8 +9,8 @@ import pytest
 
 from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
 from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting, ResumedScaler
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
 
 DEFAULT = ScalerState(scale=65536.0)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ampdoctor.diagnosis.replay.scaler_verdict import MADE_ANEW, NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from tests.diagnosis.births import birth, stats
 
 OVERFLOW = birth("backward", verdict=(True, 1e6, 65504.0), inputs=(stats(amax=1e3),))

@@ -12,9 +12,9 @@ from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, under
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module, shown_in, starved, starved_finding
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse, suspicious, used_while_scaled
-from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate, ParameterBeside, StepEvent
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterBeside, StepEvent
 
 
 def compared(**changes):

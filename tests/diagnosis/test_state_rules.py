@@ -8,8 +8,14 @@ import math
 import pytest
 
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, IndexSummary, LogEntry
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
+from ampdoctor.evidence.checkpoint_stats import (
+    CheckpointSummary,
+    IndexSummary,
+    LogEntry,
+    OptimizerGroup,
+    OptimizerSummary,
+    StarvedMoment,
+)
 from tests.diagnosis.summaries import moment, tensor
 
 BLANK = {"amax": None, "amin": None, "zeros": 1024, "constant": 0.0}

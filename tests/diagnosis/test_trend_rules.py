@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.several.growth import course
-from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
+from ampdoctor.evidence.checkpoint_stats import Largest, Trend, TrendPoint
 
 
 def points(values, *, steps=None, cast=True, scales=None):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ampdoctor
 from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
-from ampdoctor.evidence.run_log.lines import KINDS, Stamp
+from ampdoctor.evidence.log_records import KINDS, Stamp
 from ampdoctor.reports.forms.schema import schema
 from docs._ext import repository_links, schema_page
 from tests.docs.pages import DOCS

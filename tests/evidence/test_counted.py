@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped
-from ampdoctor.evidence.report.counted import counted_from
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.location import Source, Where
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, counted_from
 
 WHERE = Where(
     step=0, phase="forward", module="blocks.step 3", op="aten.linear", tensor="step 0.weight", source=Source("a.py", 1)

@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorSummary
-from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
+from ampdoctor.evidence.checkpoint_stats import CastLoss, TensorSummary
+from ampdoctor.evidence.report_scan import TensorRows
 
 LOST = CastLoss(format="fp16", flushed=0.25, subnormal=0.5, overflowed=0.125, relative_error=0.1, headroom=-1.0)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import BaselineSection, Finding, Report, Suppressed
-from ampdoctor.evidence.where import Where
 from ampdoctor.gates.baseline import baseline_of, from_text, refuse_other_command, set_known_aside, to_text
 from tests.samples import NOTHING_CHANGED
 

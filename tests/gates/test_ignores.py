@@ -8,8 +8,8 @@ from datetime import date
 import pytest
 
 from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.evidence.location import Source
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.where import Source
 from ampdoctor.gates.findings import Ignore, apply_ignores
 from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import Line, RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import DetailLine, Line, RunLine, Stamp, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_text import text_of
 
 NAMES = ("a.weight", "b.weight")
 HEADER = RunLine(name="small", tensors=NAMES, optimizers=("AdamW",), scalers=("scaler",), precision="fp16")

@@ -12,8 +12,8 @@ import pytest
 
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_text import text_of
 from ampdoctor.health import following
 from ampdoctor.health.following import Follower
 from ampdoctor.health.reading.opening import find_log

@@ -10,9 +10,9 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, StepLine
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, LookLine, StepLine
-from ampdoctor.evidence.where import Where
 from ampdoctor.health import kept
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words import words

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ampdoctor.evidence.run_log.lines import DetailLine, RunLine, StepLine
-from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine
+from ampdoctor.evidence.log_text import line_of
 from ampdoctor.live import data_stats
 from ampdoctor.live.data_stats import Batches, DataWait
 from ampdoctor.workflows.requests import WatchRequest

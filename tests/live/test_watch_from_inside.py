@@ -12,7 +12,7 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor.errors import SickTrainingError, UsageError
-from ampdoctor.evidence.report.scaler import ScalerArguments
+from ampdoctor.evidence.report_scaler import ScalerArguments
 from ampdoctor.live.numbers.async_reader import Later
 from ampdoctor.workflows.health import health
 from ampdoctor.workflows.watcher import Doctor, standing

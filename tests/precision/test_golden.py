@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.location import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import cases, golden, histograms, ops, products, syncs

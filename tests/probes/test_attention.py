@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ampdoctor.evidence.of_runs.modules import OVERFLOWED
+from ampdoctor.evidence.run_facts import OVERFLOWED
 from ampdoctor.probes import formats_seen
 from ampdoctor.probes.formats_seen import attention_logits, softmax_logits
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 from ampdoctor.probes.op_overrides import Address, Intervention, _candidates, address_of, choose_guard
 from ampdoctor.probes.user_code import as_source
 from tests.diagnosis.births import birth

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampdoctor import TrainingRun
-from ampdoctor.evidence.of_runs.modules import OVERFLOWED
+from ampdoctor.evidence.run_facts import OVERFLOWED
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.probes.formats_seen import ModuleFactsProbe
 from ampdoctor.replay.session import Session

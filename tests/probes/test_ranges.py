@@ -14,7 +14,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.of_runs.ranges import Site
+from ampdoctor.evidence.run_facts import Site
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.probes import ranges

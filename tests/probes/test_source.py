@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.emulation.gpu import asking
 from ampdoctor.probes import user_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.evidence.run_facts import Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import Collector, RunFacts
 

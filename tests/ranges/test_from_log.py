@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.ranges import Place
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
+from ampdoctor.evidence.run_facts import Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import Collector, RunFacts

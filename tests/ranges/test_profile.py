@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_runs.modules import ModuleFacts
+from ampdoctor.evidence.run_facts import ModuleFacts
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine
+from ampdoctor.evidence.log_records import EndLine, RunLine
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.replay.user_files import told_of_changes
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.codec import from_plain
-from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
-from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+from ampdoctor.evidence.json_records import from_plain
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import (
     BaselineSection,
     Check,
@@ -18,9 +17,9 @@ from ampdoctor.evidence.report import (
     Skipped,
     Suppressed,
 )
-from ampdoctor.evidence.report.scaler import EmittedSettings, SettingBound
-from ampdoctor.evidence.report.scans import TrendSection
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report_scaler import EmittedSettings, SettingBound
+from ampdoctor.evidence.report_scan import TensorRow, TrendSection
+from ampdoctor.evidence.run_facts import PrecisionAdvice
 from tests.samples import SICK
 
 PLAIN = "blocks.0.fc.weight"

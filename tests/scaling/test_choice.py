@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import Collector, RunFacts

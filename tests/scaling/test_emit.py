@@ -17,7 +17,7 @@ from torch import distributed
 from torch.distributed import fsdp
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import FRAMEWORKS
+from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.scaling import ScalerSettings
 from ampdoctor.scaling.emitters import emit
 

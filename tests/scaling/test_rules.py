@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ampdoctor.evidence.frameworks import FRAMEWORKS
+from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.scaling import ScalerSettings
 from ampdoctor.scaling.rules import DEFAULTS, RULES, expressible
 

@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import FRAMEWORKS
+from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2

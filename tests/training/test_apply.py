@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ampdoctor
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.evidence.where import Where
 from ampdoctor.precision import autocast_policy, force_fp32, override_autocast
 from ampdoctor.reports.forms.to_json import render_json, report_as_dict
 

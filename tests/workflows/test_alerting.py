@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ampdoctor
-from ampdoctor.evidence.run_log.lines import AlertLine, DetailLine, RunLine, StepLine
-from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.log_records import AlertLine, DetailLine, RunLine, StepLine
+from ampdoctor.evidence.log_text import line_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.workflows.health import health
 from ampdoctor.workflows.log_listeners import Alerting

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.recommend import combined
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.batching.reading.counts import shown
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
+from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
 
 _BEYOND_JSON = re.compile(r"^\s*(//|#|/\*)|,\s*[}\]]", re.MULTILINE)
 """What hjson, by which DeepSpeed reads its configuration, allows beyond JSON."""

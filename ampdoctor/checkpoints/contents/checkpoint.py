@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.contents.scalers import not_numbers, number, scaler_s
 from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, is_average, is_master, role_of, tensors_in
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.checkpoint_stats import RUN_LOG, LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 _SKIPS_SHOWN = 20

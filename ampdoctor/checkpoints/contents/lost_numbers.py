@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.contents.scalers import number, scaler_fields
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.objects import is_module, numpy_array, parts_of
 from ampdoctor.checkpoints.storage.stored import StoredTensor
-from ampdoctor.evidence.of_checkpoints.checkpoint import LostNumbers
+from ampdoctor.evidence.checkpoint_stats import LostNumbers
 
 _PLAIN = frozenset({int, str, bool, bytes, type(None)})
 

@@ -16,7 +16,7 @@ from ampdoctor.checkpoints.contents.registration_order import place_names
 from ampdoctor.checkpoints.contents.structure import clean_names, role_of
 from ampdoctor.checkpoints.pickles.inert import run_together
 from ampdoctor.checkpoints.storage.stored import StoredTensor
-from ampdoctor.evidence.of_checkpoints.checkpoint import TensorRole
+from ampdoctor.evidence.checkpoint_stats import TensorRole
 
 _Shape = tuple[int, ...]
 _Named = list[tuple[str, _Shape]]

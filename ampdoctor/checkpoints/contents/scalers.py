@@ -8,7 +8,7 @@ from typing import Any
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.objects import fields_of
 from ampdoctor.checkpoints.storage.stored import StoredTensor
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.checkpoint_stats import ScalerState
 
 _TORCH_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
 _APEX_KEYS = frozenset({"loss_scale", "unskipped"})

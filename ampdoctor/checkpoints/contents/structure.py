@@ -26,7 +26,7 @@ from ampdoctor.checkpoints.pickles.objects import (
 )
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.stored import SparseTensor, StoredTensor
-from ampdoctor.evidence.of_checkpoints.checkpoint import LostNumbers, TensorRole
+from ampdoctor.evidence.checkpoint_stats import LostNumbers, TensorRole
 from ampdoctor.evidence.report import Skipped
 
 MAIN_KEYS = (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.unique_keys import unique_keys
+from ampdoctor.evidence.json_records import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
 """Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of 200,000

@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, as_number, thinned
 from ampdoctor.checkpoints.storage.files import RegularFile, plain_name
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """An index of 100,000 tensors has about 10 MB; a Trainer's log of a million entries about 50 MB."""

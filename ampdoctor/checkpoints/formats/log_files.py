@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 
 MAX_LOG_BYTES = 64 * 1024 * 1024
 """A log of a million lines has about this size; a larger file of JSON lines is a data set."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, MAX_LINES, MAX_PARSED, lines_in, thinned
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import kind_of, line_of
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.log_records import DetailLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_text import kind_of, line_of
 
 MAX_DETAILS = 20_000
 """Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""

@@ -24,8 +24,8 @@ from ampdoctor.checkpoints.storage.stored import (
     unread_dtype,
 )
 from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.json_records import DuplicateKeyError
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.unique_keys import DuplicateKeyError
 from ampdoctor.numerics.tensors import E8M0
 
 MAX_HEADER_BYTES = 100_000_000

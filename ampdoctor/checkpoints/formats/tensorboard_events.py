@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.formats.log_files import in_order, log_entry, thinned
 from ampdoctor.checkpoints.formats.protobuf import BYTES, FIXED32, FIXED64, VARINT, message_fields
 from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 PREFIX = "events.out.tfevents."

@@ -12,7 +12,7 @@ from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, read
 from ampdoctor.checkpoints.layouts.run_log_folder import run_logs, steps_of
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 RUNS = "runs"

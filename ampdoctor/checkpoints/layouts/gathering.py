@@ -14,9 +14,9 @@ from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
-from ampdoctor.evidence.of_runs.ranges import PROFILE_MARK
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.evidence.run_facts import PROFILE_MARK
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ from ampdoctor.checkpoints.layouts.gathering import Gathering
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.checkpoints.storage.listing import list_folder
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, LogEntry
+from ampdoctor.evidence.checkpoint_stats import RUN_LOG, LogEntry
+from ampdoctor.evidence.log_records import StepLine
+from ampdoctor.evidence.paths import logs_in
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.files import logs_in
-from ampdoctor.evidence.run_log.lines import StepLine
 
 
 def run_logs(folder: Path, names: Iterable[str]) -> list[list[str]]:

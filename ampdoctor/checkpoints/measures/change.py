@@ -17,8 +17,7 @@ from ampdoctor.checkpoints.measures.difference import difference
 from ampdoctor.checkpoints.measures.summary import Observer
 from ampdoctor.checkpoints.measures.update_reach import StoredState, reach, states_of
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorRole
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, CheckpointSummary, TensorChange, TensorRole
 from ampdoctor.evidence.report import Skipped
 
 _COMPARED: frozenset[TensorRole] = frozenset({"weight", "buffer", "ema"})

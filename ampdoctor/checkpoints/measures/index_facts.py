@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, TensorRef
-from ampdoctor.evidence.of_checkpoints.checkpoint import IndexSummary
+from ampdoctor.evidence.checkpoint_stats import IndexSummary
 
 MAX_INDICES = 1 << 20
 """Maximum number of elements of an examined table: the longest position tables have about as many."""

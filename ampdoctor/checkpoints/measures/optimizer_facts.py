@@ -16,8 +16,7 @@ from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.measures.difference import side_by_side
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import TensorSummary
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
+from ampdoctor.evidence.checkpoint_stats import OptimizerGroup, OptimizerSummary, StarvedMoment, TensorSummary
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
 """Second moment -> the first moment that its root divides. AMSGrad divides by a maximum, whose lower bound it is."""

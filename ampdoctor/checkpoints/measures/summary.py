@@ -14,7 +14,7 @@ from ampdoctor.checkpoints.measures.optimizer_facts import optimizer_facts
 from ampdoctor.checkpoints.measures.streaming import Numbered, stream
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.of_checkpoints.checkpoint import (
+from ampdoctor.evidence.checkpoint_stats import (
     ROLES,
     RUN_LOG,
     CastLoss,

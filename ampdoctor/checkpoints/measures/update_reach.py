@@ -19,7 +19,7 @@ from ampdoctor.checkpoints.contents.structure import tensors_in
 from ampdoctor.checkpoints.measures.difference import side_by_side, widened
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.change import UpdateReach
+from ampdoctor.evidence.checkpoint_stats import UpdateReach
 
 _Update = Callable[..., torch.Tensor]
 """Maps chunks of the moments (float32) to the step that is subtracted from the weight."""

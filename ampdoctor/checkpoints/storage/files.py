@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.to_write import refuse_reading
+from ampdoctor.evidence.paths import refuse_reading
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ampdoctor.diagnosis.catalogue.rule import Rule
-    from ampdoctor.evidence.thresholds.threshold import Threshold
+    from ampdoctor.evidence.thresholds import Threshold
 
 
 def _completions(incomplete: str) -> list[tuple[str, str]]:

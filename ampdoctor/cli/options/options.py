@@ -12,8 +12,7 @@ import typer
 
 from ampdoctor.cli.options.completing import hardware_completions, report_completions
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import Framework
-from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
+from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.reports.forms.canvas import Color
 from ampdoctor.reports.forms.formats import ReportFormat

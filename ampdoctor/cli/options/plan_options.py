@@ -12,7 +12,7 @@ from ampdoctor.cli.options.one_run import ONE_RUN
 from ampdoctor.cli.options.options import refuse_empty
 from ampdoctor.cli.options.size import bytes_of
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import PlanFramework
+from ampdoctor.evidence.targets import PlanFramework
 from ampdoctor.workflows.requests import Precision
 
 if TYPE_CHECKING:

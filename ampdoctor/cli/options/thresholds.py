@@ -12,8 +12,7 @@ import typer
 from ampdoctor.cli.options.completing import threshold_completions
 from ampdoctor.diagnosis.catalogue.moving import check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.thresholds import Moves, Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import (
+from ampdoctor.evidence.thresholds import (
     ERROR_BAD,
     ERROR_NOTE,
     ERROR_WARNING,
@@ -21,8 +20,10 @@ from ampdoctor.evidence.thresholds.scaling_thresholds import (
     FP32_SHARE,
     HORIZON,
     SKIP_RATE,
+    Moves,
+    Threshold,
+    Thresholds,
 )
-from ampdoctor.evidence.thresholds.threshold import Threshold
 
 SHORT: Mapping[str, Threshold] = MappingProxyType(
     {

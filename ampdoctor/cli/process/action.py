@@ -32,9 +32,8 @@ from ampdoctor.errors import (
     ReplayError,
     UsageError,
 )
-from ampdoctor.evidence.paths import shown_path
+from ampdoctor.evidence.paths import shown_path, to_be_written
 from ampdoctor.evidence.report import Configuration, ErrorNote, Gate, Report
-from ampdoctor.evidence.to_write import to_be_written
 from ampdoctor.workflows.output_files import refuse_of_log
 from ampdoctor.workflows.requests import Progress, SetAside
 

@@ -19,7 +19,7 @@ from ampdoctor.cli.process.github_summary import append_summary, summary_file
 from ampdoctor.cli.process.ranks import rank_file
 from ampdoctor.cli.process.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.evidence.to_write import place_of
+from ampdoctor.evidence.paths import file_key
 from ampdoctor.reports.forms.canvas import Canvas, Color
 from ampdoctor.reports.forms.formats import FORMATS, ReportFormat, renderer
 from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, write_whole
@@ -191,7 +191,7 @@ def _identity(file: str) -> object:
     """What two names of one place have in common; None: writing there twice does no harm."""
     if file != STDOUT:
         harmless = os.path.exists(file) and stat.S_ISCHR(os.stat(file).st_mode)  # noqa: PTH110, PTH116 - never raises
-        return None if harmless else place_of(file)
+        return None if harmless else file_key(file)
     try:
         stream = report_stream()
         found = os.fstat(stream.fileno()) if stream is not None else None

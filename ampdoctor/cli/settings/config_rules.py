@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.catalogue import find_rule, rules
 from ampdoctor.diagnosis.catalogue.moving import check_threshold
 from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
 from ampdoctor.reports.words.sanitise import is_seen
 

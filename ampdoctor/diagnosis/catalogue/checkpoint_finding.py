@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue.rule import Rule
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
+from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import NonFinite, Phase, Where
 
 NOT_REPLAYED = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."
 """Why a scan's prescription is not verified."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.thresholds import Moves, Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Moves, Threshold, Thresholds
 
 _CODE = re.compile(r"AMP\d{3}")
 

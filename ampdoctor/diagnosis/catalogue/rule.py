@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from ampdoctor.diagnosis.catalogue.page import Page, read_page
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend", "run", "health", "plan"]
 Evidence = TypeVar("Evidence")

@@ -9,10 +9,9 @@ from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import MOMENTUM_STEPS, loss_fell, series, trailing_entries
 from ampdoctor.diagnosis.log.loss_not_finite import loss_not_finite
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 LEAST_UNFINITE = Threshold(
     code="AMP703",

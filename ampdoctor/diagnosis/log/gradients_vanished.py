@@ -17,10 +17,9 @@ from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import MOMENTUM_STEPS, loss_fell
 from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, scale_text, without_a_scale
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
-from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, CheckpointSummary, LogEntry
+from ampdoctor.evidence.checkpoint_stats import RUN_LOG, CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 LEAST_ZEROS = Threshold(
     code="AMP702",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ampdoctor.diagnosis.log.gradients_vanished import gradients_vanished
 from ampdoctor.diagnosis.log.loss_constant import loss_constant
-from ampdoctor.evidence.of_checkpoints.checkpoint import RUN_LOG, CheckpointSummary, LogEntry
+from ampdoctor.evidence.checkpoint_stats import RUN_LOG, CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 

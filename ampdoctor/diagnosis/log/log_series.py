@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ampdoctor.diagnosis.over_time.descent import falls_over
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogEntry
 
 Series = list[tuple[LogEntry, float]]
 MOMENTUM_STEPS = 50

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import series, trailing_entries
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 CONSTANT_ENTRIES = Threshold(
     code="AMP705",

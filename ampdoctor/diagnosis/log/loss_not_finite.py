@@ -9,7 +9,7 @@ from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import series, trailing_entries
 from ampdoctor.diagnosis.tensors.lost_numbers import is_training_loss
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scale_history import History, scale_history
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import HORIZON, SKIP_RATE
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import HORIZON, SKIP_RATE, Threshold, Thresholds
 
 FEWEST_BACKOFFS = Threshold(
     code="AMP707",

@@ -12,11 +12,10 @@ from ampdoctor.diagnosis.log.log_series import Series, series
 from ampdoctor.diagnosis.over_time.course import LENGTH
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
 from ampdoctor.diagnosis.trends.of_steps.gradient_jump import gradient_jump
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogEntry
+from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.lines import StepLine
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 SPIKE_FACTOR = Threshold(
     code="AMP704",

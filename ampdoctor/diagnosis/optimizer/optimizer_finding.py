@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import Rule
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, OptimizerSummary
 from ampdoctor.evidence.report import Finding, Severity
 
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})

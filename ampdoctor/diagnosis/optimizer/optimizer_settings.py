@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.optimizer.optimizer_finding import DIVIDING_MOMENTS, optimizer_finding
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, OptimizerGroup, OptimizerSummary
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 

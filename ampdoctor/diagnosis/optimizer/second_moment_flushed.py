@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary, StarvedMoment
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, OptimizerSummary, StarvedMoment
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 LARGEST_UPDATE = Threshold(
     code="AMP502",

@@ -9,12 +9,10 @@ from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.optimizer.optimizer_finding import optimizer_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, OptimizerGroup, OptimizerSummary, TensorSummary
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 WRONG_UPDATE = Threshold(
     code="AMP504",

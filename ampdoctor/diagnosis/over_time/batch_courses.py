@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ampdoctor.diagnosis.over_time.course import Course
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import StepLine
 
 STEADY = 16
 """Steps with batches of one size after which another size is a change; where sizes vary all the time, none is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import StepLine
 
 LEAST_ROWS = 3
 """Rows with a norm that is not finite, one after another: AMP703's, one or two are skipped steps as there should be."""

@@ -12,10 +12,18 @@ from ampdoctor.diagnosis.catalogue.rule import FINDERS
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR
 from ampdoctor.diagnosis.over_time.step_courses import EPISODE, StepMoment
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorCourses, TensorMoment
+from ampdoctor.evidence.log_records import (
+    DetailLine,
+    DetailTable,
+    EndLine,
+    Line,
+    LookLine,
+    RunLine,
+    Stamped,
+    StepLine,
+    table_of,
+)
 from ampdoctor.evidence.report import SEVERITIES, Finding
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import EndLine, Line, LookLine, RunLine, Stamped, StepLine
-from ampdoctor.evidence.run_log.tables import DetailTable, table_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 _ROOT = 16

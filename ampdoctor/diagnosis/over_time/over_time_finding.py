@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ampdoctor.diagnosis.catalogue.rule import Rule
+from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.where import NonFinite, Phase, Where
 
 First = Literal["data", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
 """What moved first."""

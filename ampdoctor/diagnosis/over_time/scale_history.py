@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import StepLine
 
 _AT_ONCE = 8.0
 """Factor from one step to the next that no growth makes: torch's is 2 by default, and 4 the largest that is in use."""

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.over_time.course import HOP, LEAST, LENGTH, Course, Lon
 from ampdoctor.diagnosis.over_time.descent import MATTERS, Descent
 from ampdoctor.diagnosis.over_time.ill_steps import IllSteps, proves_a_skip
 from ampdoctor.diagnosis.over_time.scale_history import ScaleHistory
-from ampdoctor.evidence.run_log.lines import EndLine, StepLine
+from ampdoctor.evidence.log_records import EndLine, StepLine
 
 QUIET = 25
 """Accepted steps without a judgement after the batch or the learning rate has changed at once."""

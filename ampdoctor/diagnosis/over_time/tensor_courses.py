@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.tables import MEASURES, DetailTable, table_of
+from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import PLANNED, register
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.report.plan import PlannedBatch, PlanSection
+from ampdoctor.evidence.report_plan import PlannedBatch, PlanSection
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.where import Where
 
 RULE = register(
     "AMP801",

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ampdoctor.evidence.of_runs.modules import ModuleFacts
-from ampdoctor.evidence.of_runs.precision import PrecisionFacts, RowPrecision, Spread
+from ampdoctor.evidence.run_facts import ModuleFacts, PrecisionFacts, RowPrecision, Spread
 from ampdoctor.evidence.targets import Target
 
 E4M3_BINADES = math.log2(448.0) + 10.0

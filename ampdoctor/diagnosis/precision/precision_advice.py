@@ -15,16 +15,15 @@ from ampdoctor.diagnosis.precision.precision_table import logit_remedies, loss_r
 from ampdoctor.diagnosis.ranges.forward_range import HEADROOM, near_limit
 from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, update_notes, update_remedies
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
-from ampdoctor.evidence.of_runs.modules import OVERFLOWED
-from ampdoctor.evidence.of_runs.precision import (
+from ampdoctor.evidence.run_facts import (
+    OVERFLOWED,
     PrecisionAdvice,
     PrecisionFacts,
     PrecisionRow,
     RowPrecision,
     RunPrecision,
 )
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FP32_SHARE
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_NOTE, FP32_SHARE, Thresholds
 
 PURE_FP16 = (
     "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "

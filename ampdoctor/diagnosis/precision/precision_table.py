@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
-from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
-from ampdoctor.evidence.of_runs.precision import PrecisionFacts, PrecisionRow, RowPrecision
+from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts, PrecisionFacts, PrecisionRow, RowPrecision
 
 SQUARE_LIMIT = 256.0
 """From this magnitude on a square is beyond fp16."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
-from ampdoctor.evidence.of_runs.trace import Comparison
+from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import Comparison
 
 DEPARTS = Threshold(
     code="AMP207",

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from ampdoctor.diagnosis.catalogue.rule import MEASURED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding
 from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.evidence.of_runs.ranges import RangeFigures
-from ampdoctor.evidence.of_runs.trace import Comparison, Flush
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_BAD, ERROR_NOTE, ERROR_WARNING, FLUSHED
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.run_facts import RangeFigures
+from ampdoctor.evidence.thresholds import (
+    DEFAULT_THRESHOLDS,
+    ERROR_BAD,
+    ERROR_NOTE,
+    ERROR_WARNING,
+    FLUSHED,
+    Threshold,
+    Thresholds,
+)
+from ampdoctor.evidence.trace import Comparison, Flush
 
 ZEROED_SHARE = Threshold(
     code="AMP301",

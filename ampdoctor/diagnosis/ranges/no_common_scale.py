@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import FP32_SHARE
+from ampdoctor.evidence.thresholds import FP32_SHARE, Thresholds
 
 RULE = register(
     "AMP303",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import MEASURED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
-from ampdoctor.evidence.of_runs.trace import Birth
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Birth
 
 RULE = register("AMP206", "nonfinite-in-fp32", "The run is not finite in fp32 either", worst="error", commands=MEASURED)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue.rule import Rule
+from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import NonFinite, Phase, Where
 
 
 def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:

@@ -9,11 +9,10 @@ from itertools import combinations
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.several.growth import Course, course
-from ampdoctor.evidence.of_runs.trace import Headroom
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.trace import Headroom
 
 NEAR = Threshold(
     code="AMP307",

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS
-from ampdoctor.evidence.of_runs.trace import StepEvent
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_WARNING
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Threshold, Thresholds
+from ampdoctor.evidence.trace import StepEvent
 
 BETTER = Threshold(
     code="AMP210",

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import HELP, Cause
-from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.trace import Comparison, Flush, ParameterBeside
 
 LOST = Threshold(
     code="AMP304",

@@ -10,9 +10,9 @@ from ampdoctor.diagnosis.replay.births import birth_numbers
 from ampdoctor.diagnosis.replay.causes import HELP, STATE_CODES
 from ampdoctor.diagnosis.replay.sentences import sentence_of
 from ampdoctor.diagnosis.tensors.beyond_fp16 import FP16_OVERFLOW_AT
-from ampdoctor.evidence.of_runs.trace import Birth, TensorStats
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Birth, TensorStats
 
 _BESIDE = "beside:"
 _THROUGH_HALF = (

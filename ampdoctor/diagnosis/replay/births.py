@@ -9,10 +9,9 @@ from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import CODES, STATE_CODES, Cause, cause_of, excess_binades, help_for
 from ampdoctor.diagnosis.replay.sentences import sentence_of
-from ampdoctor.evidence.of_runs.trace import Birth, Operand, TensorStats, Trace
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import Birth, Operand, TensorStats, Trace
 
 DEPARTURE = Threshold(
     code="AMP201",

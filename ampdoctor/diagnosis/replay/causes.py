@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ampdoctor.evidence.of_runs.trace import LOST, Birth, Sightings, StepOutcome, Trace
+from ampdoctor.evidence.trace import LOST, Birth, Sightings, StepOutcome, Trace
 
 Cause = Literal[
     "bad_checkpoint",

@@ -12,10 +12,10 @@ from typing import Any
 
 from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
 from ampdoctor.diagnosis.replay.scaler_misuse import MISUSE_RATIO, RULE, stepped_again_finding, stepped_past_finding
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.of_runs.handling import Change, Handling
-from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.trace import StepEvent
 
 
 def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None) -> Finding | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
 from ampdoctor.diagnosis.scaler.dead_scaler import RULE, dead_words
 from ampdoctor.diagnosis.scaler.scaler_finding import scale_text, starting_scale
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import Where
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:

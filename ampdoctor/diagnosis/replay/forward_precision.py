@@ -8,10 +8,9 @@ from types import MappingProxyType
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.evidence.of_runs.trace import Amplified, Comparison, ParameterBeside
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.trace import Amplified, Comparison, ParameterBeside
 
 DEPARTS = Threshold(
     code="AMP208",

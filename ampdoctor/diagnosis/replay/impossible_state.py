@@ -15,10 +15,10 @@ from ampdoctor.diagnosis.optimizer.step_counters import (
     standing_words,
 )
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
-from ampdoctor.evidence.of_runs.saved_state import FlushedMoment, HalfCounter
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.where import Where
 
 
 def flushed_finding(found: Sequence[FlushedMoment], thresholds: Thresholds) -> Finding | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.where import Where
 
 RULE = register(
     "AMP901",

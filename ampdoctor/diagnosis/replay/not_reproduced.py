@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
 
 NORMS_IN_A_ROW = Threshold(
     code="AMP902",

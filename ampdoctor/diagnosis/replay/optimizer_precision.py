@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.evidence.of_runs.modules import UpdateFacts
-from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate, ParameterBeside
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.run_facts import UpdateFacts
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterBeside
 
 STALLED = Threshold(
     code="AMP501",

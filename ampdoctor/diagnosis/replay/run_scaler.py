@@ -13,10 +13,10 @@ from ampdoctor.diagnosis.scaler.frozen_scaler import frozen_words
 from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER, fresh_scaler, scaler_numbers
 from ampdoctor.diagnosis.scaler.scaler_settings import RULE as SCALER_SETTINGS
 from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.run_facts import RefusedSetting
 
 
 def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] = ()) -> Iterator[Finding]:

@@ -11,13 +11,12 @@ from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.births import birth_numbers
 from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.scaler.scaler_finding import starting_scale
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.report.refusals import NOT_THE_ORDER
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report_replay import NOT_THE_ORDER
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import Birth, Comparison, StepEvent
 
 MISUSE_RATIO = Threshold(
     code="AMP407",

@@ -6,9 +6,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.replay.causes import Cause, cause_of, derivative_beyond
-from ampdoctor.evidence.of_checkpoints.checkpoint import is_dead
-from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome
+from ampdoctor.evidence.checkpoint_stats import is_dead
 from ampdoctor.evidence.report import Severity
+from ampdoctor.evidence.trace import Birth, StepOutcome
 
 PERSISTS = 4
 """Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ampdoctor.diagnosis.replay.causes import Cause, excess_binades
-from ampdoctor.evidence.of_runs.trace import LOST, Birth, Operand
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.trace import LOST, Birth, Operand
 
 _STATE = ("param", "buffer", "optimizer_state")
 _MEANT = {

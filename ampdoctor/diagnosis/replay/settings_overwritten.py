@@ -7,8 +7,8 @@ import math
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.run_scaler import plain, run_scaler_finding
 from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
-from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.run_facts import ResumedScaler
 
 RULE = register(
     "AMP411",

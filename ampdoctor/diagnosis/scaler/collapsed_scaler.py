@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, living, scale_text, scaler_finding, without_a_scale
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogEntry, ScalerState
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 COLLAPSED_ERROR = Threshold(
     code="AMP402",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import fresh_scaler, scale_text, scaler_finding
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 

@@ -9,10 +9,9 @@ from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scale_history import scale_history
 from ampdoctor.diagnosis.scaler.scaler_finding import living, scale_text, scaler_finding
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 FROZEN_INTERVALS = Threshold(
     code="AMP403",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import is_static, living, scale_text, scaler_finding
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogEntry, ScalerState
 
 LEAST_SETTLING = 100
 """Steps without a backoff that end a first descent (hysteresis and noise make shorter rests on its way), and steps that

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import is_static, living, scale_text, scaler_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 HIGHEST_SETTLED = Threshold(
     code="AMP409",

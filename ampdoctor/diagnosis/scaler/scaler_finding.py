@@ -9,9 +9,9 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import Rule
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState
+from ampdoctor.evidence.location import NonFinite
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import NonFinite
 
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
     {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}

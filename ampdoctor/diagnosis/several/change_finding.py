@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue.rule import Rule
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, TensorChange
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.where import Where
 
 
 def weights_of(change: CheckpointChange) -> list[TensorChange]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, TensorChange
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.where import Where
 
 RULE = register(
     "AMP714", "changed-structure", "The two checkpoints do not hold the same tensors", worst="note", commands=SCANNED

@@ -9,11 +9,10 @@ from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import scale_text
 from ampdoctor.diagnosis.several.growing_range import LEAST_POINTS
 from ampdoctor.diagnosis.several.growth import course
-from ampdoctor.evidence.of_checkpoints.trend import Trend
+from ampdoctor.evidence.checkpoint_stats import Trend
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 SCALE_FALL = Threshold(
     code="AMP711",

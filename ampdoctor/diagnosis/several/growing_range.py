@@ -9,12 +9,10 @@ from typing import Any
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.several.growth import Course, course
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX, MAX_LISTED
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
-from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 BEYOND_START = Threshold(
     code="AMP710",

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.several.change_finding import change_finding, elements_of, row_of, weights_of
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED, percent
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, TensorChange
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 STILL = Threshold(
     code="AMP712",

@@ -8,10 +8,9 @@ from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.several.change_finding import change_finding, row_of, weights_of
 from ampdoctor.diagnosis.several.stagnant_weights import stagnates
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED, percent
-from ampdoctor.evidence.of_checkpoints.change import CheckpointChange
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 IDLE_WOULD_MOVE = Threshold(
     code="AMP713",

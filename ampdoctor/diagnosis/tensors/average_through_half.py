@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     rest_finding,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 

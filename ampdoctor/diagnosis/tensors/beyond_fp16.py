@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     label,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 

@@ -15,10 +15,9 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     state_place,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 BATCH_NORM_EPSILON = Threshold(
     code="AMP106",

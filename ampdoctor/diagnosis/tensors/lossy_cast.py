@@ -14,10 +14,9 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     percent,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, CheckpointSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 LOSSY_CAST = Threshold(
     code="AMP105",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from ampdoctor.evidence.of_checkpoints.checkpoint import LostNumbers
+from ampdoctor.evidence.checkpoint_stats import LostNumbers
 
 _WORD = re.compile(r"[a-z]+")
 _OF_TRAINING = frozenset(

@@ -20,10 +20,10 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     rest_finding,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LostNumbers, TensorRole, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LostNumbers, TensorRole, TensorSummary
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.where import Where
 
 NON_FINITE_WEIGHT = register(
     "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True

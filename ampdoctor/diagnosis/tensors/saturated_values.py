@@ -14,10 +14,9 @@ from ampdoctor.diagnosis.tensors.tensor_finding import (
     rest_finding,
     tensor_finding,
 )
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 SATURATED_8_BIT = Threshold(
     code="AMP107",

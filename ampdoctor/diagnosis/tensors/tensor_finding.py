@@ -8,9 +8,9 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import Rule
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, IndexSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, IndexSummary, TensorSummary
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import Where
 
 MAX_LISTED = 20
 """Tensors that one finding lists in its evidence."""

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import address, listed, state_place
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 SURE_STEPS = Threshold(
     code="AMP111",

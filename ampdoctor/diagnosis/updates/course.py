@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside, StateBeside
+from ampdoctor.evidence.trace import Comparison, ParameterBeside, StateBeside
 
 SHOWN = 3
 """Steps in a row, up to the last one that was compared, in which something has to be so."""

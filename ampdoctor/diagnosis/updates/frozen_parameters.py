@@ -9,11 +9,10 @@ from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.diagnosis.updates.course import NAMED, goes_one_way, lasting, named, within
-from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.trace import Comparison, ParameterBeside
 
 SHARE = Threshold(
     code="AMP506",

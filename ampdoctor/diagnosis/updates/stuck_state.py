@@ -10,9 +10,9 @@ from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.diagnosis.updates.course import COINS, NAMED, goes_one_way, lasting, named, within
-from ampdoctor.evidence.of_runs.trace import Comparison, StateBeside
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Comparison, StateBeside
 
 RULE = register(
     "AMP508",

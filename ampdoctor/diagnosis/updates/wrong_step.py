@@ -9,11 +9,10 @@ from ampdoctor.diagnosis.ranges.starved_parameters import common_module
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away
 from ampdoctor.diagnosis.updates.course import NAMED, SHOWN, lasting, named, within
-from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+from ampdoctor.evidence.trace import Comparison, ParameterBeside
 
 RATIO = Threshold(
     code="AMP507",

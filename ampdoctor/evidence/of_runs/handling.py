@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

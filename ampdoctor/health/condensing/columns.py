@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.diagnosis.over_time.descent import falls_over
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
-from ampdoctor.evidence.run_log.lines import Stamped, StepLine
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.log_records import Stamped, StepLine
 
 Column: TypeAlias = NDArray[np.float64]
 

@@ -10,8 +10,20 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
-from ampdoctor.evidence.report.health import (
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.log_records import (
+    ActionLine,
+    CheckpointLine,
+    DetailLine,
+    DetailTable,
+    EndLine,
+    LookLine,
+    LostLine,
+    RunLine,
+    Stamped,
+    StepLine,
+)
+from ampdoctor.evidence.report_health import (
     ActionMark,
     CheckpointMark,
     Curve,
@@ -20,18 +32,6 @@ from ampdoctor.evidence.report.health import (
     HealthRun,
     LookMark,
 )
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import (
-    ActionLine,
-    CheckpointLine,
-    EndLine,
-    LookLine,
-    LostLine,
-    RunLine,
-    Stamped,
-    StepLine,
-)
-from ampdoctor.evidence.run_log.tables import DetailTable
 from ampdoctor.health.condensing.columns import Column, Columns, entries_of, with_proved_skips
 from ampdoctor.health.condensing.curves import axis_of, curve_of, spans_of
 from ampdoctor.health.condensing.maps import Maps

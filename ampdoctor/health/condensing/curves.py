@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.report.health import Curve, CurveName, HealthAxis
+from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis
 from ampdoctor.health.condensing.columns import Column
 
 MOST_SPANS = 2000

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.report.health import HeatMap, MapName
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.tables import MEASURES, DetailTable, table_of
+from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
+from ampdoctor.evidence.report_health import HeatMap, MapName
 
 MOST_COLUMNS = 400
 MOST_ROWS = 200

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.frameworks import Framework
-from ampdoctor.evidence.report.health import HealthRun
-from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.scaling_thresholds import FLUSHED, SKIP_RATE
+from ampdoctor.evidence.report_health import HealthRun
+from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
+from ampdoctor.evidence.targets import Framework
+from ampdoctor.evidence.thresholds import FLUSHED, SKIP_RATE, Thresholds
 from ampdoctor.numerics import FORMATS
 from ampdoctor.scaling import LIM, ScalerSettings, derived, highest_exponent, upper_log2
 from ampdoctor.scaling.bootstrap import find_drift

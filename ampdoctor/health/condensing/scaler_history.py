@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.report.health import ScalerHistory
-from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
+from ampdoctor.evidence.report_health import ScalerHistory
+from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 from ampdoctor.health.condensing.columns import Column
 
 _MOST = 2000

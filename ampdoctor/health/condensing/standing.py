@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.run_log.lines import Stamp
+from ampdoctor.evidence.log_records import Stamp
 from ampdoctor.health.condensing.columns import Column
 
 

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, TypeAlias
 
 from ampdoctor.checkpoints.formats.log_files import Left
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import Stamped
+from ampdoctor.evidence.log_text import Row, line_of_row, row_of
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.lines import Stamped
-from ampdoctor.evidence.run_log.rows import Row, line_of_row, row_of
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog
 from ampdoctor.health.reading.our_log import AMPDOCTOR

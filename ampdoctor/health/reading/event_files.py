@@ -9,7 +9,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.formats.log_files import known_fields
 from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, scalars_in
 from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.evidence.run_log.lines import RunLine, Stamped
+from ampdoctor.evidence.log_records import RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, SkipCount, lines_of, milliseconds
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias
 from ampdoctor.checkpoints.formats.log_files import Left, lines_in
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import EndLine, RunLine, Stamped
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamped
 from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.rows import Row, lines_of
 from ampdoctor.health.reading.unread import Unread

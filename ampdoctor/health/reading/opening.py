@@ -11,10 +11,9 @@ from typing import NamedTuple
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
 from ampdoctor.checkpoints.storage.listing import list_folder
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.paths import shown_path
+from ampdoctor.evidence.log_records import Stamped
+from ampdoctor.evidence.paths import shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.evidence.run_log.lines import Stamped
-from ampdoctor.evidence.to_write import will_be_written
 from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
 from ampdoctor.health.reading.event_files import TENSORBOARD
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, Noticed, Place

@@ -10,10 +10,10 @@ from pathlib import Path, PurePath
 from ampdoctor.checkpoints.formats.log_files import Left, lines_in
 from ampdoctor.checkpoints.formats.run_log_files import HEAD, MAX_BYTES, begins_run_log
 from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.evidence.log_records import SCHEMA_VERSION, Stamped
+from ampdoctor.evidence.log_text import quick_line_of
+from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.evidence.run_log.files import log_name, logs_in, place_of
-from ampdoctor.evidence.run_log.lines import SCHEMA_VERSION, Stamped
-from ampdoctor.evidence.run_log.quick import quick_line_of
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
@@ -47,7 +47,7 @@ def _lacks(place: Place) -> Iterator[ErrorNote | Skipped]:
 
 
 def _missing(rank: int, names: Sequence[str]) -> Iterator[ErrorNote | Skipped]:
-    numbers = [place[1] for name in names if (place := place_of(name)) is not None and place[1] is not None]
+    numbers = [place[1] for name in names if (place := rank_and_number(name)) is not None and place[1] is not None]
     for before, after in pairwise([0, *numbers]):
         if after == before + 1:
             continue
@@ -66,7 +66,7 @@ def _missing(rank: int, names: Sequence[str]) -> Iterator[ErrorNote | Skipped]:
 def _packed(name: str) -> str | None:
     """Returns the name of the log's file that somebody has packed; None for any other name."""
     path = PurePath(name)
-    return path.stem if path.suffix in _PACKED and place_of(path.stem) is not None else None
+    return path.stem if path.suffix in _PACKED and rank_and_number(path.stem) is not None else None
 
 
 def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:

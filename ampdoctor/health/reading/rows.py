@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampdoctor.checkpoints.formats.log_files import step_of
-from ampdoctor.evidence.run_log.lines import EndLine, Line, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_records import EndLine, Line, RunLine, Stamp, Stamped, StepLine
 from ampdoctor.health.reading.order import LATE, Order
 
 _SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})

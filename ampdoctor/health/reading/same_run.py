@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.lines import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog
 from ampdoctor.health.reading.our_log import AMPDOCTOR

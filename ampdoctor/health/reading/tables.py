@@ -24,8 +24,8 @@ from ampdoctor.checkpoints.formats.log_files import (
 )
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import EndLine
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.lines import EndLine
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, kind_of_one_file, reading
 from ampdoctor.health.reading.rows import OF_A_NETWORK, Row, SkipCount

@@ -9,8 +9,8 @@ from ampdoctor.checkpoints.formats.json_file import read_json
 from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, known_fields
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.log_records import EndLine, RunLine, Stamped
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, lines_of, row_of
 

@@ -15,8 +15,8 @@ from ampdoctor.checkpoints.formats.leveldb_frame import framed_records
 from ampdoctor.checkpoints.formats.log_files import as_number, known_fields
 from ampdoctor.checkpoints.formats.protobuf import BYTES, VARINT, message_fields
 from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, Stamp, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, lines_of, milliseconds, row_of
 

@@ -17,9 +17,8 @@ from queue import Empty, Queue
 from typing import IO
 
 from ampdoctor.errors import OutputError
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import Stamped
-from ampdoctor.evidence.run_log.text import line_of, text_of
+from ampdoctor.evidence.log_records import DetailLine, Stamped
+from ampdoctor.evidence.log_text import line_of, text_of
 from ampdoctor.health.sinks.exporting import Exporter, sentence_of
 from ampdoctor.health.sinks.table import Export, export_of
 from ampdoctor.package import beside

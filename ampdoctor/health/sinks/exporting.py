@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic  # a script may put another in its place
 
 from ampdoctor.errors import AmpdoctorError, OutputError, UsageError
-from ampdoctor.evidence.run_log.lines import Stamped
+from ampdoctor.evidence.log_records import Stamped
 from ampdoctor.health.sinks.metrics import together
 from ampdoctor.health.sinks.projection import Alert, Projection, Row
 from ampdoctor.health.sinks.sink import RunFacts, Sink

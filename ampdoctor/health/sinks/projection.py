@@ -7,18 +7,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import (
+from ampdoctor.evidence.log_records import (
     ActionLine,
     AlertLine,
     CheckpointLine,
+    DetailLine,
     EndLine,
     LookLine,
     RunLine,
     Stamped,
     StepLine,
+    TensorDetail,
 )
+from ampdoctor.evidence.report import Finding
 from ampdoctor.health.sinks.metrics import name_of
 from ampdoctor.health.sinks.sink import RunFacts
 

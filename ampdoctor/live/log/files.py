@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ampdoctor.evidence.run_log.files import log_name, logs_in, place_of, run_name
-from ampdoctor.evidence.run_log.text import kind_of
+from ampdoctor.evidence.log_text import kind_of
+from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, run_name
 
 # Takes old details out of a finished file of the log; everything else in it stays, byte for byte.
 
@@ -197,7 +197,7 @@ class Segments:
 
     def _begin(self, *, left: bool = False) -> None:
         names = self._names()
-        self.number = 1 + max((number or 0 for _, number in filter(None, map(place_of, names))), default=0)
+        self.number = 1 + max((number or 0 for _, number in filter(None, map(rank_and_number, names))), default=0)
         while True:  # another process may begin a file of the same name in between
             finished = self._set_aside()
             if finished is not None:

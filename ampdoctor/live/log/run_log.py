@@ -13,8 +13,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic, time_ns  # a script may put another in its place
 from typing import Any
 
-from ampdoctor.evidence.run_log.files import log_name
-from ampdoctor.evidence.run_log.lines import Line, RunLine, Stamp, Stamped
+from ampdoctor.evidence.log_records import Line, RunLine, Stamp, Stamped
+from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.thread import Handed, Hear, Listening, Make, Tray, Writer
 from ampdoctor.package import version

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import DetailLine, StepLine, TensorDetail
 from ampdoctor.live.data_stats import Intake, TakenIn
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.loop_watch import Attempt

@@ -20,11 +20,10 @@ from time import (
 from typing import Any, TypeAlias
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.files import log_name
-from ampdoctor.evidence.run_log.lines import Line, LostLine, RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.log_records import DetailLine, Line, LostLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_text import text_of
+from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits, Segments
 
 # Listeners of a log: each hears every line on a thread of its own, and costs neither training nor log anything.

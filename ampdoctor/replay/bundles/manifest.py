@@ -8,7 +8,7 @@ from typing import Any
 from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.unique_keys import DuplicateKeyError
+from ampdoctor.evidence.json_records import DuplicateKeyError
 
 SCHEMA = 1
 """Of the manifest; it rises where an older reader would misread a newer bundle."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
-from ampdoctor.evidence.codec import Text, form, schema_of
+from ampdoctor.evidence.json_records import Text, form, schema_of
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.reports.words.paste import Code
 

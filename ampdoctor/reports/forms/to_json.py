@@ -10,7 +10,7 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
-from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
 from ampdoctor.reports.forms.renderer import the_same_everywhere

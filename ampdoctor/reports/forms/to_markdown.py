@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.report.health import HealthSection
-from ampdoctor.evidence.report.plan import PlanSection
-from ampdoctor.evidence.report.scaler import EmittedSettings, ScalerSection
+from ampdoctor.evidence.report_health import HealthSection
+from ampdoctor.evidence.report_plan import PlanSection
+from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection
+from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words import health_words, plan_words, words
 from ampdoctor.reports.words.gate_words import fixed, place_of

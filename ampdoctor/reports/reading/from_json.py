@@ -13,9 +13,8 @@ import sys
 from typing import Any
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.json_records import DuplicateKeyError, from_plain, unique_keys
 from ampdoctor.evidence.report import NOT_IN_HALF, SCHEMA_VERSION, STEPS_AFTER, Report, SkippedKind
-from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.reading.schema_reader import read_checked
 from ampdoctor.reports.words.key_order import RUN, SCALER, TARGET, in_order

@@ -23,11 +23,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
-from ampdoctor.evidence.report.health import HealthSection
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report_health import HealthSection
+from ampdoctor.evidence.report_scan import TensorRow
 from ampdoctor.reports.forms.to_json import strict_json_line
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.location import file_in, target_file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ampdoctor.evidence.report.health import CurveName, HealthRun, ScalerHistory
-from ampdoctor.evidence.report.scaler import ScalerArguments
+from ampdoctor.evidence.report_health import CurveName, HealthRun, ScalerHistory
+from ampdoctor.evidence.report_scaler import ScalerArguments
 from ampdoctor.reports.words import words
 
 _ENDINGS = {

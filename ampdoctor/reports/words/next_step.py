@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
-from ampdoctor.evidence.report.plan import PlanSection
-from ampdoctor.evidence.report.scaler import ScalerSection
-from ampdoctor.evidence.report.scans import ChangeSection
+from ampdoctor.evidence.report_plan import PlanSection
+from ampdoctor.evidence.report_scaler import ScalerSection
+from ampdoctor.evidence.report_scan import ChangeSection
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 

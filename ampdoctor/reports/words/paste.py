@@ -9,8 +9,8 @@ from typing import Any
 
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.evidence.report.health import HealthSection
-from ampdoctor.evidence.report.refusals import NOT_THE_ORDER
+from ampdoctor.evidence.report_health import HealthSection
+from ampdoctor.evidence.report_replay import NOT_THE_ORDER
 from ampdoctor.reports.words.key_order import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}

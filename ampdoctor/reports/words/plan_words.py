@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.evidence.report.plan import (
+from ampdoctor.evidence.report_plan import (
     FlushedByPlan,
     FlushedOfPlan,
     LeftAsItIs,

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
-from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import (
     SEVERITIES,
     Configuration,
@@ -17,8 +18,7 @@ from ampdoctor.evidence.report import (
     Report,
     Verdict,
 )
-from ampdoctor.evidence.thresholds.threshold import MovedThreshold
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.thresholds import MovedThreshold
 
 _MOVED_FIRST = {
     "data": "the data",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
+from ampdoctor.evidence.targets import FRAMEWORKS, Framework
 from ampdoctor.scaling.emitters import configs, python
 from ampdoctor.scaling.emitters.fragment import Emitted, Fragment, Language, Precision, Request
 from ampdoctor.scaling.rules import expressible

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.targets import Framework
 from ampdoctor.numerics import FORMATS
 from ampdoctor.scaling.settings import ScalerSettings
 

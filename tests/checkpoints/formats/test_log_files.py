@@ -15,7 +15,7 @@ from ampdoctor.checkpoints.formats import log_files
 from ampdoctor.checkpoints.formats.log_files import MAX_LINE, read_log
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.workflows.scan import scan
 
 

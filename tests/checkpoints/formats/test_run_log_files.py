@@ -17,9 +17,8 @@ from ampdoctor.checkpoints.layouts.run_log_folder import opened
 from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import DetailLine, RunLine, Stamp, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_text import text_of
 from ampdoctor.workflows.profile import ranges_of_log
 from ampdoctor.workflows.scan import scan
 

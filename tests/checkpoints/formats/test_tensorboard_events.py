@@ -19,7 +19,7 @@ from ampdoctor.checkpoints.layouts import folder_logs
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.workflows.scan import scan
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "logs" / "tensorboard"

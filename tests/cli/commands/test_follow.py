@@ -21,9 +21,17 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.cli.process.following import follow as followed
 from ampdoctor.cli.process.following.live_view import number, view
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import CheckpointLine, EndLine, RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import (
+    CheckpointLine,
+    DetailLine,
+    EndLine,
+    RunLine,
+    Stamp,
+    Stamped,
+    StepLine,
+    TensorDetail,
+)
+from ampdoctor.evidence.log_text import text_of
 from ampdoctor.health.latest import Latest
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ampdoctor.evidence.run_log.lines import LookLine, StepLine
+from ampdoctor.evidence.log_records import LookLine, StepLine
 from tests.health.logs import HEADER, steps, write
 
 SICK = [HEADER, *steps(0, 40), StepLine(step=40, loss=float("nan"), skipped=False)]

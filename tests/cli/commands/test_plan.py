@@ -14,8 +14,8 @@ from torch.utils.data import DistributedSampler
 from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.last_window import left_over
 from ampdoctor.cli.main import main
-from ampdoctor.evidence.run_log.lines import RunLine, Stamp, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_text import text_of
 from ampdoctor.reports.forms.formats import FORMATS
 from ampdoctor.scaling.shifts import divisors
 from ampdoctor.workflows.profile import write_profile

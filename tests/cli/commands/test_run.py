@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from ampdoctor.cli.main import main
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.where import Where
 from ampdoctor.workflows import watch_script as seam
 
 FOUND = Finding(

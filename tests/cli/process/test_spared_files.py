@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ampdoctor.cli.main import main
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.to_write import refuse_reading, to_be_written
+from ampdoctor.evidence.paths import refuse_reading, to_be_written
 
 INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 OPTIONS = ["--output={0}", "--report=json={0}", "--write-baseline={0}"]

@@ -7,7 +7,7 @@ import math
 import random
 
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry, ScalerState, TensorSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, LogEntry, ScalerState, TensorSummary
 
 
 def entry(step, loss=None, norm=None, scale=None, rate=None) -> LogEntry:

@@ -8,8 +8,8 @@ import pytest
 
 from ampdoctor.diagnosis.optimizer.step_counters import length_at
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.log_records import StepLine
 from tests.diagnosis.log.logs import diagnosed, entry, found, run
 
 NAN, INF = math.nan, math.inf

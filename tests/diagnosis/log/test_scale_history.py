@@ -9,8 +9,7 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.log.skip_rate import equilibrium
-from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, OptimizerSummary, ScalerState
 from tests.diagnosis.log.logs import diagnosed, entry, found, history, scaled, simulated, weights
 from tests.pairwise import THOROUGH
 

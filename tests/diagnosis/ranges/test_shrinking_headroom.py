@@ -7,8 +7,8 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
-from ampdoctor.evidence.of_runs.trace import Headroom
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.evidence.trace import Headroom
 
 LIMITS = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 

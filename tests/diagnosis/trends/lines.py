@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 
 NAMES = ("blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.1.fc.weight", "head.weight", "blocks.1.fc")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.evidence.run_log.lines import EndLine, StepLine
+from ampdoctor.evidence.log_records import EndLine, StepLine
 from tests.diagnosis.trends.lines import judged, steps
 
 NAN, INF = math.nan, math.inf

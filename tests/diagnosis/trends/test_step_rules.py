@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.log_records import LookLine, RunLine
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.lines import LookLine, RunLine
-from ampdoctor.evidence.where import Where
 from tests.diagnosis.trends.lines import judged, steps
 
 BAD = 400

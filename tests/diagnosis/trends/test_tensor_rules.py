@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.over_time.judge import Judge
-from ampdoctor.evidence.run_log.lines import RunLine
+from ampdoctor.evidence.log_records import RunLine
 from tests.diagnosis.trends.lines import NAMES, changed, details, judged, steps
 from tests.diagnosis.trends.test_step_rules import scale
 

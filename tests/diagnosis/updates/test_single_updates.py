@@ -10,9 +10,9 @@ from ampdoctor.diagnosis.updates.course import goes_one_way
 from ampdoctor.diagnosis.updates.frozen_parameters import frozen, severity_of
 from ampdoctor.diagnosis.updates.stuck_state import counting, counting_finding, owner_of, stuck, stuck_finding
 from ampdoctor.diagnosis.updates.wrong_step import far_from
-from ampdoctor.evidence.of_runs.trace import StateBeside
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import StateBeside
 from tests.diagnosis.test_silent_rules import FED, held
 
 STEPS = 4

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
-from ampdoctor.evidence.of_runs.modules import UpdateFacts
+from ampdoctor.evidence.run_facts import UpdateFacts
 
 
 def update(name="fc.weight", *, lost=0.95, stagnant=0.95, size=1.0, optimizer="torch.optim.adamw.AdamW", **fields):

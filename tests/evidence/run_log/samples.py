@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import (
+from ampdoctor.evidence.location import Source, Where
+from ampdoctor.evidence.log_records import (
     ActionLine,
     AlertLine,
     CheckpointLine,
+    DetailLine,
     EndLine,
     LookLine,
     LostLine,
@@ -17,8 +17,9 @@ from ampdoctor.evidence.run_log.lines import (
     Stamp,
     Stamped,
     StepLine,
+    TensorDetail,
 )
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report import Finding, Prescription
 
 STAMP = Stamp(run_id="7f", attempt=2, branch=0, rank=3, world_size=8, restarts=1, time_ms=1_795_433_197_163)
 FINDING = Finding(

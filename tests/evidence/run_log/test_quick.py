@@ -5,10 +5,8 @@ import math
 
 import pytest
 
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import Stamped, StepLine
-from ampdoctor.evidence.run_log.quick import quick_line_of
-from ampdoctor.evidence.run_log.text import line_of, text_of
+from ampdoctor.evidence.log_records import DetailLine, Stamped, StepLine, TensorDetail
+from ampdoctor.evidence.log_text import line_of, quick_line_of, text_of
 from tests.evidence.run_log.samples import LINES, STAMP, TENSOR
 
 PLAIN = text_of(Stamped(STAMP, StepLine(step=3, loss=1.5, learning_rates=(0.1,))))
@@ -90,7 +88,7 @@ def test_a_histogram_comes_along():
 @pytest.mark.parametrize("number", ["0.1", "1e-320", "1.7976931348623157e308", "123456.789", "2.2250738585072014e-308"])
 def test_whoever_parses_gives_the_same_numbers(monkeypatch, parse, number):
     parse = parse or pytest.importorskip("orjson").loads
-    monkeypatch.setattr("ampdoctor.evidence.run_log.quick._loads", parse)
+    monkeypatch.setattr("ampdoctor.evidence.log_text._loads", parse)
     changed = PLAIN.replace("1.5", number)
     assert quick_line_of(changed).line.loss == float(number)
     for wrong in (changed[:-9], changed.replace(number, "[" * 2000), changed.replace('"step":3', f'"step":{2**70}')):

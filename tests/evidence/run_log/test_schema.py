@@ -10,13 +10,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-import ampdoctor.evidence.run_log
-from ampdoctor.evidence.run_log.lines import KINDS, Stamped
-from ampdoctor.evidence.run_log.schema import FILE, schema, schema_of_classes
-from ampdoctor.evidence.run_log.text import text_of
+import ampdoctor.evidence
+from ampdoctor.evidence.log_records import FILE, KINDS, Stamped, schema, schema_of_classes
+from ampdoctor.evidence.log_text import text_of
 from tests.evidence.run_log.samples import EVERY, STAMP
 
-PLACE = Path(ampdoctor.evidence.run_log.__file__).with_name(FILE)
+PLACE = Path(ampdoctor.evidence.__file__).with_name(FILE)
 
 
 def text_of_schema():

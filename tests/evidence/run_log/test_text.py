@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.run_log.lines import ActionLine, Stamped, StepLine
-from ampdoctor.evidence.run_log.text import kind_of, line_of, text_of
+from ampdoctor.evidence.log_records import ActionLine, Stamped, StepLine
+from ampdoctor.evidence.log_text import kind_of, line_of, text_of
 from tests.evidence.run_log.samples import EVERY, STAMP
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ampdoctor.evidence.run_log.lines import (
+from ampdoctor.evidence.log_records import (
     ActionLine,
     CheckpointLine,
     EndLine,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ampdoctor.evidence.report.health import Curve, HealthAxis, HealthRun, HeatMap, ScalerHistory
-from ampdoctor.evidence.report.scaler import ScalePath
+from ampdoctor.evidence.report_health import Curve, HealthAxis, HealthRun, HeatMap, ScalerHistory
+from ampdoctor.evidence.report_scaler import ScalePath
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.proposed_scaling import largest_gradients, with_proposed_scaling
 from ampdoctor.scaling import ScalerSettings, simulate

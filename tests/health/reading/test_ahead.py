@@ -9,10 +9,8 @@ import sys
 import pytest
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.rows import line_of_row, row_of
-from ampdoctor.evidence.run_log.tables import DetailTable, table_of
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import DetailLine, DetailTable, table_of
+from ampdoctor.evidence.log_text import line_of_row, row_of, text_of
 from ampdoctor.health.reading import ahead
 from ampdoctor.health.reading.ahead import lines_ahead
 from ampdoctor.health.reading.log_kind import Noticed

@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading import log_kind
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.lines import EndLine, StepLine
+from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, StepLine
-from ampdoctor.evidence.run_log.text import text_of
+from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
+from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.health.looking import look
 from ampdoctor.health.reading.log_kind import Noticed

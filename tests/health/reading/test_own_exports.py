@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.health.sinks.exporting import export

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, StepLine
+from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
 from ampdoctor.health.reading.order import Order
 from ampdoctor.health.reading.rows import Row, lines_of, milliseconds
 

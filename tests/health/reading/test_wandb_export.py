@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.run_log.lines import StepLine
+from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 from ampdoctor.workflows.health import health

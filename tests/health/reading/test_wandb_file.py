@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from ampdoctor.evidence.run_log.lines import EndLine, StepLine
+from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 

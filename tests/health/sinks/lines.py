@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 
-from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import (
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.log_records import (
     ActionLine,
     AlertLine,
     CheckpointLine,
+    DetailLine,
     EndLine,
     LookLine,
     RunLine,
     Stamp,
     Stamped,
     StepLine,
+    TensorDetail,
 )
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report import Finding
 
 BEGAN_MS = 1_790_000_000_000
 NAMES = tuple(f"layers.{i}.weight" for i in range(100))

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import OutputError
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine
 from ampdoctor.health.sinks.apart import Apart
 from ampdoctor.health.sinks.exporting import export
 from ampdoctor.health.sinks.table import export_of
@@ -182,7 +181,7 @@ import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside a thread
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.log_records import RunLine, StepLine
 from ampdoctor.health.sinks.table import export_of
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.workflows.log_listeners import export_while_it_runs

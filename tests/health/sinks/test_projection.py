@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.lines import ActionLine, AlertLine, CheckpointLine, RunLine, StepLine
+from ampdoctor.evidence.log_records import ActionLine, AlertLine, CheckpointLine, DetailLine, RunLine, StepLine
 from ampdoctor.health.sinks.metrics import METRICS, name_of, parts_of, together
 from ampdoctor.health.sinks.projection import Alert, Projection, Row
 from tests.health.sinks.lines import a_run, finding, stamped, tensor

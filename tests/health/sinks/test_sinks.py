@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import OutputError, UsageError
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import AlertLine, RunLine, StepLine
+from ampdoctor.evidence.log_records import AlertLine, DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.health.sinks.exporting import Exporter, export
 from ampdoctor.health.sinks.sink import RunFacts
 from ampdoctor.health.sinks.table import KINDS, Export, export_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from ampdoctor.evidence.run_log.files import logs_in
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
-from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.log_records import RunLine, StepLine
+from ampdoctor.evidence.log_text import line_of
+from ampdoctor.evidence.paths import logs_in
 
 HEADER = RunLine(name="test")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.evidence.run_log.lines import StepLine
-from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.log_records import StepLine
+from ampdoctor.evidence.log_text import line_of
 from ampdoctor.live.log import files
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog

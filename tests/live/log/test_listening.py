@@ -7,10 +7,9 @@ import time
 
 import pytest
 
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.log_records import AlertLine, DetailLine, EndLine, RunLine, StepLine, TensorDetail
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import AlertLine, EndLine, RunLine, StepLine
-from ampdoctor.evidence.where import Where
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from tests.live.log.logs import HEADER, read, until

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from ampdoctor.evidence.run_log.lines import EndLine, LostLine, StepLine
-from ampdoctor.evidence.run_log.text import line_of
+from ampdoctor.evidence.log_records import EndLine, LostLine, StepLine
+from ampdoctor.evidence.log_text import line_of
 from tests.live.log.logs import lines, steps, texts, until
 
 BEGIN = """
 import os, signal, sys, time
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import EndLine, RunLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, TensorDetail
+from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 

@@ -10,10 +10,8 @@ import time
 import jsonschema
 import pytest
 
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import EndLine, LostLine, RunLine, StepLine
-from ampdoctor.evidence.run_log.schema import schema
-from ampdoctor.evidence.run_log.text import line_of, text_of
+from ampdoctor.evidence.log_records import DetailLine, EndLine, LostLine, RunLine, StepLine, TensorDetail, schema
+from ampdoctor.evidence.log_text import line_of, text_of
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.live.log.thread import AT_ONCE

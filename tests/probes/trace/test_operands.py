@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.of_runs.trace import Operand
+from ampdoctor.evidence.trace import Operand
 from ampdoctor.probes import lost_values
 from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
-from ampdoctor.evidence.report.scaler import ScalerSection
+from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_html import render_html
 from ampdoctor.reports.forms.to_markdown import render_markdown

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 import ampdoctor.reports
-from ampdoctor.evidence.codec import from_plain, schema_of
+from ampdoctor.evidence.json_records import from_plain, schema_of
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.where import Where
 from ampdoctor.reports.forms.schema import schema, schema_of_classes
 from tests.reports.forms.test_to_jsonl import line_schema
 

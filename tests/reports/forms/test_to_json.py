@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.reports.forms.schema import schema
 from ampdoctor.reports.forms.to_json import render_json, strict_json
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
-from ampdoctor.evidence.of_runs.precision import PrecisionRow
+from ampdoctor.evidence.run_facts import PrecisionRow
 from ampdoctor.reports.forms.to_markdown import MAX_BYTES, render_markdown
 from ampdoctor.reports.words.markdown_text import code, fence, prose
 from tests.reports.full_sample import full

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.location import Source
 from ampdoctor.reports.forms import to_sarif
 from ampdoctor.reports.forms.to_sarif import render_sarif
 from tests.reports.full_sample import full

@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
-from ampdoctor.evidence.report.scaler import SettingBound
+from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.reports.forms.schema import schema

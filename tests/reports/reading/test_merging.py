@@ -7,7 +7,7 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.evidence.report.health import HealthAxis, HealthRun, HealthSection
+from ampdoctor.evidence.report_health import HealthAxis, HealthRun, HealthSection
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_sarif import render_sarif
 from ampdoctor.reports.reading.from_json import report_from_text

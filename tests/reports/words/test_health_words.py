@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.report.health import (
+from ampdoctor.evidence.report_health import (
     ActionMark,
     CheckpointMark,
     Curve,
@@ -15,8 +16,7 @@ from ampdoctor.evidence.report.health import (
     LookMark,
     ScalerHistory,
 )
-from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 from ampdoctor.reports.forms.canvas import Canvas
 from ampdoctor.reports.forms.formats import renderer
 from ampdoctor.reports.forms.sections.health_on_page import bundles

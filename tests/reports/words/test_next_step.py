@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+from ampdoctor.evidence.location import Source
 from ampdoctor.evidence.report import BaselineSection, Prescription, Report, Skipped
-from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
-from ampdoctor.evidence.report.scaler import EmittedSettings
-from ampdoctor.evidence.report.scans import ChangedTensor, StructureSection, TrendSection
-from ampdoctor.evidence.where import Source
+from ampdoctor.evidence.report_replay import ProofSection, ProofStep, StepFigures
+from ampdoctor.evidence.report_scaler import EmittedSettings
+from ampdoctor.evidence.report_scan import ChangedTensor, StructureSection, TrendSection
+from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports.words.next_step import next_step
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from torch import nn
 
 import ampdoctor
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription, Report
-from ampdoctor.evidence.report.health import HealthSection, LookMark
-from ampdoctor.evidence.report.scaler import ScalerSection
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report_health import HealthSection, LookMark
+from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram

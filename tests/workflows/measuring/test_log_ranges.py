@@ -11,8 +11,7 @@ from torch import nn
 from ampdoctor.cli.main import main
 from ampdoctor.cli.options.options import is_profile
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.run_log.details import DetailLine, TensorDetail
-from ampdoctor.evidence.run_log.lines import RunLine, StepLine
+from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.words.words import verdict

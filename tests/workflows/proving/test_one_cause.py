@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, stepped_again_finding
-from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.workflows.judge import unproved_while_misused
 from tests.samples import OVERFLOW
 

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
-from ampdoctor.evidence.of_runs.trace import StepOutcome
+from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report_replay import Proof, ReplayedStep
+from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.trials import AFTER, AGREEMENT, MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed

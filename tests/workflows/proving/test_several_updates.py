@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.of_runs.trace import StepEvent, StepOutcome
+from ampdoctor.evidence.trace import StepEvent, StepOutcome
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.recommend import recommend

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.evidence.report.scans import ListedLog
+from ampdoctor.evidence.report_scan import ListedLog
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.scan import scan

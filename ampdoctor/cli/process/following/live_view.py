@@ -15,7 +15,7 @@ from ampdoctor.reports.words.sparkline import sparkline
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ampdoctor.evidence.run_log.lines import StepLine
+    from ampdoctor.evidence.log_records import StepLine
     from ampdoctor.health.latest import Event, Latest, Measure
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}

@@ -8,8 +8,7 @@ from ampdoctor.diagnosis.catalogue.rule import WATCHED, register
 from ampdoctor.diagnosis.over_time.over_time_finding import over_time_finding
 from ampdoctor.diagnosis.over_time.step_courses import StepMoment, norm_of
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 DEVIATIONS = Threshold(
     code="AMP720",

@@ -9,8 +9,7 @@ from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_finding
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 BINADES = Threshold(
     code="AMP734",

@@ -10,8 +10,7 @@ from ampdoctor.diagnosis.over_time.arrays import np
 from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, ahead, over_time_finding
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment, medians, slope
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 HARMFUL = Threshold(
     code="AMP725",

@@ -10,8 +10,7 @@ from ampdoctor.diagnosis.over_time.over_time_finding import TENSOR, over_time_fi
 from ampdoctor.diagnosis.over_time.tensor_courses import TensorMoment
 from ampdoctor.diagnosis.over_time.weight_breaks import moved_first, weight_breaks
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 DEVIATIONS = Threshold(
     code="AMP733",

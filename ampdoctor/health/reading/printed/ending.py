@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ampdoctor.checkpoints.formats.log_files import Left
-from ampdoctor.evidence.run_log.lines import EndLine
+from ampdoctor.evidence.log_records import EndLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.rows import Row
 

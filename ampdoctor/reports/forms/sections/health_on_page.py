@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ampdoctor.evidence.codec import to_plain
+from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.evidence.report.health import HealthRun, HealthSection, LookMark
+from ampdoctor.evidence.report_health import HealthRun, HealthSection, LookMark
 from ampdoctor.reports.words import words
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

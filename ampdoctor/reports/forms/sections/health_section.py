@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from ampdoctor.evidence.report.health import HealthSection
+from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.reports.forms.sections.layout import heading, labelled, show, text
 from ampdoctor.reports.words import health_words
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ampdoctor.evidence.report.plan import PlanSection
-from ampdoctor.evidence.report.scaler import EmittedSettings
+from ampdoctor.evidence.report_plan import PlanSection
+from ampdoctor.evidence.report_scaler import EmittedSettings
 from ampdoctor.reports.forms.sections import layout
 from ampdoctor.reports.forms.sections.layout import text
 from ampdoctor.reports.words import plan_words

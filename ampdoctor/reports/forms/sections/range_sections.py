@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.evidence.report.scaler import (
+from ampdoctor.evidence.report_scaler import (
     EmittedSettings,
     ScalerSection,
     ScalingConfidence,
     ScalingMargin,
     Simulated,
 )
+from ampdoctor.evidence.run_facts import PrecisionAdvice
 from ampdoctor.reports.forms.sections import layer_section, layout
 from ampdoctor.reports.forms.sections.layout import labelled, text
 from ampdoctor.reports.words import words

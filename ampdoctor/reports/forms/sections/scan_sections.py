@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.report.scans import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
+from ampdoctor.evidence.report_scan import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
 from ampdoctor.reports.forms.sections import layout
 from ampdoctor.reports.forms.sections.layout import listed, table_of, text, titled
 from ampdoctor.reports.words import words

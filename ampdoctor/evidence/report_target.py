@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NotRequired, TypedDict
 
-from ampdoctor.evidence.codec import Count, Positive, form
+from ampdoctor.evidence.json_records import Count, Positive, form
 
 Options = Annotated[
     Mapping[Annotated[str, form(pattern="^--[a-z0-9-]+$")], Sequence[str]],

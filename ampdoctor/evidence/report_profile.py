@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
-from ampdoctor.evidence.codec import Count, Fraction, Hexadecimal, Positive, Shape, form
-from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.of_runs.ranges import SiteKind, SitePart
+from ampdoctor.evidence.json_records import Count, Fraction, Hexadecimal, Positive, Shape, form
+from ampdoctor.evidence.run_facts import ModuleFacts, SiteKind, SitePart, UpdateFacts
 
 Bin = Annotated[int, form(minimum=0, maximum=4095)]
 Elements = Annotated[int, form(minimum=1, maximum=2**63 - 1)]

@@ -1,12 +1,80 @@
-"""Facts about a checkpoint: plain data, filled while its tensors stream by."""
+"""What was measured of a checkpoint, of its optimizers, of two checkpoints, and of a series."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
+# Facts about an optimizer's saved state besides the values of its moments: plain data.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """Settings of one parameter group; None if the group has no such number.
+
+    Attributes:
+        learning_rate: `lr`.
+        betas: Decay rates of the moments; () for an optimizer without.
+        epsilon: `eps`.
+        weight_decay: `weight_decay`.
+        fused: True for the fused implementation, which computes in fp32 whatever the state's dtype.
+        capturable: True for one that CUDA graphs can record; torch loads its step counters, and a fused one's, as fp32.
+        parameters: Number of parameters in the group.
+    """
+
+    learning_rate: float | None = None
+    betas: tuple[float, ...] = ()
+    epsilon: float | None = None
+    weight_decay: float | None = None
+    fused: bool = False
+    capturable: bool = False
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StarvedMoment:
+    """A second moment that holds zeros at elements where its first moment does not.
+
+    Attributes:
+        name, module, group, file: As in `TensorSummary`.
+        entry: The second moment ("exp_avg_sq").
+        dtype: Its stored dtype without "torch.".
+        starved: Number of elements that are zero there and nonzero in the first moment.
+        examined: Number of compared elements.
+        largest: Largest magnitude of the first moment at such an element; 0.0 without one.
+    """
+
+    name: str
+    module: str
+    group: str
+    file: str
+    entry: str
+    dtype: str
+    starved: int
+    examined: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSummary:
+    """An optimizer's state in numbers.
+
+    Attributes:
+        path: Its path ("optimizer"), with its file if several have one path.
+        groups: Its parameter groups.
+        steps: Number of parameters by number of steps, as (step, parameters), ascending.
+        step_dtypes: Dtypes of the step counters that are tensors, without "torch.".
+        starved: Second moments that may hold zeros beside nonzero first moments, with what was found there.
+    """
+
+    path: str
+    groups: tuple[OptimizerGroup, ...] = ()
+    steps: tuple[tuple[float, int], ...] = ()
+    step_dtypes: tuple[str, ...] = ()
+    starved: tuple[StarvedMoment, ...] = ()
+
 
 TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
 """A tensor's purpose. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is
@@ -269,3 +337,177 @@ class CheckpointSummary:
     indices: tuple[IndexSummary, ...] = ()
     foreign: tuple[str, ...] = ()
     lost: tuple[LostNumbers, ...] = ()
+
+
+# How a checkpoint's tensors changed since an earlier one: plain data.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReach:
+    """What the next update would do to a weight, from the optimizer's moments and learning rate; shares of elements.
+
+    Attributes:
+        learning_rate: The larger of those stored in the two checkpoints.
+        lands: Elements whose stored value one such update changes.
+        adds_up: Elements whose stored value would change if `steps` such updates were summed exactly and rounded once.
+        steps: Steps between the two checkpoints, and at least 1000 unless a schedule has lowered the rate.
+        rms: Root mean square of the update.
+    """
+
+    learning_rate: float
+    lands: float
+    adds_up: float
+    steps: int
+    rms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorChange:
+    """One tensor in both checkpoints.
+
+    Attributes:
+        name, role, entry, module, group, file: As in `TensorSummary`, for the newer one.
+        shape: Sizes, equal in both.
+        dtype, old_dtype: Stored dtypes; values are compared after exact widening.
+        elements: Number of compared elements.
+        unchanged: Elements with exactly the same value; NaN counts as equal to NaN.
+        change_norm, old_norm: |new - old| and |old| in L2 over the elements that are finite in both.
+        amax, old_amax: Largest finite magnitudes; None without a nonzero finite element.
+        nonfinite, old_nonfinite: Elements that are NaN or infinite.
+        moments: True if the newer checkpoint holds optimizer state for it that is not all zero.
+        pure_half: True if the weight and its moments are stored in one 16-bit format, so that no more exact copy is
+            updated in its place.
+        reach: The effect of an update; None if it was not needed, or the optimizer's rule or rate is unknown.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    old_dtype: str
+    elements: int
+    unchanged: int
+    change_norm: float
+    old_norm: float
+    amax: float | None
+    old_amax: float | None
+    nonfinite: int
+    old_nonfinite: int
+    moments: bool = False
+    pure_half: bool = False
+    reach: UpdateReach | None = None
+
+    @property
+    def relative_change(self) -> float | None:
+        """|new - old| / |old|; None if only the old norm is 0."""
+        return relative(self.change_norm, self.old_norm)
+
+    @property
+    def address(self) -> str:
+        """Its name, after that of its group."""
+        return f"{self.group}.{self.name}" if self.group else self.name
+
+
+def relative(change_norm: float, old_norm: float) -> float | None:
+    """Returns one norm divided by the other: 0 if nothing changed, None if there was nothing before."""
+    if not change_norm:
+        return 0.0
+    return change_norm / old_norm if old_norm else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointChange:
+    """Two checkpoints of one training.
+
+    Attributes:
+        old, new: Their names.
+        old_step, new_step: Their stored steps, if known.
+        tensors: Every compared tensor.
+        appeared, vanished: Addresses of weights and buffers that only the newer or only the older one has.
+        reshaped: Sizes before and after, by address.
+        old_scale, new_scale: Loss scales, if stored.
+    """
+
+    old: str
+    new: str
+    old_step: int | None
+    new_step: int | None
+    tensors: tuple[TensorChange, ...]
+    appeared: tuple[str, ...] = ()
+    vanished: tuple[str, ...] = ()
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    old_scale: float | None = None
+    new_scale: float | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Number of optimizer steps between them; None if one of the steps is unknown."""
+        if self.old_step is None or self.new_step is None:
+            return None
+        return self.new_step - self.old_step
+
+
+# What several checkpoints of one training show together: plain data.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest finite magnitude of a tensor at one moment.
+
+    Attributes:
+        amax: The magnitude.
+        cast_by_autocast: True if fp16 autocast would cast this tensor, or its format is fp16 itself: it becomes Inf if
+            it grows beyond fp16.
+        module: Its owner, as in `named_modules()`.
+        entry: The last part of its address.
+        file: The file that holds it.
+    """
+
+    amax: float
+    cast_by_autocast: bool
+    module: str
+    entry: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrendPoint:
+    """One checkpoint of a training.
+
+    Attributes:
+        name: Its name, for people.
+        step: When it was saved; points of one trend count in one unit. None if unknown.
+        roles: Totals by role.
+        scale: Loss scale; None without a scaler.
+        loss: The log's last loss up to then; None without one.
+        largest: Largest magnitude of every weight and buffer except masks, by address.
+    """
+
+    name: str
+    step: int | None
+    roles: tuple[RoleSummary, ...] = ()
+    scale: float | None = None
+    loss: float | None = None
+    largest: Mapping[str, Largest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """Several checkpoints of one training.
+
+    Attributes:
+        points: In order.
+        unit: What their steps count, for sentences.
+    """
+
+    points: Sequence[TrendPoint]
+    unit: str = "step"
+
+    @property
+    def dated(self) -> list[TrendPoint]:
+        """The points with a known step."""
+        return [point for point in self.points if point.step is not None]

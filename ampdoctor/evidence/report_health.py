@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdoctor.evidence.codec import Count, Fraction, Positive, Text
-from ampdoctor.evidence.report.scaler import ScalePath, ScalerArguments
+from ampdoctor.evidence.json_records import Count, Fraction, Positive, Text
+from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 
 Health = Literal["unknown", "finite", "probation", "good", "sick"]
 """Of a checkpoint: `finite` was scanned, `probation` waits for clean steps after it, `good` has had them."""

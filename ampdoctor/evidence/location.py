@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdoctor.evidence.codec import UNWRITTEN, Count, Positive
+from ampdoctor.evidence.json_records import UNWRITTEN, Count, Positive
 
 Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler", "configuration"]
 """The part of a training step. `loss` is loop and loss code that runs outside the model's own forward. `configuration`

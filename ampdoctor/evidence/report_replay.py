@@ -1,12 +1,12 @@
-"""The sections of a report that explain a failure: the way from birth to harm, and the proof of a change."""
+"""The sections of a replay's report: the search for the first bad step, its proof, refused calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ampdoctor.evidence.codec import Count
-from ampdoctor.evidence.where import Phase, Source
+from ampdoctor.evidence.json_records import Count
+from ampdoctor.evidence.location import Phase, Source
 
 NodeRole = Literal["before", "birth", "carrier", "harm"]
 
@@ -127,3 +127,55 @@ class ProofSection:
     status: str
     steps: tuple[ProofStep, ...]
     omitted: Count
+
+
+# What to do where a GradScaler refuses a call although the order of calls is right.
+
+
+HALF_WEIGHTS = (
+    "make the trained weights in fp32 (no model.half(); from_pretrained(..., dtype=torch.float32)) and leave half to "
+    "autocast; pure half needs no GradScaler"
+)
+WITHOUT_GRADIENTS = "give scaler.step an optimizer whose parameters got gradients in this step"
+NOT_THE_ORDER = (HALF_WEIGHTS, WITHOUT_GRADIENTS)
+"""Changes of a misuse (AMP407) beside which the recipe's order of calls would mislead."""
+
+
+# Replayed steps without a change, with it, and in fp32.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """How one replayed step ended, in the numbers that people compare.
+
+    Attributes:
+        step: The step.
+        loss: As the user's step returned it; None if it returned none.
+        scale: Loss scale during the step; None without an enabled scaler.
+        gradient_norm: L2 norm of all gradients that the optimizer got; None if they were not recorded, or no optimizer
+            stepped.
+        skipped: True if the scaler skipped it.
+        finite: True if nothing that harms training was non-finite, also in a skipped step.
+    """
+
+    step: int
+    loss: float | None
+    scale: float | None
+    gradient_norm: float | None
+    skipped: bool
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The same steps three times, as far as they were replayed.
+
+    Attributes:
+        without: The run as it is.
+        changed: The run with the change.
+        fp32: The reference.
+    """
+
+    without: tuple[ReplayedStep, ...] = ()
+    changed: tuple[ReplayedStep, ...] = ()
+    fp32: tuple[ReplayedStep, ...] = ()

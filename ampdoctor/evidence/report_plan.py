@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdoctor.evidence.codec import Count, Fraction, Positive
-from ampdoctor.evidence.report.scaler import EmittedSettings
+from ampdoctor.evidence.json_records import Count, Fraction, Positive
+from ampdoctor.evidence.report_scaler import EmittedSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

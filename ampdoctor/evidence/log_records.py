@@ -1,20 +1,171 @@
-"""What the lines of a run's log say, one record a kind. What every line carries beside it is the `Stamp`.
-
-A line is one JSON object. A key that is missing has its default, which is null for most; a reader passes by kinds and
-keys that it does not know. Lines stand in the order of their arrival, which is not the order of the steps.
-"""
+"""The lines of a run's log as records: what `run` writes, `health` reads, and the schema says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeAlias
+from importlib.resources import files
+from math import nan
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias
 
-from ampdoctor.evidence.codec import Count, Positive, Text, form
+from ampdoctor.evidence.json_records import Count, Fraction, Positive, Shape, Text, form, schema_of
 from ampdoctor.evidence.report import Finding, Verdict
-from ampdoctor.evidence.report.health import Health
-from ampdoctor.evidence.run_log.details import DetailLine
-from ampdoctor.evidence.run_log.tables import DetailTable
+from ampdoctor.evidence.report_health import Health
+from ampdoctor.evidence.report_profile import HistogramValues
+
+# The kind of line that speaks of single tensors.
+
+
+PLAIN: Mapping[str, bool] = MappingProxyType({"plain": True})
+"""Metadata of a field whose value consists of what JSON has, and is written as it is."""
+
+Role = Literal["parameter", "gradient", "update", "activation", "activation_gradient", "optimizer_state", "buffer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDetail:
+    """One tensor in one step.
+
+    Attributes:
+        tensor: Index of its name in the table of the `run` line before it: a parameter's or buffer's own name; of an
+            activation or its gradient the module's.
+        role: What it is to the run. A gradient is as the optimizer gets it, but for the loss scale; an update is what
+            the step adds to the parameter.
+        part: Of an activation or its gradient `output` or `input`; of optimizer state the key (`exp_avg`); else "".
+        call: Number of the module's call in the step, from 0.
+        format: The number format that it is in ("fp16", "bf16", "fp32", "e4m3").
+        elements: Number of its elements.
+        sampled: Number of those that were counted; null where all were.
+        norm: L2 norm.
+        amax: Largest finite magnitude.
+        nonfinite: Number of counted elements that are NaN or infinite.
+        scale: The factor that its numbers carry here, the loss scale of a scaled gradient or an FP8 tensor's own; null
+            for none.
+        block: Elements that share a scale, in a format that is scaled by blocks.
+        zero_share: Share of the counted elements that is zero.
+        flushed_share: Share of what is not zero that becomes zero in the half format of the run, at its loss scale.
+        headroom_binades: Binades from its largest magnitude to its format's maximum, at the loss scale.
+        update_ratio: L2 norm of the update over that of the parameter.
+        unmoved_share: Share of a parameter's counted elements that the step left as they were.
+        histogram: The counted magnitudes, as `Histogram.to_dict()` gives them.
+    """
+
+    tensor: Count
+    role: Role
+    part: str = ""
+    call: Count = 0
+    format: str | None = None
+    elements: Count | None = None
+    sampled: Count | None = None
+    norm: float | None = None
+    amax: float | None = None
+    nonfinite: Count | None = None
+    scale: float | None = None
+    block: Positive | None = None
+    zero_share: Fraction | None = None
+    flushed_share: Fraction | None = None
+    headroom_binades: float | None = None
+    update_ratio: float | None = None
+    unmoved_share: Fraction | None = None
+    histogram: Annotated[Mapping[str, Any], Shape(HistogramValues)] | None = field(default=None, metadata=PLAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetailLine:
+    """Tensors of a step; those of one step may be spread over several lines.
+
+    Attributes:
+        step: The attempted step.
+        reason: Why they were looked at: "sampled", or what fired.
+        optimizer: Index of the optimizer that stepped.
+        loss_scale: The step's loss scale, whether or not a tensor carries it; null without one.
+        tensors: Any number.
+    """
+
+    step: Count
+    reason: str = "sampled"
+    optimizer: Count = 0
+    loss_scale: float | None = None
+    tensors: tuple[TensorDetail, ...] = ()
+
+
+# A line of details by columns: what judging and condensing ask of it, in a form that a pipe carries at once.
+
+
+MEASURES = (
+    "norm",
+    "amax",
+    "nonfinite",
+    "flushed_share",
+    "zero_share",
+    "headroom_binades",
+    "update_ratio",
+    "unmoved_share",
+    "elements",
+    "scale",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DetailTable:
+    """Tensors of a step.
+
+    Attributes:
+        step: As of the line, and so are the next three.
+        reason: Likewise.
+        optimizer: Likewise.
+        loss_scale: Likewise.
+        tensors: Index of each tensor's name.
+        roles: Each one's role.
+        parts: Each one's part.
+        calls: Each one's call.
+        formats: Each one's format.
+        measures: Of each of `MEASURES` each one's, as float64; NaN where it was not measured.
+    """
+
+    step: int
+    reason: str
+    optimizer: int
+    loss_scale: float | None
+    tensors: tuple[int, ...]
+    roles: tuple[str, ...]
+    parts: tuple[str, ...]
+    calls: tuple[int, ...]
+    formats: tuple[str | None, ...]
+    measures: bytes
+
+
+_ADDRESS = ("tensor", "role", "part", "call", "format")
+_COLUMNS = attrgetter(*_ADDRESS, *MEASURES)
+
+
+def table_of(line: DetailLine | DetailTable) -> DetailTable:
+    """Returns a line by columns, if it is not so already."""
+    if isinstance(line, DetailTable):
+        return line
+    columns: list[Any] = list(zip(*map(_COLUMNS, line.tensors), strict=True)) or [()] * len((*_ADDRESS, *MEASURES))
+    tensors, roles, parts, calls, formats, *measures = columns
+    return DetailTable(
+        step=line.step,
+        reason=line.reason,
+        optimizer=line.optimizer,
+        loss_scale=line.loss_scale,
+        tensors=tensors,
+        roles=roles,
+        parts=parts,
+        calls=calls,
+        formats=formats,
+        measures=b"".join(map(_numbers, measures)),
+    )
+
+
+def _numbers(column: Sequence[float | None]) -> bytes:
+    return array("d", [nan if value is None else value for value in column]).tobytes()
+
 
 SCHEMA_VERSION = 1
 """Raised where a reader of the last one would break; new kinds and keys do not raise it."""
@@ -291,3 +442,43 @@ class Stamped:
 
     stamp: Stamp
     line: Line | DetailTable
+
+
+# The JSON Schema of a line: made from the classes, and shipped as a file beside this one.
+
+
+FILE = "run-log-line.schema.json"
+_ABOUT = (
+    "What this version writes; a reader passes by kinds and keys that it does not know. A key that is missing has its "
+    "default, which is null unless the documentation says another. A non-finite number is the string NaN, Infinity or "
+    "-Infinity."
+)
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) that every line of a run's log follows."""
+    loaded: dict[str, Any] = json.loads(files("ampdoctor.evidence").joinpath(FILE).read_text(encoding="utf-8"))
+    return loaded
+
+
+def schema_of_classes() -> dict[str, Any]:
+    """Return the same, made anew; it needs docstrings, which `python -OO` takes away."""
+    parts: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
+    for kind, record in KINDS.items():
+        made = schema_of(record, {record: Stamp}, sparse=True)
+        parts |= made.pop("$defs")
+        made["properties"] = {"kind": {"const": kind}, **made["properties"]}
+        made["properties"]["schema_version"] |= {"const": SCHEMA_VERSION}
+        made["required"] = sorted({"kind", "schema_version", *made.get("required", ())})
+        kinds[f"{kind}_line"] = made
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:ampdoctor:run-log-line:{SCHEMA_VERSION}",
+        "title": "A line of an ampdoctor run's log",
+        "description": _ABOUT,
+        "type": "object",
+        "required": ["kind", "schema_version"],
+        "oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds],
+        "$defs": dict(sorted((parts | kinds).items())),
+    }

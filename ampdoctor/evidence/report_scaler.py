@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ampdoctor.evidence.codec import Count, Fraction, Positive
-from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.json_records import Count, Fraction, Positive
+from ampdoctor.evidence.targets import Framework
 
 Language = Literal["python", "json", "shell", "toml"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdoctor.evidence.where import Source, Where
+from ampdoctor.evidence.location import Source, Where
 
 StateKind = Literal["buffer", "counter", "own"]
 """Where a state lies: in the model, in an optimizer, or in the run's own code."""

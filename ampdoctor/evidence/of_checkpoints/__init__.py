@@ -1,1 +1,0 @@
-"""What was read from one or several checkpoints."""
