@@ -121,7 +121,7 @@ def floor(path: Path) -> Callable[[], object]:
     import torch
 
     from ampdoctor.checkpoints import open_checkpoint
-    from ampdoctor.checkpoints.measures.streaming import stream
+    from ampdoctor.checkpoints.tensor_statistics import stream
 
     def run() -> float:
         with open_checkpoint(path) as checkpoint:

@@ -36,7 +36,6 @@ DIRECT = {
 
 HERE = "(files directly in the room)"
 STOREYS = {
-    "checkpoints": ("storage", "pickles", "formats", "contents", "layouts", "measures", HERE),
     "precision": ("emulation", HERE),
     "diagnosis": (
         "catalogue",
@@ -230,12 +229,6 @@ def test_the_floors_have_no_cycle():
         ("replay/a.py", "print(1)", "print"),
         ("replay/a.py", "import sys\nsys.stdout.write('x')", "sys.stdout"),
         ("attic/a.py", "", "attic is no room"),
-        (
-            "checkpoints/formats/a.py",
-            "from ampdoctor.checkpoints.contents import x",
-            "formats must not know contents",
-        ),
-        ("checkpoints/storage/a.py", "from ampdoctor.checkpoints.opening import x", "storage must not know (files"),
         ("replay/a.py", "\n" * 701, "replay/a.py: 701 lines"),
         ("replay/a.py", "from ampdoctor.replay import b\n", "a circle: ampdoctor.replay.a -> ampdoctor.replay.b"),
     ],
@@ -262,8 +255,6 @@ def test_the_check_can_fail(file, code, sentence, tmp_path):
         ),
         ("cli/a.py", "import typer, rich, sys\nfrom ampdoctor.diagnosis.catalogue import CATALOGUE\nsys.stdout"),
         ("__init__.py", "from ampdoctor.workflows.scan import scan"),
-        ("checkpoints/layouts/a.py", "from ampdoctor.checkpoints.formats import x"),
-        ("checkpoints/opening.py", "from ampdoctor.checkpoints.measures import x"),
     ],
 )
 def test_what_is_allowed_passes(file, code, tmp_path):

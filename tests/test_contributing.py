@@ -100,7 +100,7 @@ def test_a_new_layout_is_one_file_and_its_line(copy, run_cli):
     for name, values in SAMPLE.items():
         np.save(copy / "sample" / f"{name}.npy", np.array(values, dtype=np.float32))
     files = follow("A new layout", copy)
-    assert files == ["ampdoctor/checkpoints/layouts/npy_folder.py", "ampdoctor/checkpoints/layouts/folder.py"]
+    assert files == ["ampdoctor/checkpoints/npy_folder.py", "ampdoctor/checkpoints/folder.py"]
     result = run_cli("scan", "sample", "--format", "json", command=OF_THE_COPY, cwd=copy, env={"PYTHONPATH": ""})
     report = json.loads(result.stdout)
     assert (result.returncode, report["target"]["format"], report["target"]["tensors"]) == (1, "npy-folder", 2)

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, CheckpointFile, TensorRef
-    from ampdoctor.checkpoints.contents.structure import clean_names
-    from ampdoctor.checkpoints.load import LoadedCheckpoint, load_state
-    from ampdoctor.checkpoints.opening import open_checkpoint
+    from ampdoctor.checkpoints.checkpoint import Checkpoint, CheckpointFile, TensorRef
+    from ampdoctor.checkpoints.file_contents import clean_names
+    from ampdoctor.checkpoints.folder import open_checkpoint
+    from ampdoctor.checkpoints.resume_state import LoadedCheckpoint, load_state
 
 __all__ = [
     "Checkpoint",
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "Checkpoint": "ampdoctor.checkpoints.contents.checkpoint",
-    "CheckpointFile": "ampdoctor.checkpoints.contents.checkpoint",
-    "LoadedCheckpoint": "ampdoctor.checkpoints.load",
-    "TensorRef": "ampdoctor.checkpoints.contents.checkpoint",
-    "clean_names": "ampdoctor.checkpoints.contents.structure",
-    "load_state": "ampdoctor.checkpoints.load",
-    "open_checkpoint": "ampdoctor.checkpoints.opening",
+    "Checkpoint": "ampdoctor.checkpoints.checkpoint",
+    "CheckpointFile": "ampdoctor.checkpoints.checkpoint",
+    "LoadedCheckpoint": "ampdoctor.checkpoints.resume_state",
+    "TensorRef": "ampdoctor.checkpoints.checkpoint",
+    "clean_names": "ampdoctor.checkpoints.file_contents",
+    "load_state": "ampdoctor.checkpoints.resume_state",
+    "open_checkpoint": "ampdoctor.checkpoints.folder",
 }
 
 

@@ -1,20 +1,57 @@
-"""Examines a path once and passes the result on: a file, a folder, or a run's folder with its checkpoints."""
+"""What lies at a path: a checkpoint, several, a run's log; and the log beside a checkpoint."""
 
 from __future__ import annotations
 
+import bisect
 import os
 import shlex
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
-from ampdoctor.checkpoints.family import Contents, Family, Member, Series, contents_of
-from ampdoctor.checkpoints.layouts.folder import open_file, open_folder
-from ampdoctor.checkpoints.run_log import RunLog, run_log
-from ampdoctor.checkpoints.storage.listing import Listing, list_folder
+from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.files import Listing, list_folder
+from ampdoctor.checkpoints.folder import open_file, open_folder
+from ampdoctor.checkpoints.log_folders import longest_log
+from ampdoctor.checkpoints.series import Contents, Family, Member, Series, contents_of
 from ampdoctor.errors import CheckpointError, SeveralRunsError
+from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
+
+# A run's training log, which is beside the checkpoints, or in the named folder above the checkpoints' own.
+#
+# Nothing above the named folder is read, whatever it is called: nobody asked for it.
+
+
+RunLog = tuple[LogEntry, ...]
+
+
+def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]:
+    """Returns the longest of a run's logs, as for a single checkpoint, and the logs that could not be read.
+
+    Args:
+        root: The folder that was named.
+        family: The checkpoints in it, or in a folder in it.
+    """
+    longest: RunLog = ()
+    skipped: list[Skipped] = []
+    for folder in (family.home, root) if family.home is not root else (root,):
+        prefix = "" if folder is root else f"{folder.path.name}/"
+        log, unread = longest_log(folder.path, folder.names, prefix)
+        longest = max(longest, log, key=len)
+        skipped += unread
+    return longest, tuple(skipped)
+
+
+def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
+    """Returns the last loss logged up to a step, and after an earlier step; None if there is none."""
+    for entry in reversed(log[: bisect.bisect_right(log, step, key=lambda e: e.step)]):
+        if entry.step <= after:
+            return None
+        if entry.loss is not None:
+            return entry.loss
+    return None
+
 
 _LISTED = 8
 """Runs in a folder that an error lists."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ampdoctor.checkpoints.formats.log_files import Left
-from ampdoctor.checkpoints.formats.run_log_files import MAX_BYTES
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import MAX_BYTES, Left
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, Stamped, StepLine
 from ampdoctor.evidence.log_text import kind_of, quick_line_of

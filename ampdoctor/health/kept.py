@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.json_records import checked, to_plain
 from ampdoctor.evidence.paths import shown_path

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ampdoctor.checkpoints.contents.scalers import not_numbers, scaler_state
+from ampdoctor.checkpoints.scalers import not_numbers, scaler_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.run_facts import ResumedScaler
 from ampdoctor.replay.fit_optimizers import plan_optimizers
@@ -25,7 +25,7 @@ from ampdoctor.replay.user_code import user_code
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ampdoctor.checkpoints.standing import RandomNumbers
+    from ampdoctor.checkpoints.resume_state import RandomNumbers
     from ampdoctor.evidence.checkpoint_stats import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.checkpoints.measures.optimizer_facts import SECOND_MOMENTS
+from ampdoctor.checkpoints.optimizer_state import SECOND_MOMENTS
 from ampdoctor.diagnosis.log.scale_spiral import scale_spiral
 from ampdoctor.diagnosis.log.skip_rate import skip_rate
 from ampdoctor.diagnosis.optimizer.second_moment_flushed import explained

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.checkpoints.files import is_folder
 from ampdoctor.diagnosis.over_time.judge import Judge
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import AlertLine, Line, Stamped, StepLine

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints import load_state
-from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
+from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
 from ampdoctor.diagnosis.replay.bad_state import impossible_finding, saturated_finding, state_finding
 from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
 from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
@@ -65,7 +65,7 @@ from ampdoctor.replay.user_code import out_of_memory
 from ampdoctor.replay.user_files import CHANGES, changes_note, told_of_changes
 
 if TYPE_CHECKING:
-    from ampdoctor.checkpoints.standing import Standing
+    from ampdoctor.checkpoints.resume_state import Standing
     from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
     from ampdoctor.evidence.run_facts import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun

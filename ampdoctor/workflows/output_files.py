@@ -62,7 +62,7 @@ def refuse_part(file: str, folder: str) -> None:
         return
     if not inside:
         return
-    from ampdoctor.checkpoints.layouts.folder import may_be_read  # here, for it brings torch
+    from ampdoctor.checkpoints.folder import may_be_read  # here, for it brings torch
 
     if may_be_read(place.name):
         raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from ampdoctor.checkpoints.formats.bounded_json import parse_json
-from ampdoctor.checkpoints.formats.run_log_files import read_details, read_steps
-from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensors, read_safetensors
-from ampdoctor.checkpoints.layouts.run_log_folder import opened, run_logs
-from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.checkpoints.storage.listing import list_folder
+from ampdoctor.checkpoints.files import RegularFile, list_folder
+from ampdoctor.checkpoints.json_files import parse_json
+from ampdoctor.checkpoints.log_files import read_details, read_steps
+from ampdoctor.checkpoints.log_folders import opened, run_logs
+from ampdoctor.checkpoints.safetensors_file import looks_like_safetensors, read_safetensors
 from ampdoctor.diagnosis.ranges.gradient_underflow import underflow_expected
 from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import nonfinite_in_fp32
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
+from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
 from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.python_lines import exact

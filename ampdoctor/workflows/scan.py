@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ampdoctor.checkpoints import Checkpoint
-from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
+from ampdoctor.checkpoints.folder import may_hold_tensors, neighbour
 from ampdoctor.checkpoints.found import Found, find
-from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors, neighbour
-from ampdoctor.checkpoints.layouts.step_names import step_in
+from ampdoctor.checkpoints.series import step_in
+from ampdoctor.checkpoints.torch_files import is_lfs_pointer
 from ampdoctor.errors import (
     CheckpointError,
     LimitExceededError,

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ampdoctor.checkpoints.comparison import measure_change
 from ampdoctor.checkpoints.found import find
-from ampdoctor.checkpoints.measures.change import measure_change
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.several.growing_range import grown_beyond_start
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX

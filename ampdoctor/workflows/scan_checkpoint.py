@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint, TensorRef
-from ampdoctor.checkpoints.contents.scalers import number
-from ampdoctor.checkpoints.family import Member
 from ampdoctor.checkpoints.found import find
-from ampdoctor.checkpoints.measures.summary import Observer, summarize
+from ampdoctor.checkpoints.scalers import number
+from ampdoctor.checkpoints.series import Member
+from ampdoctor.checkpoints.tensor_statistics import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler

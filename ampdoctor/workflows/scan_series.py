@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
-from ampdoctor.checkpoints.family import Member
-from ampdoctor.checkpoints.run_log import loss_until
+from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.found import loss_until
+from ampdoctor.checkpoints.series import Member
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
 from ampdoctor.diagnosis.several.growing_range import cast_by_autocast

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.checkpoints.storage.files import ByteSource
-from ampdoctor.checkpoints.storage.stored import StridedTensor
+from ampdoctor.checkpoints.files import ByteSource
+from ampdoctor.checkpoints.stored_tensor import StridedTensor
 
 
 class Nothing(ByteSource):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampdoctor.checkpoints import family as family_module
+from ampdoctor.checkpoints import series as family_module
 from ampdoctor.checkpoints.found import find
 from ampdoctor.errors import CheckpointError
 
@@ -246,6 +246,6 @@ def test_a_folder_that_may_not_be_listed_is_one_sentence(tmp_path, monkeypatch):
     def refuse(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ampdoctor.checkpoints.storage.listing.os.scandir", refuse)
+    monkeypatch.setattr("ampdoctor.checkpoints.files.os.scandir", refuse)
     with pytest.raises(CheckpointError, match="cannot be listed: permission denied"):
         members(Path(tmp_path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.log_text import text_of

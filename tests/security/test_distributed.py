@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import MAX_METADATA_BYTES
+from ampdoctor.checkpoints.dcp_metadata import MAX_METADATA_BYTES
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from tests.security import hostile as h
 

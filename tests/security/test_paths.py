@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.storage import files
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints import files, open_checkpoint
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.scan import scan

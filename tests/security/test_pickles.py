@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.pickles.inert import Global, Inert
-from ampdoctor.checkpoints.pickles.inert_pickle import InertMachine
+from ampdoctor.checkpoints.unpickler import Global, Inert, InertMachine
 from ampdoctor.errors import AmpdoctorError, CheckpointError
 from tests.security import hostile as h
 

@@ -15,12 +15,11 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import _weights_only_unpickler
 
-from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
-from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
-from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-from ampdoctor.checkpoints.pickles.rebuild import TensorBuilder
-from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.checkpoints.storage.stored import StoredTensor, StridedTensor
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.safetensors_file import read_safetensors
+from ampdoctor.checkpoints.stored_tensor import StoredTensor, StridedTensor
+from ampdoctor.checkpoints.torch_files import read_torch_legacy, read_torch_zip
+from ampdoctor.checkpoints.torch_objects import TensorBuilder
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from ampdoctor.checkpoints.formats.log_files import Left
+from ampdoctor.checkpoints.log_files import Left
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import Stamped
 from ampdoctor.evidence.log_text import Row, line_of_row, row_of

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from heapq import merge
 from pathlib import Path
 
-from ampdoctor.checkpoints.formats.log_files import as_number, lines_in
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import as_number, lines_in
 from ampdoctor.evidence.log_records import RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, lines_of

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ampdoctor.checkpoints.formats.log_files import known_fields
-from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, scalars_in
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.event_files import is_event_file, scalars_in
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import known_fields
 from ampdoctor.evidence.log_records import RunLine, Stamped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place
 from ampdoctor.health.reading.rows import Row, SkipCount, lines_of, milliseconds

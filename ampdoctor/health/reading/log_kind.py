@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from ampdoctor.checkpoints.formats.log_files import Left, lines_in
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import Left, lines_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, RunLine, Stamped
 from ampdoctor.evidence.report import ErrorNote, Skipped

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
-from ampdoctor.checkpoints.storage.listing import list_folder
+from ampdoctor.checkpoints.files import RegularFile, is_folder, list_folder
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import Stamped
 from ampdoctor.evidence.paths import shown_path, will_be_written

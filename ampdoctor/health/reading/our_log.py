@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePath
 
-from ampdoctor.checkpoints.formats.log_files import Left, lines_in
-from ampdoctor.checkpoints.formats.run_log_files import HEAD, MAX_BYTES, begins_run_log
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, Left, begins_run_log, lines_in
 from ampdoctor.evidence.log_records import SCHEMA_VERSION, Stamped
 from ampdoctor.evidence.log_text import quick_line_of
 from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number

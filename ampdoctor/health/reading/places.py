@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampdoctor.checkpoints.storage.files import identity_of, is_folder
-from ampdoctor.checkpoints.storage.listing import MAX_FOLDER_ENTRIES, list_folder
+from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, identity_of, is_folder, list_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 

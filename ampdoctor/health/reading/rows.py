@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ampdoctor.checkpoints.formats.log_files import step_of
+from ampdoctor.checkpoints.log_files import step_of
 from ampdoctor.evidence.log_records import EndLine, Line, RunLine, Stamp, Stamped, StepLine
 from ampdoctor.health.reading.order import LATE, Order
 

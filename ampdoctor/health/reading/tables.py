@@ -10,7 +10,8 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.formats.log_files import (
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import (
     BYTE_ORDER_MARK,
     Left,
     as_number,
@@ -22,7 +23,6 @@ from ampdoctor.checkpoints.formats.log_files import (
     step_of,
     unread_in,
 )
-from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine
 from ampdoctor.evidence.report import Skipped

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ampdoctor.checkpoints.formats.json_file import read_json
-from ampdoctor.checkpoints.formats.log_files import BYTE_ORDER_MARK, known_fields
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.json_files import read_json
+from ampdoctor.checkpoints.log_files import BYTE_ORDER_MARK, known_fields
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, RunLine, Stamped
 from ampdoctor.evidence.report import Skipped

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampdoctor.checkpoints.formats.log_files import known_fields, step_of, unread_in
+from ampdoctor.checkpoints.log_files import known_fields, step_of, unread_in
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 MANY = 8

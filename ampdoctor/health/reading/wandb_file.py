@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.formats.leveldb_frame import framed_records
-from ampdoctor.checkpoints.formats.log_files import as_number, known_fields
-from ampdoctor.checkpoints.formats.protobuf import BYTES, VARINT, message_fields
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.event_files import BYTES, VARINT, framed_records, message_fields
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import as_number, known_fields
 from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.formats.bounded_json import parse_json
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import DuplicateKeyError
 

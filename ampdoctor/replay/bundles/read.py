@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 
 import torch
 
-from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.errors import CheckpointError, FactoryError, ReplayError
 from ampdoctor.hooks.json_values import UnreadableTreeError, read
 from ampdoctor.hooks.program import Call, Instruction, Leading, Program

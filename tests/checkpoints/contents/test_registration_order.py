@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.contents.registration_order import place_names
+from ampdoctor.checkpoints.parameter_names import place_names
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ampdoctor.checkpoints.contents.scalers import number
+from ampdoctor.checkpoints.scalers import number
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.formats import run_log_files
-from ampdoctor.checkpoints.formats.run_log_files import is_run_log, log_entry_of, read_details, read_steps
-from ampdoctor.checkpoints.layouts.run_log_folder import opened
-from ampdoctor.checkpoints.measures.summary import summarize
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints import log_files, open_checkpoint
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import is_run_log, log_entry_of, read_details, read_steps
+from ampdoctor.checkpoints.log_folders import opened
+from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, Stamp, Stamped, StepLine, TensorDetail
 from ampdoctor.evidence.log_text import text_of
@@ -106,12 +105,12 @@ def test_details_come_with_the_names_that_their_own_file_gives(tmp_path):
 
 
 def test_a_long_log_is_thinned_and_a_longer_one_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log_files, "MAX_PARSED", 100)
+    monkeypatch.setattr(log_files, "MAX_PARSED", 100)
     names = written(tmp_path, log=header() + steps(*range(1000)))
     kept = [entry.line.step for entry in read(tmp_path, names).standing]
     assert 50 <= len(kept) <= 101
     assert (kept[0], kept[-1], kept) == (0, 999, sorted(kept))
-    monkeypatch.setattr(run_log_files, "MAX_LINES", 1000)
+    monkeypatch.setattr(log_files, "MAX_LINES", 1000)
     with pytest.raises(LimitExceededError, match=r"log\.jsonl: lines of a log"):
         read(tmp_path, names)
 

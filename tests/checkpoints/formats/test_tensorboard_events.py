@@ -12,12 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.formats import tensorboard_events
-from ampdoctor.checkpoints.formats.tensorboard_events import masked_crc, read_events
-from ampdoctor.checkpoints.layouts import folder_logs
-from ampdoctor.checkpoints.layouts.folder_logs import longest_log
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints import event_files, log_folders, open_checkpoint
+from ampdoctor.checkpoints.event_files import masked_crc, read_events
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_folders import longest_log
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.workflows.scan import scan
@@ -206,7 +204,7 @@ def test_what_is_beyond_a_limit_is_no_log(tmp_path, monkeypatch):
     (tmp_path / NAME).write_bytes(record(event(1)) * 30)
     for limit, words in (("MAX_RECORDS", "records of event files"), ("MAX_EVENT_BYTES", "bytes of event files")):
         with monkeypatch.context() as patch, RegularFile(tmp_path / NAME, NAME) as file:
-            patch.setattr(tensorboard_events, limit, 20)
+            patch.setattr(event_files, limit, 20)
             with pytest.raises(LimitExceededError, match=words):
                 read_events([file])
             log, skipped = longest_log(tmp_path, [NAME], "")
@@ -215,14 +213,14 @@ def test_what_is_beyond_a_limit_is_no_log(tmp_path, monkeypatch):
 
 def test_of_many_scalars_some_are_taken_evenly(tmp_path, monkeypatch):
     (tmp_path / NAME).write_bytes(b"".join(record(event(step)) for step in range(3000)))
-    monkeypatch.setattr(tensorboard_events, "MAX_READ", 300 * len(event(1)))
+    monkeypatch.setattr(event_files, "MAX_READ", 300 * len(event(1)))
     log, _ = longest_log(tmp_path, [NAME], "")
     assert 100 < len(log) < 400
     assert (log[0].step, log[-1].step) == (0, 2999)
 
 
 def test_the_last_files_of_very_many_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_logs, "MAX_EVENT_FILES", 2)
+    monkeypatch.setattr(log_folders, "MAX_EVENT_FILES", 2)
     log, skipped = read(tmp_path, *(record(event(step)) for step in range(4)))
     assert losses(log) == [(2, 1.0), (3, 1.0)]
     assert [s.reason for s in skipped] == ["not read as a log: it and 1 more are the earliest"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.layouts.zero_partitions import RankState, place_by_group
+from ampdoctor.checkpoints.zero import RankState, place_by_group
 from tests.checkpoints.nothing import NOTHING
 
 ONE, NAN = torch.ones(4), torch.full((4,), float("nan"))

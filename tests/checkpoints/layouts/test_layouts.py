@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints import files, open_checkpoint
+from ampdoctor.checkpoints.folder import may_be_read
 from ampdoctor.checkpoints.found import find
-from ampdoctor.checkpoints.layouts.folder import may_be_read
-from ampdoctor.checkpoints.measures.summary import summarize
-from ampdoctor.checkpoints.storage import files
+from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError
 
 if TYPE_CHECKING:

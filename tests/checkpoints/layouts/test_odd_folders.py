@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import TensorRef, open_checkpoint
-from ampdoctor.checkpoints.layouts import folder as folder_layout
-from ampdoctor.checkpoints.measures.change import _by_key
+from ampdoctor.checkpoints import folder as folder_layout
+from ampdoctor.checkpoints.comparison import _by_key
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.scan import scan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.storage.stored import ShardedTensor
+from ampdoctor.checkpoints.stored_tensor import ShardedTensor
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
 FILES = sorted(FIXTURES.glob("fsdp*/checkpoint_0/*_rank[01].bin"))

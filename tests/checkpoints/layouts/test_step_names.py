@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.checkpoints.layouts.step_names import alias_of, moment_of
+from ampdoctor.checkpoints.series import alias_of, moment_of
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.measures import streaming
-from ampdoctor.checkpoints.measures.block_facts import FULLY_COUNTED, BlockFacts, examine
-from ampdoctor.checkpoints.measures.summary import summarize
-from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS
+from ampdoctor.checkpoints import open_checkpoint, tensor_statistics
+from ampdoctor.checkpoints.stored_tensor import BLOCK_ELEMENTS
+from ampdoctor.checkpoints.tensor_statistics import FULLY_COUNTED, BlockFacts, examine, summarize
 from ampdoctor.errors import CheckpointError
 from ampdoctor.numerics.counting import imap_on_workers
 
@@ -184,7 +182,7 @@ def test_blocks_that_are_examined_together_give_what_each_of_them_gives(dtype):
 
 
 def test_a_large_tensor_is_read_in_runs_and_small_ones_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "BATCH_ELEMENTS", 2 * BLOCK_ELEMENTS)
+    monkeypatch.setattr(tensor_statistics, "BATCH_ELEMENTS", 2 * BLOCK_ELEMENTS)
     sizes = {"a": 3, "large": 3 * BLOCK_ELEMENTS, "z": 5}
     save_file({name: torch.arange(n).to(torch.float16) for name, n in sizes.items()}, tmp_path / "c.safetensors")
 
@@ -192,7 +190,7 @@ def test_a_large_tensor_is_read_in_runs_and_small_ones_together(tmp_path, monkey
         return [(number, block.numel()) for number, block in blocks]
 
     with open_checkpoint(tmp_path / "c.safetensors") as checkpoint:
-        found = list(streaming.stream(((ref.name, ref.stored) for ref in checkpoint), work, jobs=2))
+        found = list(tensor_statistics.stream(((ref.name, ref.stored) for ref in checkpoint), work, jobs=2))
     assert [number for name, run, _ in found if name == "large" for number, _ in run] == [0, 1, 2]
     assert {name: sum(n for of, run, _ in found if of == name for _, n in run) for name in sizes} == sizes
     assert sum(read for _, _, read in found) == 2 * sum(sizes.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.checkpoints.measures.update_reach import reach, states_of
-from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.optimizer_state import reach, states_of
 
 
 def optimizers(lr):

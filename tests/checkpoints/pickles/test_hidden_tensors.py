@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.contents.structure import Sections
-from ampdoctor.checkpoints.pickles.inert import Inert
-from ampdoctor.checkpoints.pickles.objects import Search, read_module
-from ampdoctor.checkpoints.pickles.tree import MAX_DEPTH
+from ampdoctor.checkpoints.file_contents import Sections
+from ampdoctor.checkpoints.pickled_objects import MAX_DEPTH, Search, read_module
+from ampdoctor.checkpoints.unpickler import Inert
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.workflows.scan import scan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.checkpoints.storage.files import ByteSource
+from ampdoctor.checkpoints.files import ByteSource
 
 
 def test_a_source_of_bytes_that_cannot_be_read_cannot_be_made():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.checkpoints.storage.pooled_files import FilePool, PooledFile
+from ampdoctor.checkpoints.files import FilePool, PooledFile
 from ampdoctor.errors import CheckpointError
 
 DESCRIPTORS = Path("/proc/self/fd")

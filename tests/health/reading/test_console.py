@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading import log_kind

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading.log_kind import Noticed

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.replay.bundles.tensors import CODES, lying, made_again, write_safetensors
 
 SEVEN = torch.arange(7.0)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ampdoctor import TrainingRun
-from ampdoctor.checkpoints.standing import RandomNumbers
+from ampdoctor.checkpoints.resume_state import RandomNumbers
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.batches import BatchTape, DataPlace
 from ampdoctor.replay.load_checkpoint import set_generators

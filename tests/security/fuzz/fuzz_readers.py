@@ -26,15 +26,14 @@ from safetensors.torch import load as load_safetensors
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
-    from ampdoctor.checkpoints.contents.structure import sort_out
-    from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
-    from ampdoctor.checkpoints.formats.tensorboard_events import masked_crc, read_events
-    from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
-    from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-    from ampdoctor.checkpoints.layouts.distributed.dcp import read_distributed
-    from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import METADATA
-    from ampdoctor.checkpoints.storage.files import ByteSource
-    from ampdoctor.checkpoints.storage.stored import StoredTensor
+    from ampdoctor.checkpoints.dcp import read_distributed
+    from ampdoctor.checkpoints.dcp_metadata import METADATA
+    from ampdoctor.checkpoints.event_files import masked_crc, read_events
+    from ampdoctor.checkpoints.file_contents import sort_out
+    from ampdoctor.checkpoints.files import ByteSource
+    from ampdoctor.checkpoints.safetensors_file import read_safetensors
+    from ampdoctor.checkpoints.stored_tensor import StoredTensor
+    from ampdoctor.checkpoints.torch_files import read_torch_legacy, read_torch_zip
 from ampdoctor.errors import AmpdoctorError
 from tests.security import hostile
 

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampdoctor.checkpoints.measures import difference
-from ampdoctor.checkpoints.measures.difference import side_by_side
-from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StridedTensor
+from ampdoctor.checkpoints import tensor_differences
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StridedTensor
+from ampdoctor.checkpoints.tensor_differences import side_by_side
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.scan_against import compare
@@ -242,17 +242,17 @@ def test_pieces_are_compared_with_the_whole(tmp_path, monkeypatch):
         whole = ShardedTensor(
             dtype=torch.float32, shape=(6, 4), shards=(Shard(stored=rest, at=(2, 0)), Shard(stored=top, at=(0, 0)))
         )
-        found = difference.difference(whole, stored["w"])
+        found = tensor_differences.difference(whole, stored["w"])
         assert (found.elements, found.unchanged) == (24, 24)
-        alike = difference.difference(whole, whole)
+        alike = tensor_differences.difference(whole, whole)
         assert (alike.elements, alike.unchanged) == (24, 24)
-        monkeypatch.setattr(difference, "MAX_LOADED_BYTES", 64)
+        monkeypatch.setattr(tensor_differences, "MAX_LOADED_BYTES", 64)
         with pytest.raises(CheckpointError, match="different orders"):
             list(side_by_side(whole, stored["w"]))
 
 
 def test_what_is_too_large_to_be_rearranged_is_left_out_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(difference, "MAX_LOADED_BYTES", 64)
+    monkeypatch.setattr(tensor_differences, "MAX_LOADED_BYTES", 64)
     torch.save({"w": torch.randn(5, 7).t(), "b": torch.ones(3)}, tmp_path / "old.pt")
     torch.save({"w": torch.randn(7, 5), "b": torch.ones(3)}, tmp_path / "new.pt")
     report = compare(tmp_path / "new.pt", tmp_path / "old.pt")

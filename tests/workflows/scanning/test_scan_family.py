@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints.family import Member
+from ampdoctor.checkpoints.series import Member
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.report_scan import ListedLog
 from ampdoctor.reports.forms.to_json import render_json

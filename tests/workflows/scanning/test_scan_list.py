@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints.storage.stored import Block
+from ampdoctor.checkpoints.stored_tensor import Block
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.report_scan import ListedGroup, ListedLog, ListedRole
 from ampdoctor.reports.forms.to_json import render_json

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ampdoctor.checkpoints import files as listing_module
 from ampdoctor.checkpoints.found import find
-from ampdoctor.checkpoints.storage import listing as listing_module
 from ampdoctor.cli.main import main
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows.scan import scan, scan_several

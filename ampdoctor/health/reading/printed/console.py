@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from ampdoctor.checkpoints.formats.log_files import Left
+from ampdoctor.checkpoints.log_files import Left
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.epochs import Epochs
 from ampdoctor.health.reading.log_kind import Noticed

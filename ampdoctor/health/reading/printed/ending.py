@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ampdoctor.checkpoints.formats.log_files import Left
+from ampdoctor.checkpoints.log_files import Left
 from ampdoctor.evidence.log_records import EndLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.rows import Row

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ampdoctor.checkpoints.formats.log_files import field_of
+from ampdoctor.checkpoints.log_files import field_of
 
 LONGEST = 16 * 1024
 """Bytes of a line that are taken apart: a printed dictionary of some hundred numbers."""

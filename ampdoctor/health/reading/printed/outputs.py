@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ampdoctor.checkpoints.formats.log_files import Left, as_number, lines_in
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.log_files import Left, as_number, lines_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.health.reading.log_kind import Noticed, Place, kind_of_one_file
 from ampdoctor.health.reading.printed.console import ConsoleRows, Layout, layout_of

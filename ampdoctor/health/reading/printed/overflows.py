@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from ampdoctor.checkpoints.formats.log_files import Left, as_number
+from ampdoctor.checkpoints.log_files import Left, as_number
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.rows import Row

@@ -19,11 +19,11 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from ampdoctor.checkpoints.layouts.distributed.dcp import MAX_NOTES
-from ampdoctor.checkpoints.load import load_state
-from ampdoctor.checkpoints.measures.summary import summarize
-from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.storage.stored import ShardedTensor
+from ampdoctor.checkpoints.dcp import MAX_NOTES
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
+from ampdoctor.checkpoints.stored_tensor import ShardedTensor
+from ampdoctor.checkpoints.tensor_statistics import summarize
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.replay.fit_optimizers import plan_optimizers
 

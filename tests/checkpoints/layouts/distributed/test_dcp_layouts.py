@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.folder import open_checkpoint
 
 FIXTURES = Path(__file__).parents[4] / "fixtures" / "checkpoints"
 LAYOUTS = (

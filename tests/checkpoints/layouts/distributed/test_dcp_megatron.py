@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ampdoctor.checkpoints.layouts.distributed.dcp_tree import sections_of
-from ampdoctor.checkpoints.load import load_state
-from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.dcp_names import sections_of
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.resume_state import load_state
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from tests.checkpoints.nothing import NOTHING
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.checkpoints.layouts.distributed.tiling import MAX_COMPARISONS, TilingBudget, misfit
+from ampdoctor.checkpoints.dcp import MAX_COMPARISONS, TilingBudget, misfit
 from ampdoctor.errors import LimitExceededError
 
 

@@ -1,0 +1,440 @@
+"""A checkpoint: its files, its tensors, and what is known beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ampdoctor.checkpoints.file_contents import (
+    MASTER_GROUP,
+    Sections,
+    averaged_names,
+    clean_names,
+    is_average,
+    is_master,
+    main_model,
+    role_of,
+    tensors_in,
+)
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.parameter_names import name_listed, name_parameters, role_of_state
+from ampdoctor.checkpoints.scalers import not_numbers, number, scaler_state
+from ampdoctor.checkpoints.stored_tensor import StoredTensor
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.checkpoint_stats import RUN_LOG, LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+# The files of a checkpoint, and which of them belong together: shards form one unit, any other file its own.
+
+
+@dataclass(slots=True)
+class Part:
+    """One file's content.
+
+    Attributes:
+        file: The open file.
+        sections: The parts of its contents.
+        name: Path relative to what was opened.
+        index: Name of the index that lists it as a shard; "" for a file of its own.
+        beside: Further open files, if its tensors lie there.
+    """
+
+    file: RegularFile
+    sections: Sections
+    name: str
+    index: str = ""
+    beside: tuple[RegularFile, ...] = ()
+
+    @property
+    def files(self) -> tuple[RegularFile, ...]:
+        """All of its files."""
+        return (self.file, *self.beside)
+
+
+class Unit:
+    """Files whose state dicts are parts of the same models.
+
+    Attributes:
+        name: The index's or the file's name.
+        parts: The files, in order.
+        models: State dicts by their path in the file, the main one first; those of shards are merged.
+        inner: True if the files lie in a folder inside the one that was opened.
+        main: Path of the main model; None if the unit holds none.
+        ordered: True if the entries are in the order of `named_parameters()`.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Part]) -> None:
+        self.name = name
+        self.parts = tuple(parts)
+        self.inner = all("/" in part.name for part in parts)
+        merged: dict[str, dict[str, StoredTensor]] = {}
+        for part in parts:
+            for path, model in part.sections.models.items():
+                merged.setdefault(path, {}).update(model)
+        self.main = main_model(list(merged))
+        self.models = dict(sorted(merged.items(), key=lambda item: item[0] != self.main))
+        self.ordered = all(part.sections.ordered for part in parts if part.sections.models)
+        self._clean = {path: clean_names(list(model)) for path, model in merged.items()}
+
+    def clean(self, path: str, name: str) -> str:
+        """Returns a stored name as in `named_parameters()` of the bare model."""
+        return self._clean[path][name]
+
+    def twin_of(self, other: Unit) -> bool:
+        """Is it just the safetensors of the same model that another format holds beside it?
+
+        safetensors keeps only one name of a tied weight, so it may have fewer names.
+        """
+        alone = all(not p.sections.optimizers and not p.sections.scalers for u in (self, other) for p in u.parts)
+        return alone and not self.ordered and other.ordered and self._outline().items() <= other._outline().items()
+
+    def _outline(self) -> dict[str, tuple[int, ...]]:
+        main = self.models[self.main] if self.main is not None else {}
+        return {name: tensor.shape for name, tensor in main.items()}
+
+
+def units_of(parts: Sequence[Part]) -> tuple[Unit, ...]:
+    """Returns the parts grouped into units, in the order of their first part."""
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.index or part.name, []).append(part)
+    return tuple(Unit(name, group) for name, group in groups.items())
+
+
+def chosen_unit(units: Sequence[Unit]) -> Unit | None:
+    """Returns the unit that holds a checkpoint's model; None if there is none, or if there are several different ones.
+
+    Of twins it is the one in safetensors, which loaders prefer. A folder's own model goes before that of an inner
+    folder (the Trainer gathers the model of a DeepSpeed run beside the partitions).
+    """
+    every = [unit for unit in units if unit.models]
+    holders = sorted([unit for unit in every if not unit.inner] or every, key=lambda unit: unit.ordered)
+    if len(holders) == 2 and holders[0].twin_of(holders[1]):
+        return holders[0]
+    return holders[0] if len(holders) == 1 else None
+
+
+_SKIPS_SHOWN = 20
+"""Maximum number of places that are named among those left out for one reason; the others are counted."""
+_OFTEN = 16
+"""Maximum number of names or views per byte, on average."""
+_SMALL_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: Relative to what was opened; for a single file, its name.
+        bytes: Its size.
+    """
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One tensor of a checkpoint, which has not been read yet.
+
+    Attributes:
+        name: Name as in `named_parameters()` or `named_buffers()` of the bare model; for optimizer state the name of
+            its parameter if that is certain, else "param N".
+        role: The tensor's purpose.
+        entry: Last part of the address: "weight", "running_var", "exp_avg_sq".
+        module: Owner, as in `named_modules()`; "" for the root, or if it is unknown.
+        group: Path of its state dict or optimizer if that is not the main one ("ema"), else "".
+        file: File, relative to what was opened.
+        stored: Where its bytes are.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    stored: StoredTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Stored element type."""
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical sizes."""
+        return self.stored.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are read for it."""
+        return self.stored.nbytes
+
+
+class Checkpoint:
+    """A checkpoint whose structure has been read. Iterating over it yields its tensors.
+
+    It is a context manager, because it holds files open.
+
+    Attributes:
+        path: The path that the user gave.
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names tell it ("hf-trainer",
+            "accelerate", "deepspeed", "torch-dcp", ...), else "folder"; "run-log" for no checkpoint but a run's log.
+        skipped: Parts that are recognised and not read, with the reason.
+        errors: Parts that should be there and are not; a scan is incomplete without them.
+        remarks: Harmless oddities of the layout, in sentences.
+        foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
+        global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
+        log: Training log beside the weights, or the run's; without one, the loss that was saved with the weights.
+        scalers: Loss scalers found.
+        lost: Numbers outside of its tensors and scalers that are not finite.
+        unread: Its tensors and files of weights whose values are not read, and may be anything.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: str,  # noqa: A002 - the name that reports use
+        parts: list[Part],
+        log: tuple[LogEntry, ...] = (),
+        global_step: int | None = None,
+        spare_step: int | None = None,
+        skipped: tuple[Skipped, ...] = (),
+        errors: tuple[ErrorNote, ...] = (),
+        remarks: tuple[str, ...] = (),
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.log = log
+        self.errors = errors
+        self.remarks = remarks
+        self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
+        self.foreign = tuple(dict.fromkeys(name for part in parts for name in part.sections.foreign))
+        self._parts = parts
+        self._units = units_of(parts)
+        self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
+        self.lost = tuple(dataclasses.replace(one, file=part.name) for part in parts for one in part.sections.lost)
+        self.unread = tuple(one for one in self.skipped if one.kind == "unread")
+        self.skipped = tuple(_folded(self.skipped))
+        found = global_step if global_step is not None else self._find_step()
+        self.global_step = found if found is not None else spare_step
+        if not log:
+            losses = [part.sections.loss for part in parts if part.sections.loss is not None]
+            self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
+        self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
+        bound = _OFTEN * sum(file.size for part in parts for file in part.files) + _SMALL_BYTES
+        if self.total_bytes > bound:  # thousands of views of one storage: the size of the files bounds the work
+            raise LimitExceededError(f"{path}: bytes that its tensors cover", bound, self.total_bytes)
+
+    @property
+    def files(self) -> tuple[CheckpointFile, ...]:
+        """The files that are read, in order."""
+        return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the files hold, in order."""
+        return tuple(self._parts)
+
+    @property
+    def total_bytes(self) -> int:
+        """Number of bytes that are read for all chunks together."""
+        return sum(ref.nbytes for ref in self._refs)
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def models(self) -> dict[str, dict[str, StoredTensor]]:
+        """Returns state dicts by path in the file, the main one first; names as stored.
+
+        Raises:
+            CheckpointError: A folder holds several models, and none of them is the main one.
+        """
+        unit = chosen_unit(self._units)
+        if unit is not None:
+            return unit.models
+        holders = [unit.name for unit in self._units if unit.models]
+        if holders:
+            raise CheckpointError(
+                f"{self.path} holds {len(holders)} models ({', '.join(holders[:5])}); name one of them."
+            )
+        return {}
+
+    def optimizers(self) -> dict[str, Mapping[str, Any]]:
+        """Returns optimizer state dicts by path in the file, with tensors as `StoredTensor`."""
+        return _by_path([(part, part.sections.optimizers) for part in self._parts])
+
+    def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
+        """Returns loss scaler state dicts by path in the file, as they were saved."""
+        return _by_path([(part, part.sections.scalers) for part in self._parts])
+
+    def take_log(self, log: tuple[LogEntry, ...], unread: tuple[Skipped, ...] = ()) -> None:
+        """Replace its own log by the run's if that says more; `unread` are logs without information."""
+        if len(log) > len(self.log):
+            self.log = log
+        self.skipped = (*self.skipped, *unread)
+
+    def require_unchanged(self) -> None:
+        """Refuse a checkpoint whose files changed since they were opened; the log of a run may grow.
+
+        Raises:
+            CheckpointError: A file changed.
+        """
+        if self.format == RUN_LOG:
+            return
+        for part in self._parts:
+            for file in part.files:
+                file.require_unchanged()
+
+    def close(self) -> None:
+        """Close its files."""
+        for part in self._parts:
+            for file in part.files:
+                file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _find_tensors(self) -> Iterator[TensorRef]:
+        chosen = chosen_unit(self._units)
+        weightless = not any(unit.models for unit in self._units)
+        for unit in self._units:
+            owner = unit if unit.models else chosen
+            models = list(owner.models.values()) if owner is not None else []
+            for part in unit.parts:
+                yield from self._model_tensors(unit, part)
+                several = len(part.sections.optimizers) > 1
+                for path, optimizer in part.sections.optimizers.items():
+                    names = name_parameters(optimizer, models, ordered=owner is not None and owner.ordered)
+                    yield from self._moments(optimizer, names, path if several else "")
+                    yield from self._masters(optimizer, names, part.sections.masters.get(path, []))
+                for path, stored in part.sections.others.items():
+                    yield self._loose(path, stored, weightless=weightless)
+
+    def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
+        for path, model in part.sections.models.items():
+            listed = name_listed(model, unit.models[unit.main]) if unit.main is not None and path != unit.main else {}
+            averaged = averaged_names(list(unit.models[path]))
+            for raw, stored in model.items():
+                name = listed.get(raw) or unit.clean(path, raw)
+                told = part.sections.buffers.get(path)
+                role = role_of(name) if told is None else "buffer" if raw in told else "weight"
+                if raw in averaged or (path != unit.main and is_average(path)):
+                    role = "ema"
+                yield self._ref(name, role, "" if path == unit.main else path, stored)
+
+    def _masters(
+        self, optimizer: Mapping[str, Any], names: Mapping[Any, str], groups: list[list[StoredTensor]]
+    ) -> Iterator[TensorRef]:
+        """Yields an optimizer's fp32 copies, under the names of its parameters if there is a copy for each."""
+        for index, copies in enumerate(groups):
+            group = optimizer["param_groups"][index] if index < len(optimizer["param_groups"]) else None
+            ids = group.get("params") if isinstance(group, Mapping) else None
+            paired = ids if isinstance(ids, list | tuple) and len(ids) == len(copies) else [None] * len(copies)
+            for place, (pid, stored) in enumerate(zip(paired, copies, strict=True)):
+                known = names.get(pid) if isinstance(pid, int | str) else None
+                yield self._ref(known or f"group {index} param {place}", "weight", MASTER_GROUP, stored)
+
+    def _loose(self, path: str, stored: StoredTensor, *, weightless: bool) -> TensorRef:
+        """Returns a tensor outside every state dict; if there is no state dict at all, it counts as a weight."""
+        if is_master(path) and stored.shape:
+            return self._ref(path, "weight", MASTER_GROUP, stored)
+        whole = path == "tensor"  # a file that is one number
+        return self._ref(path, role_of(path) if weightless and (stored.shape or whole) else "other", "", stored)
+
+    def _moments(self, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str) -> Iterator[TensorRef]:
+        for pid, state in optimizer["state"].items():
+            known = names.get(pid)
+            name = known if known is not None else f"param {pid}"
+            for entry, stored in tensors_in(state):
+                if isinstance(stored, StoredTensor):
+                    yield TensorRef(
+                        name=name,
+                        role=role_of_state(entry) if entry else "other",
+                        entry=entry or "state",
+                        module=known.rpartition(".")[0] if known is not None else "",
+                        group=group,
+                        file=stored.file_name,
+                        stored=stored,
+                    )
+
+    def _ref(self, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
+        module, _, entry = name.rpartition(".")
+        return TensorRef(
+            name=name,
+            role=role,
+            entry=entry,
+            module=module,
+            group=group,
+            file=stored.file_name,
+            stored=stored,
+        )
+
+    def _find_scalers(self) -> Iterator[ScalerState]:
+        unread: list[Skipped] = []
+        seen: set[object] = set()
+        for part in self._parts:
+            for path, saved in part.sections.scalers.items():
+                state = scaler_state(saved, path or "scaler", part.name)
+                if state is not None:
+                    # ranks that save a file each (mp_rank_00/x.pt, mp_rank_01/x.pt) save the one scaler of the run
+                    same = part.name.rpartition("/")[2], dataclasses.replace(state, file="")
+                    if same not in seen:
+                        seen.add(same)
+                        yield state
+                else:
+                    reason = f"this loss scaler's state holds something else than a number as {not_numbers(saved)}"
+                    unread.append(Skipped(what=path or "scaler", reason=reason))
+        self.skipped = (*self.skipped, *unread)
+
+    def _find_step(self) -> int | None:
+        stored = [p.sections.global_step for p in self._parts if p.sections.global_step is not None]
+        if stored:
+            return max(stored)
+        steps = [
+            number(state.get("step"))
+            for optimizer in self.optimizers().values()
+            for state in optimizer["state"].values()
+            if isinstance(state, Mapping)
+        ]
+        whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
+        return max(whole, default=None)
+
+
+def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
+    """Yields at most `_SKIPS_SHOWN` places for each reason, and how many more there are."""
+    often = Counter(each.reason for each in skipped)
+    seen: Counter[str] = Counter()
+    for each in skipped:
+        seen[each.reason] += 1
+        if often[each.reason] <= _SKIPS_SHOWN + 1 or seen[each.reason] <= _SKIPS_SHOWN:
+            yield each
+        elif seen[each.reason] == _SKIPS_SHOWN + 1:
+            yield Skipped(what=f"{often[each.reason] - _SKIPS_SHOWN} more", reason=each.reason)
+
+
+def _by_path(found: Sequence[tuple[Part, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:
+    """Returns the states of all files by path; if two files use one path, by file and path."""
+    often = Counter(path for _, states in found for path in states)
+    return {
+        path if often[path] == 1 else f"{part.name}:{path}".rstrip(":"): state
+        for part, states in found
+        for path, state in states.items()
+    }

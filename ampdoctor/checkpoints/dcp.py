@@ -1,0 +1,585 @@
+"""Distributed checkpoints of torch (DCP): pieces of tensors in the files of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampdoctor.checkpoints.checkpoint import Part
+from ampdoctor.checkpoints.dcp_metadata import (
+    METADATA,
+    RANK_METADATA,
+    DistributedMetadata,
+    Piece,
+    Place,
+    TensorPlan,
+    joined,
+    read_metadata,
+)
+from ampdoctor.checkpoints.dcp_names import sections_of
+from ampdoctor.checkpoints.file_contents import Sections
+from ampdoctor.checkpoints.files import ByteSource, FilePool, PooledFile, RegularFile, Window, is_folder
+from ampdoctor.checkpoints.gathering import Gathering, Layout, Level
+from ampdoctor.checkpoints.json_files import parse_json
+from ampdoctor.checkpoints.pickled_objects import Saved
+from ampdoctor.checkpoints.safetensors_file import SafetensorsContent, looks_like_safetensors, read_safetensors
+from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StoredTensor, StridedTensor, unread, unread_dtype
+from ampdoctor.checkpoints.torch_files import read_torch_zip
+from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+# Checks that the pieces of a tensor fill it, without overlap or hole.
+
+
+MAX_COMPARISONS = 6_000_000
+"""Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces that are cut in one
+dimension, or 250,000 in three."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Index of the first element in each dimension, and sizes."""
+
+
+@dataclass(slots=True)
+class TilingBudget:
+    """How much may still be compared for a checkpoint: a kilobyte can describe a few pieces of many dimensions.
+
+    Attributes:
+        left: Number of coordinates.
+    """
+
+    left: int = MAX_COMPARISONS
+
+    def spend(self, coordinates: int, name: str) -> None:
+        """Spend coordinates.
+
+        Raises:
+            LimitExceededError: Not that many are left.
+        """
+        if coordinates > self.left:
+            used = MAX_COMPARISONS - self.left
+            raise LimitExceededError(f"{name}: comparisons of pieces", MAX_COMPARISONS, used + coordinates)
+        self.left -= coordinates
+
+
+def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
+    """Returns what is wrong with pieces that should fill a tensor, in words; None if they fill it exactly.
+
+    Pieces fill a tensor if they lie inside, have its volume together, and do not overlap. A few pieces are compared in
+    pairs. For many: the boxes' indicator functions sum to that of the whole exactly if their signed corners do (a
+    corner's sign is the parity of its upper sides: differences in every dimension, which can be summed up again). That
+    takes n steps for n pieces, instead of n^2 for pairs.
+
+    Args:
+        shape: Sizes of the whole tensor.
+        boxes: The pieces; those without elements are ignored.
+        name: The tensor's name in a limit's error.
+        budget: What the checkpoint may still cost.
+
+    Raises:
+        LimitExceededError: The budget is used up.
+    """
+    if any(not _inside(shape, box) for box in boxes):
+        return "a piece lies outside it"
+    solid = [box for box in boxes if 0 not in box[1]]
+    covered = sum(math.prod(sizes) for _, sizes in solid)
+    whole = math.prod(shape)
+    if covered != whole:
+        return "its pieces leave a hole" if covered < whole else "its pieces overlap"
+    cut = [d for d, size in enumerate(shape) if any(sizes[d] != size for _, sizes in solid)]
+    corners_cost = len(solid) * len(cut) << len(cut)
+    pairs_cost = len(solid) * (len(solid) - 1) // 2 * len(cut)
+    budget.spend(min(corners_cost, pairs_cost), name)
+    if pairs_cost <= corners_cost:
+        pairs = itertools.combinations(solid, 2)
+        return "its pieces overlap and leave a hole" if any(_overlap(a, b, cut) for a, b in pairs) else None
+    corners: Counter[tuple[int, ...]] = Counter()
+    for at, sizes in [*solid, ((0,) * len(shape), shape)] if cut else []:
+        sign = -1 if sizes == shape else 1
+        for upper in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(at[d] + up * sizes[d] for d, up in zip(cut, upper, strict=True))
+            corners[corner] += -sign if sum(upper) % 2 else sign
+    return "its pieces overlap and leave a hole" if any(corners.values()) else None
+
+
+def _overlap(one: Box, other: Box, cut: Sequence[int]) -> bool:
+    """Do two boxes share an element? Outside the dimensions `cut`, both are as long as the whole."""
+    return all(one[0][d] < other[0][d] + other[1][d] and other[0][d] < one[0][d] + one[1][d] for d in cut)
+
+
+def _inside(shape: tuple[int, ...], box: Box) -> bool:
+    at, sizes = box
+    return len(at) == len(sizes) == len(shape) and all(
+        a >= 0 and n >= 0 and a + n <= size for a, n, size in zip(at, sizes, shape, strict=True)
+    )
+
+
+_AHEAD = 2048
+"""Bytes that are read at once from each end of an entry; `torch.save` of one tensor takes about 1,500 besides data."""
+MAX_NOTES = 20
+"""Unreadable entries that are named one by one; the others are counted."""
+
+
+@dataclass(slots=True)
+class DistributedContent:
+    """The contents of a distributed checkpoint.
+
+    Attributes:
+        file: The open `.metadata`.
+        beside: The open files that hold the bytes.
+        sections: The parts.
+        errors: What should be there and is not.
+        remarks: Harmless oddities.
+    """
+
+    file: RegularFile
+    beside: tuple[RegularFile, ...] = ()
+    sections: Sections = field(default_factory=Sections)
+    errors: list[ErrorNote] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
+    """Returns the names that describe a folder's distributed checkpoint: `.metadata`, or one file per rank."""
+    if METADATA in names:
+        return [] if is_folder(folder / METADATA) else [METADATA]
+    ranks = [match for name in names if (match := RANK_METADATA.fullmatch(name))]
+    return [match[0] for match in sorted(ranks, key=lambda match: int(match[1]))]
+
+
+def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent:
+    """Read the structure of a distributed checkpoint; no tensor data are read.
+
+    Args:
+        folder: Where its metadata are.
+        names: The files that are its metadata (`metadata_in`), at least one.
+        prefix: What stands before the names of its files in reports ("optimizer_0/").
+
+    Raises:
+        CheckpointError: The metadata cannot be read or contradict themselves, or none of their files can be read.
+        LimitExceededError: It asks for more than a safe bound.
+    """
+    reading = _Reading(folder, names[0], prefix)
+    files: list[RegularFile] = []
+    try:
+        described = []
+        for name in names:
+            files.append(RegularFile(folder / name, prefix + name))
+            described.append(read_metadata(files[-1]))
+        content = reading.content(described[0] if len(described) == 1 else joined(described, files[0].name), files)
+    except BaseException:
+        for file in (*files, *reading.files.values()):
+            file.close()
+        raise
+    return content
+
+
+class _ReadAhead(ByteSource):
+    """Holds the ends of an entry in memory: its zip is read in a dozen small steps, nearly all of them there."""
+
+    def __init__(self, window: Window) -> None:
+        self.name = window.name
+        self.size = window.size
+        self.origin = window.origin
+        self._window = window
+        self._head = window.read(0, min(window.size, _AHEAD))
+        self._tail_at = max(window.size - _AHEAD, 0)
+        self._tail = window.read(self._tail_at, window.size - self._tail_at) if self._tail_at else self._head
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        end = offset + len(target)
+        if end <= len(self._head):
+            target[:] = self._head[offset:end]
+        elif self._tail_at <= offset and end <= self.size:
+            target[:] = self._tail[offset - self._tail_at : end - self._tail_at]
+        else:
+            self._window.read_into(offset, target)
+
+
+class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once for each file
+    """An entry lies in a file whose error has been reported."""
+
+
+class _Reading:
+    """Opens one checkpoint.
+
+    Attributes:
+        files: The data files that could be opened, by name.
+    """
+
+    def __init__(self, folder: Path, name: str, prefix: str) -> None:
+        self.files: dict[str, PooledFile] = {}
+        self._pool = FilePool()
+        self._budget = TilingBudget()
+        self._folder = folder
+        self._name = prefix + name
+        self._prefix = prefix
+        self._errors: list[ErrorNote] = []
+        self._bad: list[tuple[str, str]] = []
+        self._foreign: dict[str, None] = {}
+        self._tables: dict[str, SafetensorsContent] = {}
+        self._served: set[tuple[str, str]] = set()
+
+    def content(self, described: DistributedMetadata, files: list[RegularFile]) -> DistributedContent:
+        plans, objects = described.tensors.values(), described.objects.values()
+        places = [piece.place for plan in plans for piece in plan.pieces]
+        self._open([place for place in (*places, *objects) if place is not None])
+        self._foreign.update(dict.fromkeys(described.foreign))
+        values: dict[str, Any] = {}
+        for name in described.order:
+            plan = described.tensors.get(name)
+            try:
+                values[name] = self._object(described.objects[name]) if plan is None else self._tensor(name, plan)
+            except _Unreadable:
+                continue
+            except CheckpointError as error:
+                self._bad.append((name, str(error)))
+        self._tell_bad()
+        if not values and self._errors:
+            raise CheckpointError(self._errors[0].message)
+        remarks = []
+        if described.unused:
+            remarks.append(f"{self._name} tells of {described.unused} places that belong to no entry of it")
+        sections = sections_of(values, described.paths, tuple(self._foreign), self._name)
+        unlisted = {
+            f"{file}.{key}": stored
+            for file, table in self._tables.items()
+            for key, stored in table.tensors.items()
+            if (file, key) not in self._served
+        }
+        if unlisted:
+            sections.others.update(unlisted)
+            remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
+        sections.ordered = len(self.files) == 1  # the plans of several ranks are joined one after the other
+        return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
+
+    def _open(self, places: Iterable[Place]) -> None:
+        """Open every named file, and check the places against its size and against each other."""
+        by_file: dict[str, list[Place]] = {}
+        for place in places:
+            by_file.setdefault(place.file, []).append(place)
+        for name, wanted in sorted(by_file.items()):
+            shown = self._prefix + name
+            try:
+                file = PooledFile(self._folder / name, shown, self._pool)
+            except CheckpointError as error:
+                kind = "unreadable" if os.path.lexists(self._folder / name) else "missing"
+                message = f"{self._name} puts {len(wanted)} entries into this file: {error}"
+                self._errors.append(ErrorNote(what=shown, kind=kind, message=message))
+                continue
+            self.files[name] = file
+            if looks_like_safetensors(file.head(16)):
+                self._tables[name] = read_safetensors(file)
+                continue
+            self._require_apart(wanted)
+            end = max(place.offset + place.length for place in wanted)
+            if end > file.size:
+                message = f"{shown} is truncated: {self._name} puts {end} bytes into it and it has {file.size}."
+                self._errors.append(ErrorNote(what=shown, kind="truncated", message=message))
+
+    def _require_apart(self, places: list[Place]) -> None:
+        end = 0
+        for place in sorted(places, key=lambda place: place.offset):
+            if place.offset < end:
+                raise CheckpointError(
+                    f"{self._name} is refused: two of its entries share bytes of {self._prefix}{place.file}."
+                )
+            end = place.offset + place.length
+
+    def _window(self, place: Place | None) -> Window:
+        if place is None:
+            raise CheckpointError("it is described, but nothing says where it lies")
+        file = self.files.get(place.file)
+        if file is None or place.offset + place.length > file.size:
+            raise _Unreadable
+        return Window(file, place.offset, place.length)
+
+    def _object(self, place: Place | None) -> Any:
+        """Returns a Python object that was saved beside the tensors, with the tensors inside it."""
+        window = self._window(place)
+        if place is not None and place.transforms:
+            return unread(_transformed(place))
+        saved = self._saved(window)
+        self._foreign.update(dict.fromkeys(saved.foreign))
+        return saved.tree
+
+    def _tensor(self, name: str, plan: TensorPlan) -> StoredTensor | Skipped:
+        if isinstance(plan.dtype, str):
+            return unread_dtype(plan.dtype)
+        boxes = [(piece.at, piece.shape) for piece in plan.pieces]
+        wrong = misfit(plan.shape, boxes, f"{self._name}: {name[:200]!r}", self._budget)
+        if wrong is not None:
+            raise CheckpointError(f"{wrong}, as {self._name} describes it")
+        shards: list[Shard] = []
+        for piece in plan.pieces:
+            if len(plan.pieces) > 1 and 0 in piece.shape:
+                continue
+            stored = self._piece(name, piece)
+            if isinstance(stored, Skipped):
+                return stored
+            if stored.shape != piece.shape or stored.dtype != plan.dtype:
+                raise CheckpointError(
+                    f"{self._name} describes a piece of it as {_words(piece.shape, plan.dtype)}, and what lies in "
+                    f"{stored.file_name} is {_words(stored.shape, stored.dtype)}"
+                )
+            shards.append(Shard(stored=stored, at=piece.at))
+        if not shards:
+            raise CheckpointError("it has no pieces")
+        if len(shards) == 1:
+            return shards[0].stored
+        return ShardedTensor(dtype=plan.dtype, shape=plan.shape, shards=tuple(shards))
+
+    def _piece(self, name: str, piece: Piece) -> StridedTensor | Skipped:
+        place = piece.place
+        if place is not None and place.file in self._tables:
+            content = self._tables[place.file]
+            found: Any = content.tensors.get(name)
+            if found is None:
+                raise CheckpointError(f"{self._prefix}{place.file} does not hold it")
+            if (place.file, name) in self._served:
+                raise CheckpointError(f"two pieces of it are said to be the one slice in {self._prefix}{place.file}")
+            self._served.add((place.file, name))
+        else:
+            window = self._window(place)
+            if place is not None and place.transforms:
+                return unread(_transformed(place))
+            saved = self._saved(window)
+            self._foreign.update(dict.fromkeys(saved.foreign))
+            found = saved.tree
+        if isinstance(found, StridedTensor | Skipped):
+            return found
+        kind = found.name[:80] if isinstance(found, Inert) else type(found).__name__
+        return unread(f"a tensor that was saved as {kind} is not read")
+
+    def _saved(self, window: Window) -> Saved:
+        ahead = _ReadAhead(window)
+        if not ahead.head(4).startswith(b"PK\x03\x04"):
+            raise CheckpointError(f"what lies at byte {window.origin} of {window.name} was not written by torch.save")
+        return read_torch_zip(window, ahead)
+
+    def _tell_bad(self) -> None:
+        for name, why in self._bad[:MAX_NOTES]:
+            message = f"{name[:200]!r} cannot be read: {why.rstrip('.')}."
+            self._errors.append(ErrorNote(what=name[:200], kind="unreadable", message=message))
+        rest = len(self._bad) - MAX_NOTES
+        if rest > 0:
+            message = f"{rest} more entries of {self._name} cannot be read."
+            self._errors.append(ErrorNote(what=self._name, kind="unreadable", message=message))
+
+
+def _transformed(place: Place) -> str:
+    return f"its bytes were written through {', '.join(place.transforms)}, which is not read"
+
+
+def _words(shape: tuple[int, ...], dtype: object) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+# Slices in safetensors, as `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` writes them.
+#
+# Each rank's file holds its slices under the names of the whole tensors, and its metadata say where each slice begins.
+# Nothing says how large the whole tensors are, so only the files' numbers show that slices are missing at the end.
+
+
+SLICES = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
+"""File names of the writer; such a file is read as slices only if its header says so."""
+_WHERE = "DCP_SHARDING_INFO"
+"""The key of the header's metadata that says where each slice begins."""
+
+
+def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent | None:
+    """Join the slices of a folder; None if it has none.
+
+    Args:
+        folder: The folder with the files.
+        names: Names of files in it that match `SLICES`.
+        prefix: The prefix of these names in reports.
+
+    Raises:
+        CheckpointError: A file of slices cannot be read, or slices do not fit together.
+    """
+    files: list[RegularFile] = []
+    try:
+        contents: list[SafetensorsContent] = []
+        for name in sorted(names):
+            file = RegularFile(folder / name, prefix + name)
+            files.append(file)
+            contents.append(read_safetensors(file))
+        if not contents or not all(_WHERE in content.metadata for content in contents):
+            for file in files:
+                file.close()
+            return None
+        tensors = _joined(contents, files)
+        sections = Sections(
+            models={"": tensors}, skipped=[s for content in contents for s in content.skipped], ordered=False
+        )
+        return DistributedContent(files[0], tuple(files[1:]), sections, _missing(names))
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _joined(contents: Sequence[SafetensorsContent], files: Sequence[RegularFile]) -> dict[str, StoredTensor]:
+    pieces: dict[str, list[Shard]] = {}
+    for content, file in zip(contents, files, strict=True):
+        starts = _starts(content, file.name)
+        for name, stored in content.tensors.items():
+            at = starts.get(name, (0,) * len(stored.shape))
+            if not isinstance(stored, StridedTensor) or len(at) != len(stored.shape):
+                raise CheckpointError(f"{file.name} is corrupted: it does not say where its slice of {name!r} begins.")
+            pieces.setdefault(name, []).append(Shard(stored=stored, at=at))
+    budget = TilingBudget()
+    return {name: _whole(name, shards, budget) for name, shards in pieces.items()}
+
+
+def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]]:
+    try:
+        table: Any = parse_json(content.metadata[_WHERE].encode(), file, strict=False)
+        starts = {name: entry["saved_offsets"] for name, entry in table.items()}
+    except (ValueError, AttributeError, TypeError, KeyError):
+        raise CheckpointError(f"{file} is corrupted: what it says of its slices is malformed.") from None
+    for name, at in starts.items():
+        if not isinstance(at, list) or not all(type(v) is int and 0 <= v < 2**62 for v in at):
+            raise CheckpointError(f"{file} is corrupted: the place of its slice of {name!r} is malformed.")
+    return {name: tuple(at) for name, at in starts.items()}
+
+
+def _whole(name: str, shards: list[Shard], budget: TilingBudget) -> StoredTensor:
+    first = shards[0].stored
+    if any(s.stored.dtype != first.dtype or len(s.stored.shape) != len(first.shape) for s in shards):
+        raise CheckpointError(f"the slices of {name!r} have different dtypes or numbers of dimensions; refused.")
+    by_box: dict[Any, Shard] = {}
+    for shard in shards:  # every rank may have saved a tensor that is not sharded
+        by_box.setdefault((shard.at, shard.stored.shape), shard)
+    kept = list(by_box.values())
+    ends = [[a + n for a, n in zip(_at(s), s.stored.shape, strict=True)] for s in kept]
+    shape = tuple(max(column) for column in zip(*ends, strict=True))
+    wrong = misfit(shape, [(_at(s), s.stored.shape) for s in kept], repr(name), budget)
+    if wrong is not None:
+        raise CheckpointError(f"{name!r} cannot be put together from its slices: {wrong}.")
+    solid = [s for s in kept if s.stored.numel] or kept[:1]
+    return (
+        kept[0].stored
+        if len(kept) == 1 and shape == first.shape
+        else ShardedTensor(dtype=first.dtype, shape=shape, shards=tuple(solid))
+    )
+
+
+def _at(shard: Shard) -> tuple[int, ...]:
+    return shard.at if isinstance(shard.at, tuple) else (shard.at,)
+
+
+def _missing(names: Sequence[str]) -> list[ErrorNote]:
+    """Returns a note for each of the first missing numbers before the last file."""
+    there = {int(match[1]) for name in names if (match := SLICES.fullmatch(name))}
+    absent = (n for n in range(1, max(there, default=0)) if n not in there)  # a name can hold any number
+    return [
+        ErrorNote(what=f"shard {n}", kind="missing", message=f"The file of shard {n} is not there, but later ones are.")
+        for n in itertools.islice(absent, MAX_NOTES)
+    ]
+
+
+# Finds a folder's distributed checkpoints: its own, those that accelerate puts into inner folders, and slices.
+
+
+_SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Folders into which accelerate (and through it the Trainer) puts the model and the optimizer of an FSDP run."""
+
+_DATA = ".distcp"
+_MAX_ENTRIES = 20_000
+"""Maximum number of names that are read in such a folder: one or two for each rank."""
+
+
+_Refusal = tuple[str, CheckpointError]
+"""A file, and why it cannot be read."""
+
+
+def _claims(name: str) -> bool:
+    return name.endswith((METADATA, _DATA)) or any(p.fullmatch(name) for p in (_SAVED_APART, SLICES))
+
+
+def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+    """Open the distributed checkpoints of a folder; refusals are reported after what is missing."""
+    folders = ["", *filter(_SAVED_APART.fullmatch, names)]
+    refused = [_add(into, level, inner, names) for inner in folders]
+    refused.append(_add_slices(into, level, [name for name in names if SLICES.fullmatch(name)]))
+    for refusal in filter(None, refused):
+        into.refuse(*refusal)
+
+
+def _add(into: Gathering, level: Level, inner: str, names: Sequence[str]) -> _Refusal | None:
+    """Open the distributed checkpoint of the folder, or of a folder in it."""
+    folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
+    if inner:
+        names = _names(folder)
+    described = metadata_in(folder, names)
+    data = [name for name in names if name.endswith(_DATA)]
+    if not described:
+        if data:
+            into.errors.append(_undescribed(below, data))
+        return None
+    if not inner:
+        level.unit = level.prefix + METADATA
+    try:
+        inside = read_distributed(folder, described, below)
+    except CheckpointError as error:
+        return below + described[0], error
+    _take(into, inside, "" if inner else level.unit)
+    used = {file.path.name for file in inside.beside}
+    level.taken.update(used if not inner else ())
+    told = {error.what for error in inside.errors}
+    left = [name for name in data if name not in used and below + name not in told]
+    if left:
+        into.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
+    return None
+
+
+def _add_slices(into: Gathering, level: Level, slices: Sequence[str]) -> _Refusal | None:
+    try:
+        content = read_slices(level.path, slices, level.prefix)
+    except CheckpointError as error:
+        level.taken.update(slices)  # alone, a slice would pass for a whole tensor
+        return level.prefix + slices[0], error
+    if content is not None:
+        level.taken.update(slices)
+        _take(into, content)
+    return None
+
+
+def _take(into: Gathering, content: DistributedContent, index: str = "") -> None:
+    into.parts.append(Part(content.file, content.sections, content.file.name, index, content.beside))
+    into.errors += content.errors
+    into.remarks += content.remarks
+
+
+def _names(folder: Path) -> list[str]:
+    """Returns the sorted names in such a folder; [] if it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in itertools.islice(entries, _MAX_ENTRIES))
+    except OSError:
+        return []
+
+
+def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
+    """Returns an error for data files without `.metadata`, which is written last: the save was interrupted."""
+    message = (
+        f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
+        "It is written last, so that the save was probably interrupted."
+    )
+    return ErrorNote(what=below + METADATA, kind="missing", message=message)
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more files" if len(names) > 1 else "")
+
+
+DISTRIBUTED = Layout(name="", claims=_claims, read=_read)

@@ -1,0 +1,283 @@
+"""The `.metadata` of `torch.distributed.checkpoint`: what is saved, in which pieces, and where the bytes are.
+
+It is a pickle of torch's dataclasses. torch's own reader executes it (an unrestricted unpickler). Here the inert
+machine reads it, and records are recognised by their fields. The fields are those of torch 2.0 to 2.13; Megatron's
+subclass adds some that do not concern the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from ampdoctor.checkpoints.files import RegularFile, plain_name
+from ampdoctor.checkpoints.pickled_objects import fields_of
+from ampdoctor.checkpoints.stored_tensor import READ_DTYPES
+from ampdoctor.checkpoints.torch_objects import TensorBuilder
+from ampdoctor.checkpoints.unpickler import MAX_OBJECT_BYTES, MAX_OPCODES, Global, Inert, InertMachine
+from ampdoctor.errors import CheckpointError, LimitExceededError
+
+METADATA = ".metadata"
+RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
+"""A rank's description of its own pieces, if ranks do not communicate (`use_collectives=False`)."""
+
+MAX_METADATA_BYTES = 32 * 1024 * 1024
+"""A piece takes 140 to 230 bytes: enough for 500 tensors with two moments each, cut over 96 ranks or more."""
+MAX_PIECES = 1_000_000
+"""For all tensors together; a pickle can name one list of pieces for every tensor."""
+MAX_DIMENSIONS = 64
+"""The number that torch allows for a tensor."""
+
+_COST = 40
+"""Allowed cost of objects (in the machine's counting) per byte of `.metadata`; honest files cost 24 (measured)."""
+
+_DTYPES = {str(dtype): dtype for dtype in READ_DTYPES}
+
+_OWN = frozenset(
+    {
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),  # Megatron keeps every rank's plan
+        "pathlib.PosixPath", "pathlib.WindowsPath",
+    }
+)  # fmt: skip
+"""Classes of the format itself, which every `.metadata` names."""
+
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece or an object lies.
+
+    Attributes:
+        file: Name of a file beside `.metadata`.
+        offset: Its first byte.
+        length: Its bytes.
+        transforms: The transforms that wrote its bytes ("stream.zstd/1"); empty for plain bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor.
+
+    Attributes:
+        at: Index of its first element in each dimension.
+        shape: Its sizes.
+        place: Where its bytes are; None if the file does not say.
+    """
+
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """The description of a tensor.
+
+    Attributes:
+        dtype: Element type; its name if it is not one that is read.
+        shape: Sizes of the whole tensor.
+        pieces: Its parts.
+    """
+
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedMetadata:
+    """The contents of a `.metadata`.
+
+    Attributes:
+        tensors: Tensors by their name in the flattened state dict, in order.
+        objects: Places of everything else, by the same kind of name; None if the file does not say.
+        order: All names, in order.
+        paths: Name -> keys of the nested state dict, as far as the file says.
+        foreign: Names of classes in it that are not torch's own.
+        unused: Number of places that belong to no tensor and no object.
+    """
+
+    tensors: dict[str, TensorPlan]
+    objects: dict[str, Place | None]
+    order: tuple[str, ...]
+    paths: dict[str, Path_]
+    foreign: tuple[str, ...]
+    unused: int
+
+
+def read_metadata(file: RegularFile) -> DistributedMetadata:
+    """Parse and check a `.metadata`.
+
+    Raises:
+        CheckpointError: It is not such a file, malformed, or names a file that is not beside it.
+        LimitExceededError: It is larger than a checkpoint needs.
+    """
+    if file.size > MAX_METADATA_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes", MAX_METADATA_BYTES, file.size)
+    machine = InertMachine(
+        file.read(0, file.size),
+        file.name,
+        TensorBuilder(file, None),
+        max_opcodes=max(MAX_OPCODES, file.size),
+        max_object_bytes=max(MAX_OBJECT_BYTES, _COST * file.size),
+    )
+    root, _ = machine.run()
+    fields = fields_of(root)
+    described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise CheckpointError(f"{file.name} is not that of a distributed checkpoint.")
+    places = _places(stored, file.name)
+    tensors: dict[str, TensorPlan] = {}
+    objects: dict[str, Place | None] = {}
+    pieces = 0
+    for name, entry in described.items():
+        if not isinstance(name, str):
+            raise _malformed(file.name, "the name of an entry is no string")
+        content = fields_of(entry)
+        if "chunks" not in content:
+            objects[name] = places.pop((name, None), None)
+            continue
+        chunks = content["chunks"]
+        if not isinstance(chunks, list):
+            raise _malformed(file.name, f"the pieces of {name[:200]!r} are no list")
+        pieces += len(chunks)
+        if pieces > MAX_PIECES:
+            raise LimitExceededError(f"{file.name}: pieces of tensors", MAX_PIECES, pieces)
+        tensors[name] = _tensor(name, content, places, file.name)
+    used = {(name, piece.at) for name, plan in tensors.items() for piece in plan.pieces}
+    return DistributedMetadata(
+        tensors=tensors,
+        objects=objects,
+        order=tuple(described),
+        paths=_paths(fields.get("planner_data")),
+        foreign=tuple(name for name in machine.foreign if name not in _OWN),
+        unused=sum(key not in used for key in places),
+    )
+
+
+def joined(ranks: Sequence[DistributedMetadata], name: str) -> DistributedMetadata:
+    """Joins the descriptions of several ranks, each of its own pieces; what all have saved counts once.
+
+    Args:
+        ranks: At least one description.
+        name: Their name in errors.
+
+    Raises:
+        CheckpointError: They describe one tensor in different ways.
+    """
+    tensors: dict[str, TensorPlan] = {}
+    for rank in ranks:
+        for key, plan in rank.tensors.items():
+            known = tensors.setdefault(key, plan)
+            if (known.dtype, known.shape) != (plan.dtype, plan.shape):
+                raise _malformed(name, f"ranks describe {key[:200]!r} in different ways")
+    pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Piece]] = {key: {} for key in tensors}
+    for rank in ranks:
+        for key, plan in rank.tensors.items():
+            for piece in plan.pieces:
+                pieces[key].setdefault((piece.at, piece.shape), piece)
+    return DistributedMetadata(
+        tensors={key: TensorPlan(plan.dtype, plan.shape, tuple(pieces[key].values())) for key, plan in tensors.items()},
+        objects={key: place for rank in reversed(ranks) for key, place in rank.objects.items()},
+        order=tuple(dict.fromkeys(key for rank in ranks for key in rank.order)),
+        paths={key: path for rank in ranks for key, path in rank.paths.items()},
+        foreign=tuple(dict.fromkeys(key for rank in ranks for key in rank.foreign)),
+        unused=sum(rank.unused for rank in ranks),
+    )
+
+
+def _malformed(file: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is corrupted: {why}.")
+
+
+def _places(stored: Mapping[Any, Any], file: str) -> dict[tuple[str, tuple[int, ...] | None], Place]:
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    plain: set[str] = set()
+    for key, value in stored.items():
+        index, info = fields_of(key), fields_of(value)
+        name, at = index.get("fqn"), index.get("offset")
+        if not isinstance(name, str) or not (at is None or _is_sizes(at)):
+            raise _malformed(file, "the key of a place is malformed")
+        path = info.get("relative_path")
+        if not isinstance(path, str) or path not in plain:
+            path = plain_name(path, file)
+            plain.add(path)
+        offset, length = info.get("offset"), info.get("length")
+        transforms = info.get("transform_descriptors") or ()
+        if not (_is_size(offset) and _is_size(length)) or not isinstance(transforms, list | tuple):
+            raise _malformed(file, f"the place of {name[:200]!r} is malformed")
+        where = (name, None if at is None else tuple(at))
+        if where in places:
+            raise _malformed(file, f"a piece of {name[:200]!r} has two places")
+        words = tuple(t[:40] if isinstance(t, str) else "?" for t in transforms[:10])
+        places[where] = Place(path, offset, length, words)
+    return places
+
+
+def _tensor(
+    name: str, content: Mapping[Any, Any], places: Mapping[tuple[str, tuple[int, ...] | None], Place], file: str
+) -> TensorPlan:
+    shape = content.get("size")
+    if not _is_sizes(shape) or math.prod(shape) >= 2**63:
+        raise _malformed(file, f"the sizes of {name[:200]!r} are malformed")
+    pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
+    for chunk in content["chunks"]:
+        box = fields_of(chunk)
+        at, sizes = box.get("offsets"), box.get("sizes")
+        if not _is_sizes(at) or not _is_sizes(sizes):
+            raise _malformed(file, f"a piece of {name[:200]!r} is malformed")
+        # replicas list one piece once for each of their ranks; it is stored once
+        pieces[at, sizes] = Piece(at, sizes, places.get((name, at)))
+    return TensorPlan(_dtype(content.get("properties")), shape, tuple(pieces.values()))
+
+
+def _dtype(properties: Any) -> torch.dtype | str:
+    """Returns the element type from `TensorProperties`, whose state is a tuple that begins with it."""
+    state = properties.state if isinstance(properties, Inert) else None
+    dtype = state[0] if isinstance(state, tuple) and state else fields_of(properties).get("dtype")
+    name = dtype.name if isinstance(dtype, Global) else "?"
+    return _DTYPES.get(name, name.removeprefix("torch.")[:40])
+
+
+def _paths(planned: Any) -> dict[str, Path_]:
+    """Returns the paths from the default planner's `planner_data`; other planners store something else, or nothing."""
+    if not isinstance(planned, dict):
+        return {}
+    return {
+        name: path
+        for name, path in planned.items()
+        if isinstance(name, str) and isinstance(path, tuple) and path and all(type(k) in {str, int} for k in path)
+    }
+
+
+def _is_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(value, tuple) and len(value) <= MAX_DIMENSIONS and all(_is_size(v) for v in value)
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63

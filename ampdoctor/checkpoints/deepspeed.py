@@ -1,0 +1,393 @@
+"""DeepSpeed's folder: one model file for each model-parallel rank, one optimizer file for each rank.
+
+`mp_rank_00_model_states.pt` holds the module (with ZeRO 3: a file for each rank, with buffers only).
+`[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt` holds a rank's partition of the fp32 weights and of the moments
+(runtime/engine.py). `zero_partitions` joins the partitions. Partitions that do not add up stay as they are, named after
+their rank and group: a wrong name would send the user to a healthy layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ampdoctor.checkpoints.checkpoint import Part
+from ampdoctor.checkpoints.file_contents import MASTER_GROUP, Sections, sort_out, tensors_in
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.gathering import Gathering, Layout, Level
+from ampdoctor.checkpoints.pickled_objects import Saved
+from ampdoctor.checkpoints.scalers import scaler_state
+from ampdoctor.checkpoints.stored_tensor import MAX_DIMENSIONS, Shard, ShardedTensor, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.zero import (
+    Piece,
+    RankState,
+    Shape,
+    join,
+    join_fragments,
+    join_state,
+    partitions_of_state,
+    place_by_group,
+    place_by_parameter,
+    read_rank,
+)
+
+# Finds what no joined tensor of several files uses: it is examined as well.
+#
+# If each rank wrote a file, a checkpoint has copies (buffers, scalers, old files of other settings), and a join needs
+# only one of them. The others can be broken while that one is sound.
+
+
+def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
+    """Add to each part its file's tensors in storages that no part uses, and scalers that differ.
+
+    Args:
+        parts: The joined parts; the new tensors belong to nothing (`Sections.others`), under their paths.
+        saved: The contents of each part's file.
+    """
+    used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
+    scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
+    for part, content in zip(parts, saved, strict=True):
+        told = sort_out(content)
+        part.sections.lost = told.lost
+        for path, tensor in _tensors(told):
+            if tensor.shape and tensor.numel and not used.issuperset(_places(tensor)):
+                part.sections.others[path] = tensor
+        for path, scaler in told.scalers.items():
+            state = scaler_state(scaler, "", "")
+            if state not in scalers:
+                part.sections.scalers[path] = scaler
+                scalers |= {state} - {None}
+
+
+def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields every tensor of a file with its path in it."""
+    yield from sections.others.items()
+    for path, model in sections.models.items():
+        yield from ((f"{path}.{name}" if path else name, tensor) for name, tensor in model.items())
+    trees = {**{path: found["state"] for path, found in sections.optimizers.items()}, **sections.masters}
+    for path, tree in trees.items():
+        yield from ((at, tensor) for at, tensor in tensors_in(tree, path) if isinstance(tensor, StoredTensor))
+
+
+def _places(tensor: StoredTensor) -> set[object]:
+    """Returns the storages that hold a tensor."""
+    shards = tensor.shards if isinstance(tensor, ShardedTensor) else (tensor,)
+    pieces = [shard.stored if isinstance(shard, Shard) else shard for shard in shards]
+    return {(piece.file_name, piece.file.origin + piece.offset) for piece in pieces if isinstance(piece, StridedTensor)}
+
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,6})_)?mp_rank_(?P<mp>\d{1,6})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")
+_MODULE = "module"
+"""Key of the weights in a model file, and therefore the model's path."""
+MAX_RANKS = 65_536
+"""No run has more ranks; a file that claims more is not believed."""
+
+
+@dataclass(slots=True)
+class _File:
+    """One file that was opened."""
+
+    name: str
+    file: RegularFile
+    saved: Saved
+
+
+@dataclass(slots=True)
+class _Slice:
+    """The files of one model-parallel rank, by data-parallel rank; `others` are left from saves with other settings."""
+
+    models: dict[int, _File] = field(default_factory=dict)
+    optimizers: dict[int, _File] = field(default_factory=dict)
+    others: list[_File] = field(default_factory=list)
+
+
+def _claims(name: str) -> bool:
+    return (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)) is not None
+
+
+def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+    """Open DeepSpeed's files of a folder and put their partitions together."""
+    level.taken |= set(names)
+    found: dict[int, dict[tuple[bool, str], list[tuple[int, _File]]]] = {}
+    for name in names:
+        opened = into.open(level.path / name, level.prefix + name)
+        match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if opened is None or match is None:
+            continue
+        kind = match.re is _OPTIMIZER, name.partition("_rank_")[0]
+        families = found.setdefault(int(match["mp"]), {})
+        families.setdefault(kind, []).append((int(match["dp"] or 0), _File(level.prefix + name, *opened)))
+    for number in sorted(found):
+        mine = _settled(found[number])
+        into.parts.extend(_parts(into, mine, number) + [_by_itself(into, other) for other in mine.others])
+
+
+def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
+    """Returns which files belong together if a folder has files of two settings, as after a change of precision.
+
+    The saved settings decide: bf16 puts `bf16_` before the optimizer files, and only ZeRO 3 has a model file for every
+    rank. If they do not decide, the larger number of files does.
+    """
+    mine = _Slice()
+    trees = [file.saved.tree for (is_optimizer, _), files in families.items() if not is_optimizer for _, file in files]
+    configs = [tree.get("ds_config") for tree in trees if isinstance(tree, Mapping)]
+    bf16 = [config.get("bf16", config.get("bfloat16")) for config in configs if isinstance(config, Mapping)]
+    half = any(isinstance(setting, Mapping) and setting.get("enabled") is True for setting in bf16)
+    stage3 = False
+    for is_optimizer in (True, False):
+        wanted = ("bf16_zero_pp" if half else "zero_pp") if is_optimizer else ("zero_pp" if stage3 else "mp")
+        kinds = [kind for kind in families if kind[0] is is_optimizer]
+        kinds.sort(key=lambda kind: (kind[1] != wanted, -len(families[kind]), kind[1]))
+        table = mine.optimizers if is_optimizer else mine.models
+        for kind in kinds:
+            for rank, file in families[kind]:
+                if kind == kinds[0] and rank not in table:
+                    table[rank] = file
+                else:
+                    mine.others.append(file)
+        if is_optimizer:
+            states = [read_rank(file.saved.tree) for file in table.values()]
+            stage3 = any(state is not None and state.by_parameter for state in states[:1])
+    return mine
+
+
+def _by_itself(into: Gathering, other: _File) -> Part:
+    """Returns a file that belongs to no rank as a part; its contents are still read, under their paths in the file."""
+    into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
+    part = Part(other.file, Sections(foreign=other.saved.foreign), other.name, other.name)
+    add_unused([part], [other.saved])
+    return part
+
+
+def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
+    """Returns the joined parts, and what in the files no joined tensor uses."""
+    files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
+    parts = _joined_parts(into, mine, files, number)
+    add_unused(parts, [file.saved for file in files])
+    return parts
+
+
+def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number: int) -> list[Part]:
+    """Returns the parts of one model-parallel rank; the first file's part holds the joined tensors."""
+    index = files[0].name
+    parts = [Part(f.file, Sections(foreign=f.saved.foreign), f.name, index) for f in files]
+    main = mine.models.get(min(mine.models, default=0))
+    tree = main.saved.tree if main is not None and isinstance(main.saved.tree, Mapping) else {}
+    if main is not None:
+        parts[0].sections = _model_sections(main)
+    missing = _note_missing(into, mine, tree, number)
+    if not mine.optimizers:
+        return parts
+    first = parts[len(mine.models)].sections
+    told = sort_out(mine.optimizers[min(mine.optimizers)].saved)
+    first.scalers, first.skipped = told.scalers, told.skipped
+    ranks = [read_rank(mine.optimizers[rank].saved.tree) for rank in sorted(mine.optimizers)]
+    if any(rank is None for rank in ranks):
+        into.remarks.append(f"{index}: the partitions of its optimizer have a form that is not known")
+        for part, rank in zip(parts[len(mine.models) :], sorted(mine.optimizers), strict=True):
+            part.sections = sort_out(mine.optimizers[rank].saved)
+        return parts
+    known = [rank for rank in ranks if rank is not None]
+    joined = _Joined(tree, known, complete=not missing)
+    _add_weights(parts[0].sections if mine.models else first, mine, joined)
+    first.optimizers = {"optimizer_state_dict": joined.optimizer} if joined.optimizer["state"] else {}
+    if joined.flat:
+        into.remarks.append(
+            f"{index}: {joined.flat} flat partitions do not add up to the parameters and keep the names of their ranks"
+        )
+    return parts
+
+
+def _model_sections(main: _File) -> Sections:
+    """Returns the model file alone; it names its buffers, and frozen parameters are in the module already (ZeRO 2)."""
+    sections = sort_out(main.saved)
+    sections.models.pop("frozen_param_fragments", None)
+    tree = main.saved.tree
+    names = tree.get("buffer_names") if isinstance(tree, Mapping) else None
+    if isinstance(names, list | tuple) and _MODULE in sections.models:
+        sections.buffers[_MODULE] = frozenset(name for name in names if isinstance(name, str))
+    return sections
+
+
+def _note_missing(into: Gathering, mine: _Slice, tree: Mapping[Any, Any], number: int) -> bool:
+    """Note the ranks whose files are missing; returns whether there are any."""
+    expected = _rank_count(mine, tree)
+    absent = [rank for rank in range(expected) if rank not in mine.optimizers] if mine.optimizers else []
+    by_rank = [name.rpartition("/")[2].startswith("zero_") for name in (f.name for f in mine.models.values())]
+    models = [rank for rank in range(expected) if rank not in mine.models] if any(by_rank) else []
+    for what, ranks in (("optimizer", absent), ("model", models)):
+        if ranks:
+            shown = ", ".join(str(rank) for rank in ranks[:5]) + (", ..." if len(ranks) > 5 else "")
+            into.lack(
+                f"mp_rank_{number:02d}",
+                f"The {what} file of rank {shown} is missing: {expected} ranks saved this checkpoint.",
+            )
+    if not mine.models:
+        absent_model = f"mp_rank_{number:02d}_model_states.pt"
+        into.lack(absent_model, f"{absent_model} is missing: parameters have no names.")
+    return bool(absent or models)
+
+
+def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
+    """Returns how many data-parallel ranks saved: what the files say, but at least the number of files."""
+    claims = [tree.get("dp_world_size")]
+    for opened in mine.optimizers.values():
+        state = opened.saved.tree.get("optimizer_state_dict") if isinstance(opened.saved.tree, Mapping) else None
+        count = state.get("partition_count") if isinstance(state, Mapping) else None
+        claims = [*(count if isinstance(count, list | tuple) else [count]), *([] if count else claims)]
+        break
+    believed = [claim for claim in claims if type(claim) is int and 0 < claim <= MAX_RANKS]
+    return max([*believed, max(mine.optimizers, default=-1) + 1])
+
+
+class _Joined:
+    """Joined partitions.
+
+    Attributes:
+        masters: fp32 weights by parameter name.
+        loose: fp32 partitions that could not be mapped, by rank and group.
+        optimizer: A state dict whose ids are names of parameters, or of partitions that could not be mapped.
+        flat: Number of partitions that could not be mapped.
+    """
+
+    def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
+        self.masters: dict[str, StoredTensor] = {}
+        self.loose: dict[str, StoredTensor] = {}
+        self.optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+        self.flat = 0
+        shapes = _shapes(tree.get("param_shapes"))
+        groups = len(ranks[0].masters)
+        by_parameter = ranks[0].by_parameter
+        alike = all(len(rank.masters) == groups for rank in ranks)
+        dealt = _round_robin(tree, by_parameter=by_parameter)
+        placed: list[dict[str, list[Piece]]] = [{} for _ in range(groups)]
+        if complete and alike and shapes and by_parameter:
+            placed = place_by_parameter(shapes, ranks)
+        elif complete and alike and len(shapes) == groups:
+            placed = place_by_group(shapes, ranks, checked=not dealt)
+        wanted = {name: shape for group in shapes for name, shape in group.items()}
+        for group, parameters in enumerate(placed):
+            if not self._take(group, parameters, wanted, ranks):
+                self._keep_flat(group, ranks)
+        if not self.flat:
+            self.optimizer["param_groups"] = _groups(placed, ranks, dealt=dealt)
+
+    def _take(
+        self, group: int, placed: Mapping[str, list[Piece]], wanted: Mapping[str, Shape], ranks: Sequence[RankState]
+    ) -> bool:
+        masters, states = {}, {}
+        flat = [rank.masters[group] for rank in ranks]
+        told = partitions_of_state(ranks, group)
+        if told is None:
+            return False
+        cut, alike = told
+        for name, pieces in placed.items():
+            master = join(flat, pieces, wanted[name])
+            state = join_state(cut, pieces, wanted[name])
+            if master is None or state is None:
+                return False
+            masters[name], states[name] = master, {**alike, **state}
+        self.masters.update(masters)
+        self.optimizer["state"].update({name: state for name, state in states.items() if state})
+        return bool(placed) or not any(rank.masters[group].numel for rank in ranks)
+
+    def _keep_flat(self, group: int, ranks: Sequence[RankState]) -> None:
+        for number, rank in enumerate(ranks):
+            if group < len(rank.masters):
+                name = f"rank {number} group {group}"
+                self.loose[name] = rank.masters[group]
+                self.optimizer["state"][name] = rank.states[group]
+                self.flat += 1
+
+
+def _add_weights(into: Sections, mine: _Slice, joined: _Joined) -> None:
+    """Add the fp32 weights beside the module's, or instead of them if the module has none (ZeRO 3)."""
+    trees = [mine.models[rank].saved.tree for rank in sorted(mine.models)]
+    module = into.models.get(_MODULE, {})
+    buffers = into.buffers.get(_MODULE, frozenset())
+    hollow = [name for name, stored in module.items() if name not in buffers and not stored.numel]
+    if not hollow:
+        copies = {**joined.masters, **joined.loose}
+        if copies:
+            into.models[MASTER_GROUP] = copies
+        return
+    whole = {**joined.masters, **_frozen(trees)}
+    shared = trees[0].get("shared_params")
+    ties = {name: of for name, of in shared.items() if isinstance(of, str)} if isinstance(shared, Mapping) else {}
+    for name in hollow:
+        stored = whole.get(name, whole.get(ties.get(name, name)))
+        if stored is None:
+            del module[name]
+        else:
+            module[name] = stored
+    if not module:
+        del into.models[_MODULE]
+    if joined.loose:
+        into.models[MASTER_GROUP] = dict(joined.loose)
+
+
+def _frozen(trees: Sequence[Any]) -> dict[str, StoredTensor]:
+    """Returns the parameters that the optimizer does not have, from every rank's fragments."""
+    saved = [tree.get("frozen_param_fragments") for tree in trees if isinstance(tree, Mapping)]
+    fragments = [held for held in saved if isinstance(held, Mapping)]
+    if not fragments or len(fragments) != len(trees):
+        return {}
+    shapes = _shapes(trees[0].get("frozen_param_shapes"))
+    found = {}
+    for name, shape in (shapes[0] if shapes else {}).items():
+        held = [f[name] for f in fragments if isinstance(f.get(name), StoredTensor)]
+        stored = join_fragments(held, shape) if len(held) == len(fragments) else None
+        if stored is not None:
+            found[name] = stored
+    return found
+
+
+def _shapes(saved: Any) -> list[dict[str, Shape]]:
+    """Returns `param_shapes`: parameter -> shape for each group; one mapping in old versions. [] for anything else."""
+    groups = [saved] if isinstance(saved, Mapping) else saved
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        return []
+    flat = [(name, shape) for group in groups for name, shape in group.items()]
+    sound = all(isinstance(name, str) and _is_shape(shape) for name, shape in flat)
+    return [dict(group) for group in groups] if sound and len({name for name, _ in flat}) == len(flat) else []
+
+
+def _is_shape(value: Any) -> bool:
+    """Are these sizes that a tensor can have? A pickle can name one tuple of many sizes for every parameter."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(n) is int and 0 <= n < 2**48 for n in value)
+        and math.prod(value) < 2**63
+    )
+
+
+def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:
+    """Were a group's parameters dealt out to the ranks in turn before they were concatenated?"""
+    config = tree.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return not by_parameter and isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
+
+
+def _groups(
+    placed: Sequence[Mapping[str, list[Piece]]], ranks: Sequence[RankState], *, dealt: bool
+) -> list[dict[str, Any]]:
+    """Returns the optimizer's parameter groups, with parameters in the order in which the user passed them."""
+    names = [_dealt_back(list(group), len(ranks)) if dealt else list(group) for group in placed]
+    groups = []
+    for options, count in zip(ranks[0].options, ranks[0].per_option, strict=True):
+        mine, names = names[:count], names[count:]
+        groups.append({**options, "params": [name for group in mine for name in group]})
+    return groups
+
+
+def _dealt_back(names: list[str], ranks: int) -> list[str]:
+    order = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
+    return [name for _, name in sorted(zip(order, names, strict=True))]
+
+
+DEEPSPEED = Layout(name="deepspeed", claims=_claims, read=_read)

@@ -1,0 +1,347 @@
+"""TensorBoard's event files; the protobuf in them, and the frames that W&B's files have as well."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ampdoctor.checkpoints.files import ByteSource
+from ampdoctor.checkpoints.log_files import in_order, log_entry, thinned
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.report import Skipped
+
+# The wire format of protobuf, as far as logs need it: a message's fields, without its schema.
+
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""Wire types; 3 and 4 are groups, which none of the messages read here has."""
+
+_Field = tuple[int, int, Any]
+
+
+def message_fields(data: bytes) -> Iterator[_Field]:
+    """Yields (number, wire type, value) of a message's fields: an int for varints, bytes for all others.
+
+    Raises:
+        ValueError: The bytes are not a message.
+    """
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == VARINT:
+            value, at = _varint(data, at)
+            yield number, wire, value
+            continue
+        if wire == BYTES:
+            length, at = _varint(data, at)
+        elif wire in (FIXED64, FIXED32):
+            length = 8 if wire == FIXED64 else 4
+        else:
+            raise ValueError(wire)
+        if length > len(data) - at:
+            raise ValueError(length)
+        yield number, wire, data[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns an unsigned number of at most 64 bits, seven in each byte, and where it ends.
+
+    Raises:
+        ValueError: It has more bytes than 64 bits need, or the data end within it.
+    """
+    value = 0
+    for index, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at + index + 1
+    raise ValueError(at)
+
+
+PREFIX = "events.out.tfevents."
+MAX_EVENT_BYTES = 1 << 30
+"""For all files of a run; histograms and images take hundreds of megabytes, which are passed over unread."""
+MAX_RECORDS = 2_000_000
+"""Maximum number of records of a run's files whose lengths are read."""
+MAX_RECORD = 4096
+"""Maximum number of bytes of a record that is decoded: a scalar with a tag and a description has a few hundred."""
+MAX_READ = 16 * 1024 * 1024
+"""Maximum number of bytes of decoded records (200,000 scalars); longer logs are thinned evenly."""
+
+_HEAD, _TAIL = 12, 4
+_BLOCK = 1024 * 1024
+_MASK = 0xA282EAD8
+"""Added to a rotated CRC, so that data that hold their own CRC do not look intact by chance (TFRecord)."""
+
+_DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
+"""DataTypes of a TensorProto that a scalar has: how values are packed, and their field if `tensor_content` is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLog:
+    """The event files of one run as a log.
+
+    Attributes:
+        entries: As those of `log_files.read_log`.
+        damaged: Files that are not read to their end, and why. A truncated last record is not damage: it is being
+            written.
+    """
+
+    entries: tuple[LogEntry, ...] = ()
+    damaged: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """One event: its time in seconds since 1970, its step and its scalars by tag."""
+
+    wall_time: float
+    step: int
+    values: dict[str, float]
+
+
+def is_event_file(name: str) -> bool:
+    """Is a file's name that of a TensorBoard event file?"""
+    return name.startswith(PREFIX)
+
+
+def read_events(files: Sequence[ByteSource]) -> EventLog:
+    """Returns the scalars of a run's event files, one file per start of the run, in the order of their times.
+
+    A scalar that comes after one of a later step belongs to a restart, which undoes that step (`log_files.in_order`).
+
+    Args:
+        files: The event files in one folder.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        LimitExceededError: They are larger than `MAX_EVENT_BYTES`, or have more than `MAX_RECORDS` records.
+    """
+    size = sum(file.size for file in files)
+    if files and size > MAX_EVENT_BYTES:
+        raise LimitExceededError(f"{files[0].name}: bytes of event files", MAX_EVENT_BYTES, size)
+    damaged: list[Skipped] = []
+    records: list[tuple[ByteSource, int, int]] = []
+    for file in files:
+        for offset, length in _records(file, damaged):
+            if length <= MAX_RECORD:
+                records.append((file, offset, length))
+            if len(records) > MAX_RECORDS:
+                raise LimitExceededError(f"{file.name}: records of event files", MAX_RECORDS, len(records))
+    records = thinned(records)
+    inside = sum(length for _, _, length in records)
+    if inside > MAX_READ:
+        records = thinned(records, max(len(records) * MAX_READ // inside, 1))
+    return EventLog(entries=in_order(_entries(_read(records, damaged))), damaged=tuple(damaged))
+
+
+def scalars_in(files: Iterable[ByteSource], damaged: list[Skipped]) -> Iterator[Scalars]:
+    """Yields the events of files, one file after the other as they lie there, however many there are.
+
+    Args:
+        files: The event files in one folder, the oldest first.
+        damaged: Gets the files that are not read to their end, and why.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    found = ((file, *record) for file in files for record in _records(file, damaged))
+    return _read((one for one in found if one[2] <= MAX_RECORD), damaged)
+
+
+def _entries(events: Iterable[Scalars]) -> Iterator[LogEntry]:
+    """Yields events in the order of their times; consecutive events of one step form one line of a log."""
+    for step, together in groupby(sorted(events, key=lambda event: event.wall_time), key=lambda event: event.step):
+        row: dict[str, Any] = {}
+        for event in together:
+            row |= event.values
+        entry = log_entry({**row, "step": step})
+        if entry is not None:
+            yield entry
+
+
+# -- the frames ------------------------------------------------------------------------------------------------------
+
+
+def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, int]]:
+    """Yields (offset, length) of each record's data, as long as the checksums of the lengths hold."""
+    at, start, block = 0, 0, b""
+    while at + _HEAD <= file.size:
+        if not start <= at <= at + _HEAD <= start + len(block):
+            start, block = at, file.read(at, min(_BLOCK, file.size - at))
+        head = block[at - start : at - start + _HEAD]
+        if int.from_bytes(head[8:], "little") != masked_crc(head[:8]):
+            damaged.append(Skipped(what=file.name, reason=f"not read past byte {at}: that record is damaged"))
+            return
+        length = int.from_bytes(head[:8], "little")
+        if at + _HEAD + length + _TAIL > file.size:
+            return
+        yield at + _HEAD, length
+        at += _HEAD + length + _TAIL
+
+
+def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[Scalars]:
+    """Yields the events of these records; of a file with a damaged record, those before it."""
+    for file, group in groupby(records, key=lambda record: record[0]):
+        for _, offset, length in group:
+            data = file.read(offset, length + _TAIL)
+            if int.from_bytes(data[length:], "little") != masked_crc(data[:length]):
+                reason = f"not read past byte {offset - _HEAD}: that record is damaged"
+                damaged.append(Skipped(what=file.name, reason=reason))
+                break
+            try:
+                yield _event(data[:length])
+            except ValueError:  # intact, but not an event: another program's record
+                continue
+
+
+def masked_crc(data: bytes) -> int:
+    """Returns the checksum of TFRecord: CRC-32C, rotated right by 15 bits, plus a constant."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
+
+
+def _remainder(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, lowest bit first
+    return byte
+
+
+_TABLE = tuple(_remainder(byte) for byte in range(256))
+
+
+# -- the messages ----------------------------------------------------------------------------------------------------
+
+
+def _event(data: bytes) -> Scalars:
+    """Returns the scalars of an Event: wall_time 1, step 2, summary 5.
+
+    Raises:
+        ValueError: The bytes are not a message.
+    """
+    wall_time, step = 0.0, 0
+    values: dict[str, float] = {}
+    for number, wire, value in message_fields(data):
+        if (number, wire) == (1, FIXED64):
+            (wall_time,) = struct.unpack("<d", value)
+        elif (number, wire) == (2, VARINT):
+            step = _signed(value)
+        elif (number, wire) == (5, BYTES):
+            values |= dict(_summary(value))
+    return Scalars(wall_time if math.isfinite(wall_time) else 0.0, step, values)
+
+
+def _summary(data: bytes) -> Iterator[tuple[str, float]]:
+    """Yields (tag, number) of a Summary's scalars: value 1, with tag 1, simple_value 2 and tensor 8."""
+    for number, wire, value in message_fields(data):
+        if (number, wire) != (1, BYTES):
+            continue
+        tag, scalar = "", None
+        for inner, kind, content in message_fields(value):
+            if (inner, kind) == (1, BYTES):
+                tag = content.decode("utf-8", "replace")
+            elif (inner, kind) == (2, FIXED32):
+                (scalar,) = struct.unpack("<f", content)
+            elif (inner, kind) == (8, BYTES):
+                scalar = _tensor(content)
+        if scalar is not None:
+            yield tag, scalar
+
+
+def _tensor(data: bytes) -> float | None:
+    """Returns a TensorProto's number (dtype 1, tensor_content 4, float_val 5, double_val 6); None unless it has one."""
+    fields = list(message_fields(data))
+    packing, own = _DTYPES.get(next((value for number, _, value in fields if number == 1), 0), (None, 0))
+    if packing is None:
+        return None
+    packed = b"".join(value for number, wire, value in fields if number in (4, own) and wire != VARINT)
+    return float(struct.unpack(packing, packed)[0]) if len(packed) == struct.calcsize(packing) else None
+
+
+def _signed(value: int) -> int:
+    """Returns a signed number from its two's complement of 64 bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+# The frame of LevelDB's logs, in which W&B keeps a run: records in blocks, in pieces that know their checksum.
+
+
+_FRAME_BLOCK = 32 * 1024
+_PIECE = struct.Struct("<IHB")
+"""Before a piece's data: a CRC-32 of its type and data, its length, its type."""
+_FRAME_HEAD = _PIECE.size
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+MAX_FRAMED = 16 * 1024 * 1024
+"""Bytes of a record that is put together: a step with 10,000 numbers has a hundredth of it."""
+
+
+def framed_records(file: ByteSource, header: int, damaged: list[Skipped]) -> Iterator[bytes]:
+    """Yields the whole records; of a block with a damaged piece those before it, and the next block begins anew.
+
+    Args:
+        file: The log.
+        header: Bytes of its first block before the first piece.
+        damaged: Gets how many blocks were not read to their end. A last piece that is cut off is being written.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    parts, bad = _Parts(), 0
+    for start in range(0, file.size, _FRAME_BLOCK):
+        block = file.read(start, min(_FRAME_BLOCK, file.size - start))
+        at = 0 if start else header
+        while at + _FRAME_HEAD <= len(block):
+            check, length, kind = (
+                int.from_bytes(block[at + a : at + b], "little") for a, b in ((0, 4), (4, 6), (6, 7))
+            )
+            data = block[at + _FRAME_HEAD : at + _FRAME_HEAD + length]
+            if not kind and not length:  # the rest of a block that was left empty
+                break
+            if len(data) < length or zlib.crc32(data, zlib.crc32(bytes([kind]))) != check:
+                bad += len(data) == length or start + _FRAME_BLOCK < file.size
+                parts = _Parts()
+                break
+            record = parts.add(kind, data)
+            if record is not None:
+                yield record
+            at += _FRAME_HEAD + length
+    if bad:
+        blocks = "a block of it is" if bad == 1 else f"{bad} of its blocks are"
+        damaged.append(Skipped(what=file.name, reason=f"{blocks} damaged, and read up to there"))
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The pieces of a record that lies in several blocks."""
+
+    pieces: list[bytes] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, kind: int, data: bytes) -> bytes | None:
+        """Returns the record that is whole with this piece; one that is longer than `MAX_RECORD` never is."""
+        if kind == _WHOLE:
+            self.pieces, self.size = [], 0
+            return data
+        if kind == _FIRST:
+            self.pieces, self.size = [data], len(data)
+            return None
+        if not self.pieces:  # its beginning was damaged, or too long
+            return None
+        self.pieces.append(data)
+        self.size += len(data)
+        if self.size > MAX_FRAMED:
+            self.pieces = []
+        elif kind == _LAST:
+            whole, self.pieces = b"".join(self.pieces), []
+            return whole
+        return None

@@ -1,0 +1,483 @@
+"""Files of a checkpoint as bytes by position, and the listing of a folder.
+
+A file is opened only if it is a regular one, and an error says so if it changes while it is read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.paths import refuse_reading
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+_LONGEST_SHOWN = 200
+
+
+class ByteSource(ABC):
+    """Bytes that are read by position, from any thread.
+
+    Attributes:
+        name: Its name in reports (relative to what the user asked for).
+        size: Number of bytes.
+        origin: Its position in its file; name and origin together identify a source.
+    """
+
+    __slots__ = ("name", "origin", "size")
+
+    name: str
+    size: int
+    origin: int
+
+    @abstractmethod
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` (writable bytes) from byte `offset`.
+
+        Raises:
+            CheckpointError: The source ends before that, or cannot be read.
+        """
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Returns exactly `count` bytes from byte `offset`; the caller bounds `count`.
+
+        Raises:
+            CheckpointError: The source ends before that, or cannot be read.
+        """
+        data = bytearray(count)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def head(self, count: int) -> bytes:
+        """Returns the first `count` bytes, or all if there are fewer."""
+        return self.read(0, min(count, self.size))
+
+    def stream(self) -> io.BufferedReader:
+        """Returns a buffered stream over it, for a library that wants a file object."""
+        return io.BufferedReader(_Stream(self))
+
+
+class RegularFile(ByteSource):
+    """Read-only access to one regular file by position.
+
+    It is opened with `O_NONBLOCK` after a `stat`, and checked again with `fstat`: opening a FIFO would hang, and a
+    device has no end. Symbolic links are followed if they end at a regular file (the Hugging Face cache has them).
+
+    Args:
+        path: Path of the file.
+        name: As in `ByteSource`.
+
+    Raises:
+        CheckpointError: It does not exist, may not be read, or is not a regular file.
+        UsageError: The command will write this file.
+    """
+
+    __slots__ = ("_lock", "_raw", "_stamp", "path")
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.origin = 0
+        try:
+            refuse_reading(path)
+            _require_regular(os.stat(path).st_mode, name)  # noqa: PTH116 - the same call as fstat below
+            flags = (
+                os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+            )
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            reason = "is a link to nothing" if path.is_symlink() else "does not exist"
+            raise CheckpointError(f"{name} {reason}.") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL inside the path
+            raise CheckpointError(f"{name} cannot be opened: {_reason(error)}.") from None
+        self._raw = io.FileIO(descriptor, "rb", closefd=True)
+        opened = os.fstat(descriptor)
+        try:
+            _require_regular(opened.st_mode, name)
+        except CheckpointError:
+            self._raw.close()
+            raise
+        self._lock = threading.Lock()
+        self.size = opened.st_size
+        self._stamp = (opened.st_size, opened.st_mtime_ns)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """As in `ByteSource`."""
+        done = 0
+        try:
+            while done < len(target):
+                got = self._read_once(offset + done, target[done:])
+                if not got:
+                    break
+                done += got
+        except OSError as error:
+            raise CheckpointError(f"{self.name} cannot be read: {_reason(error)}.") from None
+        if done < len(target):
+            self.require_unchanged()
+            raise CheckpointError(f"{self.name} is truncated: it ends {len(target) - done} bytes too early.")
+
+    def _read_once(self, offset: int, target: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._raw.fileno(), [target], offset)
+        with self._lock:  # without reading by position, threads share the file's own position
+            self._raw.seek(offset)
+            return self._raw.readinto(target) or 0
+
+    def will_need(self, offset: int, count: int) -> None:
+        """Tell the system that these bytes are read next, so that it may begin at once."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._raw.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
+
+    def require_unchanged(self) -> None:
+        """Refuse a file whose size or modification time has changed since it was opened.
+
+        Raises:
+            CheckpointError: It changed: what was read may be half old and half new.
+        """
+        now = os.fstat(self._raw.fileno())
+        if (now.st_size, now.st_mtime_ns) != self._stamp:
+            raise CheckpointError(f"{self.name} changed while it was being read.")
+
+    def close(self) -> None:
+        """Close it; harmless when repeated."""
+        self._raw.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Window(ByteSource):
+    """A part of a file that is complete by itself, such as one entry of a distributed checkpoint.
+
+    Args:
+        file: The file.
+        offset: Where the part begins.
+        size: Its length; the caller has checked that it lies inside the file.
+    """
+
+    __slots__ = ("file",)
+
+    def __init__(self, file: RegularFile, offset: int, size: int) -> None:
+        self.name = file.name
+        self.size = size
+        self.file = file
+        self.origin = offset
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """As in `ByteSource`."""
+        if offset + len(target) > self.size:
+            raise CheckpointError(f"{self.name} is truncated: an entry of it ends too early.")
+        self.file.read_into(self.origin + offset, target)
+
+
+class _Stream(io.RawIOBase):
+    """A byte source as a raw stream."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
+        if base + offset < 0:
+            raise ValueError(offset)
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, target: Buffer, /) -> int:
+        view = memoryview(target).cast("B")
+        count = max(min(len(view), self._source.size - self._at), 0)
+        self._source.read_into(self._at, view[:count])
+        self._at += count
+        return count
+
+
+def shown(name: object) -> str:
+    """Returns a name from inside a file for an error's sentence: quoted, escaped, of bounded length."""
+    text = name if isinstance(name, str) else type(name).__name__
+    return repr(text) if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
+
+
+def is_folder(path: Path) -> bool:
+    """Is it a folder? A path without permission counts as none; it is opened next, and the error says why."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Returns what identifies a file or folder, whatever links lead to it; None if it may not be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def plain_name(name: object, owner: str, what: str = "shard") -> str:
+    """Returns `name` if it names a file right beside its owner; the check is lexical.
+
+    Resolving and comparing folders would refuse the Hugging Face cache, whose files are links out of their folder, and
+    a comparison of strings with `startswith` lets `model-evil/` pass for `model`.
+
+    Args:
+        name: A file name inside a checkpoint.
+        owner: The file that holds the name.
+        what: What it names, in a word.
+
+    Raises:
+        CheckpointError: It is not a plain relative name.
+    """
+    if not isinstance(name, str):
+        raise CheckpointError(f"{owner} names a {what} that is not a string.")
+    if not name or name in {".", ".."} or any(c in name for c in "/\\:\0") or not name.isprintable():
+        raise CheckpointError(f"{owner} names the {what} {shown(name)}, which is not a plain file name; refused.")
+    return name
+
+
+def _require_regular(mode: int, name: str) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((word for test, word in _KINDS if test(mode)), "not a regular file")
+        raise CheckpointError(f"{name} is {kind}, not a regular file.")
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error)).lower()
+
+
+# A folder that is listed once; its names are passed on and not read again.
+
+
+MAX_FOLDER_ENTRIES = 20_000
+"""A checkpoint folder holds hundreds of files; a data set's folder given by mistake holds millions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The names in a folder.
+
+    Attributes:
+        path: The folder.
+        names: All names in it, sorted.
+        folders: The names of folders, and of links to folders.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    folders: frozenset[str]
+
+    @property
+    def files(self) -> list[str]:
+        """The names in it that are not folders."""
+        return [name for name in self.names if name not in self.folders]
+
+    def only(self, names: Iterable[str]) -> Listing:
+        """Returns the same folder with some of its names, in the given order."""
+        kept = tuple(names)
+        return Listing(self.path, kept, self.folders.intersection(kept))
+
+
+def list_folder(folder: Path) -> Listing:
+    """List a folder.
+
+    Raises:
+        CheckpointError: It cannot be listed.
+        LimitExceededError: It holds more than `MAX_FOLDER_ENTRIES` entries.
+    """
+    there: dict[str, bool] = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                there[entry.name] = _leads_to_folder(entry)
+                if len(there) > MAX_FOLDER_ENTRIES:
+                    raise LimitExceededError(f"{folder.name}: files in the folder", MAX_FOLDER_ENTRIES, len(there))
+    except OSError as error:
+        raise CheckpointError(f"{folder.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
+    return Listing(folder, tuple(sorted(there)), frozenset(name for name, inner in there.items() if inner))
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Is it a folder or a link to one? A link to itself is neither; opening it gives an error."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+# Shares a few descriptors among many files of a checkpoint: a thousand ranks write thousands, a process may open 1024.
+#
+# A descriptor is closed only while nobody reads through it. Its number may belong to another file a moment later, and a
+# read would then return that file's bytes.
+
+
+MAX_OPEN = 128
+"""Descriptors of one pool; there are more only while more threads than that read at once."""
+
+
+class FilePool:
+    """The open descriptors of a checkpoint's files, the longest unused first.
+
+    Args:
+        limit: Number of descriptors that are kept open.
+    """
+
+    def __init__(self, limit: int = MAX_OPEN) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[int, PooledFile] = OrderedDict()
+        self._busy = 0
+
+    def enter(self, file: PooledFile) -> None:
+        """Open a file, if it is not open, until `leave`."""
+        with self._lock:
+            self._idle.pop(id(file), None)
+            file.users += 1
+            if file.users > 1:
+                return
+            self._busy += 1
+            try:
+                if file.at_rest:
+                    self._make_room()
+                    file.wake()
+            except BaseException:
+                file.users -= 1
+                self._busy -= 1
+                raise
+
+    def leave(self, file: PooledFile) -> None:
+        """Release a file; it stays open until its descriptor is needed."""
+        with self._lock:
+            file.users -= 1
+            if not file.users:
+                self._busy -= 1
+                self._idle[id(file)] = file
+                self._make_room()
+
+    def forget(self, file: PooledFile) -> None:
+        """Drop a file that was closed for good."""
+        with self._lock:
+            self._idle.pop(id(file), None)
+
+    def _make_room(self) -> None:
+        while self._idle and len(self._idle) + self._busy > self._limit:
+            self._idle.popitem(last=False)[1].rest()
+
+
+class PooledFile(RegularFile):
+    """A regular file that may be closed between reads; when it is opened again, it must be unchanged.
+
+    Args:
+        path: Path of the file.
+        name: As in `ByteSource`.
+        pool: The pool whose descriptors it uses.
+
+    Attributes:
+        users: Number of reads under way.
+        at_rest: True while it has no descriptor.
+
+    Raises:
+        CheckpointError: As for `RegularFile`.
+    """
+
+    __slots__ = ("_closed", "_pool", "at_rest", "users")
+
+    def __init__(self, path: Path, name: str, pool: FilePool) -> None:
+        self._pool = pool
+        self._closed = False
+        self.users = 0
+        self.at_rest = False
+        super().__init__(path, name)
+        pool.enter(self)
+        pool.leave(self)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """As in `ByteSource`.
+
+        Raises:
+            CheckpointError: As there, or it changed while it was closed.
+        """
+        self._pool.enter(self)
+        try:
+            super().read_into(offset, target)
+        finally:
+            self._pool.leave(self)
+
+    def will_need(self, offset: int, count: int) -> None:
+        """As in `RegularFile`."""
+        self._pool.enter(self)
+        try:
+            super().will_need(offset, count)
+        finally:
+            self._pool.leave(self)
+
+    def require_unchanged(self) -> None:
+        """As in `RegularFile`."""
+        self._pool.enter(self)
+        try:
+            super().require_unchanged()
+        finally:
+            self._pool.leave(self)
+
+    def close(self) -> None:
+        """As in `RegularFile`."""
+        self._closed = True
+        self._pool.forget(self)
+        super().close()
+
+    def rest(self) -> None:
+        """Give the descriptor back."""
+        self.at_rest = True
+        super().close()
+
+    def wake(self) -> None:
+        """Open it again.
+
+        Raises:
+            CheckpointError: It is gone, or has changed.
+        """
+        if self._closed:
+            raise CheckpointError(f"{self.name} is closed.")
+        before, origin = self._stamp, self.origin
+        super().__init__(self.path, self.name)
+        self.origin = origin
+        if self._stamp != before:
+            self._stamp = before
+            super().close()
+            raise CheckpointError(f"{self.name} changed while it was being read.")
+        self.at_rest = False

@@ -1,0 +1,561 @@
+"""Opens a folder or a file as a checkpoint: the first layout that claims it reads it."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from ampdoctor.checkpoints.checkpoint import Checkpoint, Part
+from ampdoctor.checkpoints.dcp import DISTRIBUTED
+from ampdoctor.checkpoints.deepspeed import DEEPSPEED
+from ampdoctor.checkpoints.files import Listing, RegularFile, identity_of, is_folder, list_folder, plain_name
+from ampdoctor.checkpoints.gathering import Gathering, Layout, Level, read_saved, read_sections
+from ampdoctor.checkpoints.json_files import read_trainer_state, read_weight_map
+from ampdoctor.checkpoints.log_files import is_run_log
+from ampdoctor.checkpoints.log_folders import add_run_log, has_run_log, longest_log, may_be_log, run_logs, steps_of
+from ampdoctor.checkpoints.shards import (
+    INDEXED,
+    add_shards,
+    check_numbers,
+    is_numbered,
+    join_rank_files,
+    numbered_family,
+    remark_duplicates,
+)
+from ampdoctor.checkpoints.torch_files import sniff
+from ampdoctor.errors import CheckpointError, NoCheckpointError
+from ampdoctor.evidence.report import Skipped
+
+# Files that name the newest of several checkpoints beside them.
+
+
+_MAX_BYTES = 256
+
+
+def _iteration(text: str) -> str:
+    return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 16 else text
+
+
+_POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
+    {"latest": str, "latest_checkpointed_iteration.txt": _iteration}
+)
+"""Pointers and how they name it: DeepSpeed by its folder, Megatron by its iteration or "release"."""
+
+
+def is_pointer(name: str) -> bool:
+    """Does a file of this name point to the newest checkpoint beside it?"""
+    return name in _POINTERS
+
+
+def pointer_in(listing: Listing) -> str | None:
+    """The name of the pointer among a folder's files; None where there is none."""
+    return next((name for name in _POINTERS if name in listing.names and name not in listing.folders), None)
+
+
+def target_of(folder: Path, pointer: str) -> str:
+    """Returns the folder beside a pointer that the pointer names; it need not exist.
+
+    Raises:
+        CheckpointError: The pointer cannot be read, or its text is not a plain name.
+    """
+    with RegularFile(folder / pointer, pointer) as file:
+        if file.size > _MAX_BYTES:
+            raise CheckpointError(f"{pointer} is {file.size} bytes long, which is no folder's name.")
+        try:
+            text = file.read(0, file.size).decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{pointer} is not text.") from None
+    return plain_name(_POINTERS[pointer](text), pointer, "folder")
+
+
+def folder_inside(folder: Path, link: str) -> Path | None:
+    """Returns where a link in a folder leads, if that is a folder below this one; None for anything else.
+
+    Open the returned path, not the link: the link may lead elsewhere by then.
+
+    Args:
+        folder: The folder that was named.
+        link: The link's name in it.
+    """
+    try:
+        root, target = folder.resolve(strict=True), (folder / link).resolve(strict=True)
+    except (OSError, RuntimeError):  # it leads to nothing, or in circles (a RuntimeError before Python 3.13)
+        return None
+    return target if target != root and target.is_relative_to(root) and is_folder(target) else None
+
+
+# The last layout: reads the files that no other layout has taken, each by itself.
+
+
+_OTHER = "not the name of a format that is read"
+TRAINER_STATE = "trainer_state.json"
+RANDOM_STATES = "random_states_*.pkl"
+
+_LEFT_ALONE: tuple[tuple[str, str], ...] = (
+    ("training_args.bin", "pickled arguments; never opened"),
+    ("rng_state*.pth", "random state"),
+    (RANDOM_STATES, "random state"),
+    ("scheduler*.pt", "learning-rate schedule"),
+    ("scheduler*.bin", "learning-rate schedule"),
+    ("dl_state_dict*.bin", "a data loader's place"),
+    ("custom_checkpoint_*.pkl", "pickled object; never opened"),
+    ("sampler*.bin", "pickled object; never opened"),
+    ("tokenizer*", "tokenizer"),
+)
+"""Usual neighbours of a checkpoint that hold no weights, moments or scaler."""
+
+_TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".index.json")
+"""In a folder only these are opened, in upper case as well; the contents then decide the format."""
+_OTHER_WEIGHTS = re.compile(
+    r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
+    re.IGNORECASE,
+)
+"""Names of files that hold weights, in a format that is not read or as a copy that no loader takes. Reports name such
+files: what was not examined must not pass for healthy."""
+
+
+def may_hold_tensors(name: str) -> bool:
+    """Is a file of this name opened inside a folder, rather than known to hold something else?"""
+    return name.lower().endswith(_TENSOR_SUFFIXES) and neighbour(name) is None
+
+
+def neighbour(name: str) -> str | None:
+    """Returns the contents of a file with the name of a usual neighbour of checkpoints; None for any other name."""
+    return next((what for pattern, what in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
+
+
+def _claims(name: str) -> bool:
+    says_weights = name.lower().endswith(_TENSOR_SUFFIXES) or _OTHER_WEIGHTS.search(name) is not None
+    return name == TRAINER_STATE or says_weights
+
+
+def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+    left = [n for n in names if n not in level.taken and n not in level.listing.folders and not may_be_log(n)]
+    check_numbers(into, [name for name in left if _add_file(into, level, name)], level.prefix)
+    level.taken |= set(left)
+
+
+def _add_file(into: Gathering, level: Level, name: str) -> bool:
+    """Open a single file; returns whether it became a part."""
+    path, shown = level.path / name, level.prefix + name
+    reason = _left_alone(name, indexed=level.indexed)
+    if reason is not None:
+        into.skipped.append(
+            Skipped(what=shown, reason=reason, kind="other_weights" if reason == _OTHER else "left_out")
+        )
+        if fnmatch.fnmatchcase(name, RANDOM_STATES):
+            _take_step(into, path, shown)
+        return False
+    try:
+        file = RegularFile(path, shown)
+    except CheckpointError as error:
+        into.refuse(shown, error)
+        return False
+    if name != TRAINER_STATE:
+        return into.add(file, index=level.prefix + numbered_family(name) if is_numbered(name) else "") is not None
+    try:
+        with file:
+            into.global_step, log = read_trainer_state(file)
+            into.log, into.own_log = (log, True) if log else (into.log, into.own_log)
+    except CheckpointError as error:
+        into.refuse(shown, error)
+    return False
+
+
+def _left_alone(name: str, *, indexed: bool) -> str | None:
+    """Returns why a file is not opened; None if it is."""
+    if name != TRAINER_STATE and not name.lower().endswith(_TENSOR_SUFFIXES):
+        return _OTHER
+    if indexed and is_numbered(name):
+        return "a shard that no index names"
+    return neighbour(name)
+
+
+def _take_step(into: Gathering, path: Path, name: str) -> None:
+    """Take the step that Accelerate keeps beside the random state; a file that cannot be read has none.
+
+    It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
+    """
+    try:
+        with RegularFile(path, name) as file:
+            tree = read_saved(file, sniff(file)).tree
+    except CheckpointError:
+        return
+    step = tree.get("step") if isinstance(tree, Mapping) else None
+    if type(step) is int and step > 0:
+        into.spare_step = max(step, into.spare_step or 0)
+
+
+LOOSE_FILES = Layout(name="", claims=_claims, read=_read)
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    DISTRIBUTED,
+    INDEXED,
+    DEEPSPEED,
+    LOOSE_FILES,
+)
+"""How a checkpoint may lie in a folder. Each reads what it claims and those before it have left, so that the one that
+takes any file of weights is the last."""
+
+_LOGS_SEARCHED = 20
+"""Folders in a folder that holds nothing else, the last by name, in which a run's log is looked for."""
+_FOLDERS_BELOW = 100
+"""Folders in a folder that are looked through for checkpoints, at most; a data set's folder has thousands."""
+_LEVELS_BELOW = 3
+"""How deep they are looked for: a run's folder with `version_0/checkpoints/last.ckpt/`."""
+_BUNDLE = frozenset({"manifest.json", "calls.safetensors"})
+"""Files of a step that `ampdoctor run` has recorded: inputs and gradients of a sick step, and no checkpoint."""
+_MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
+_WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((".metadata", "meta.pt"), "lightning-fsdp"),
+    ((".metadata", "metadata.json"), "megatron-dist"),
+    ((".metadata",), "torch-dcp"),
+    ((TRAINER_STATE,), "hf-trainer"),
+    ((RANDOM_STATES,), "accelerate"),
+    (("mp_rank_*",), "megatron"),
+    (("*.index.json",), "sharded"),
+)
+"""What the names in a folder say of who wrote it, the most telling first. Only reports say it: what is read is decided
+by the layouts."""
+
+
+def open_file(path: Path) -> Checkpoint:
+    """Returns a checkpoint that is one file, or the index of a sharded one.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    file = RegularFile(path, path.name)
+    if is_run_log(file):
+        file.close()
+        return _open_run_log(path)
+    try:
+        found = sniff(file)
+        if found == "json":
+            table = _index_of(file)
+        else:
+            return Checkpoint(path=path.name, format=found, parts=[Part(file, read_sections(file, found), path.name)])
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    gathering = Gathering(layout="sharded")
+    try:
+        add_shards(gathering, path, table, "")
+        return _finish(gathering, path.name)
+    except BaseException:
+        gathering.close()
+        raise
+
+
+def _open_run_log(path: Path) -> Checkpoint:
+    """One file of a run's log, whatever its name."""
+    gathering = Gathering()
+    try:
+        gathering.log = steps_of(path.parent, [path.name], "", gathering.skipped)
+        add_run_log(gathering, path.parent, [path.name])
+        return _finish(gathering, path.name)
+    except BaseException:
+        gathering.close()
+        raise
+
+
+def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
+    """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
+
+    A folder that holds no more than the log of a run is that log.
+
+    A run's folder with a file that names the latest of its checkpoints is read as that checkpoint.
+
+    Args:
+        listing: The folder, and the names in it that belong to the checkpoint.
+        below: Read the files in folders below with it, which a pipeline of several models has (`unet/`): to judge the
+            folder, all of it counts; to resume from it, its own files.
+
+    Raises:
+        CheckpointError: Nothing in it can be read.
+    """
+    gathering = Gathering()
+    try:
+        _add_with_ranks(gathering, listing, "")
+        followed = _follow(gathering, listing)
+        if below and gathering.parts:
+            _add_below(gathering, listing, followed)
+        if not gathering.parts and not gathering.errors and (logs := run_logs(listing.path, listing.names)):
+            add_run_log(gathering, listing.path, logs[0])
+        if gathering.layout == "folder":
+            gathering.layout = _writer(listing.names)
+        return _finish(gathering, listing.path.name or str(listing.path), listing)
+    except BaseException:
+        gathering.close()
+        raise
+
+
+def may_be_read(name: str) -> bool:
+    """Whether a file of this name is part of its folder: read with it, or telling what the folder is."""
+    telling = (pattern for patterns, _ in _WRITERS for pattern in patterns)
+    return (
+        any(layout.claims(name) for layout in LAYOUTS)
+        or may_be_log(name)
+        or is_pointer(name)
+        or any(fnmatch.fnmatchcase(name, pattern) for pattern in telling)
+    )
+
+
+def says_checkpoint(name: str) -> bool:
+    """Whether a checkpoint lies where a file of this name does."""
+    return may_hold_tensors(name) or any(layout.claims(name) for layout in LAYOUTS if layout is not LOOSE_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What lies in the folders below one.
+
+    Attributes:
+        folders: Those with files of a checkpoint: their names from the first folder on, and they. Of a folder with such
+            files nothing further below is listed.
+        skipped: What was passed over, and why.
+        unlisted: Names of folders that cannot be listed, and the errors.
+    """
+
+    folders: tuple[tuple[str, Listing], ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    unlisted: tuple[tuple[str, CheckpointError], ...] = ()
+
+
+def search_below(root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False) -> Below:
+    """Look through the folders below one for files of checkpoints. A folder to which two ways lead is listed once.
+
+    Hidden folders are another tool's and are not looked through, nor are those of a folder with very many; a step that
+    `ampdoctor run` has recorded is no checkpoint.
+
+    Args:
+        root: The folder.
+        apart: Names of folders in it that are known.
+        is_run: Whether a folder is that of a run, whose checkpoints lie in folders: it is named as one.
+    """
+    folders: list[tuple[str, Listing]] = []
+    skipped: list[Skipped] = []
+    unlisted: list[tuple[str, CheckpointError]] = []
+    seen = {identity_of(root.path), *(identity_of(root.path / name) for name in apart)}
+
+    def walk(listing: Listing, prefix: str, names: Sequence[str], levels: int) -> None:
+        if len(names) > _FOLDERS_BELOW:
+            where = prefix.rstrip("/") or listing.path.name
+            reason = f"{len(names)} folders in it, which were not looked through for checkpoints"
+            skipped.append(Skipped(what=where, reason=reason))
+            return
+        for name in names:
+            path = listing.path / name
+            identity = identity_of(path)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            try:
+                inner = list_folder(path)
+            except CheckpointError as error:
+                unlisted.append((prefix + name, error))
+                continue
+            if set(inner.files) >= _BUNDLE:
+                skipped.append(Skipped(what=prefix + name, reason="a recorded step, which bisect-nan replays"))
+            elif any(map(says_checkpoint, inner.names)) or is_run(inner):
+                folders.append((prefix + name, inner))
+            elif levels > 1:
+                walk(inner, f"{prefix}{name}/", _searched(inner, ()), levels - 1)
+
+    walk(root, "", _searched(root, apart), _LEVELS_BELOW)
+    return Below(tuple(folders), tuple(skipped), tuple(unlisted))
+
+
+def _searched(listing: Listing, apart: Collection[str]) -> list[str]:
+    return [n for n in listing.names if n in listing.folders and n not in apart and not n.startswith((".", "__"))]
+
+
+def parts_in(listing: Listing) -> set[str]:
+    """Returns the names of the folders in a checkpoint's that are read with it.
+
+    They are those of ranks, of parts that are saved apart, and the one that a file names as the latest.
+    """
+    apart = [layout for layout in LAYOUTS if layout is not LOOSE_FILES]
+    own = {n for n in listing.folders if _MEGATRON_RANK.fullmatch(n) or any(one.claims(n) for one in apart)}
+    pointer = pointer_in(listing)
+    try:
+        return own | ({target_of(listing.path, pointer)} if pointer is not None else set())
+    except CheckpointError:  # following it says why
+        return own
+
+
+def _add_below(into: Gathering, listing: Listing, followed: str | None) -> None:
+    """Open the files in the folders below, which no other part of the checkpoint has taken."""
+    taken = parts_in(listing) | ({followed} if followed is not None else set())
+    below = search_below(listing, taken)
+    into.skipped += below.skipped
+    for name, error in below.unlisted:
+        into.refuse(name, error)
+    log, step, layout = (into.log, into.own_log), into.global_step, into.layout
+    for name, inner in below.folders:
+        _add_with_ranks(into, inner, f"{name}/")
+        (into.log, into.own_log), into.global_step, into.layout = log, step, layout
+
+
+def _writer(names: Sequence[str]) -> str:
+    return next(
+        (writer for patterns, writer in _WRITERS if all(fnmatch.filter(names, pattern) for pattern in patterns)),
+        "folder",
+    )
+
+
+def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
+    """Open what belongs to a checkpoint in a folder and in the folders of its ranks, each of them once.
+
+    Otherwise links could lead the walk round in circles, or through one large folder a thousand times.
+    """
+    folder = listing.path
+    _add_folder(into, listing, prefix)
+    seen = {identity_of(folder): folder.name}
+    for name in sorted(filter(_MEGATRON_RANK.fullmatch, listing.folders)):
+        inner = folder / name
+        identity = identity_of(inner)
+        if identity in seen:
+            into.remarks.append(f"{prefix}{name} is a link to {seen[identity]}, and is read once")
+            continue
+        seen[identity] = name
+        try:
+            below = list_folder(inner)
+        except CheckpointError as error:
+            into.refuse(prefix + name, error)
+        else:
+            _add_folder(into, below, f"{prefix}{name}/")
+
+
+def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
+    """Open the checkpoint files among a folder's files; `prefix` is the prefix of their names in reports."""
+    level = Level(listing, prefix)
+    before = len(into.parts)
+    for layout in LAYOUTS:
+        at = len(into.parts)
+        layout.read(into, level, [name for name in listing.names if layout.claims(name)])
+        if layout.name and len(into.parts) > at:
+            into.layout = layout.name
+    _add_log(into, listing, prefix)
+    for part in into.parts[before:]:
+        part.index = part.index or level.unit
+
+
+def _follow(into: Gathering, listing: Listing) -> str | None:
+    """Open the folder that a run's folder says is its latest checkpoint; returns its name.
+
+    If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
+    target is only a remark: people delete the optimizer's state to save space.
+    """
+    folder, names = listing.path, listing.names
+    pointer = pointer_in(listing)
+    if pointer is None:
+        return None
+    try:
+        target = target_of(folder, pointer)
+    except CheckpointError as error:
+        into.refuse(pointer, error)
+        return None
+    there = folder / target
+    if target in names and there.is_symlink():
+        found = folder_inside(folder, target)
+        if found is None:
+            said = f"{pointer} names {target}, which is a link to no other folder in this one; name what it leads to."
+            into.refuse(pointer, CheckpointError(said))
+            return target
+        there = found
+    if target in names and target in listing.folders:
+        try:
+            below = list_folder(there)
+        except CheckpointError as error:
+            into.refuse(target, error)
+        else:
+            _add_with_ranks(into, below, f"{target}/")
+        return target
+    message = f"{pointer} names the folder {target}, which is not there"
+    if into.parts:
+        into.remarks.append(message)
+    else:
+        into.refuse(pointer, CheckpointError(f"{message}."))
+    return target
+
+
+def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:
+    """Take the longest log of the folder, unless the Trainer's own was read.
+
+    A log that cannot be read does not harm the checkpoint.
+    """
+    if into.own_log:
+        return
+    log, unread = longest_log(listing.path, listing.names, prefix)
+    into.log = max(into.log, log, key=len)
+    into.skipped += unread
+
+
+def _index_of(file: RegularFile) -> dict[str, str]:
+    table = read_weight_map(file)
+    if table is None:
+        raise NoCheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
+    return table
+
+
+def _finish(gathered: Gathering, name: str, inside: Listing | None = None) -> Checkpoint:
+    join_rank_files(gathered)
+    remark_duplicates(gathered)
+    if not gathered.parts:
+        if gathered.refusals:
+            raise gathered.refusals[0]
+        raise NoCheckpointError(_nothing(name, inside))
+    return Checkpoint(
+        path=name,
+        format=gathered.layout,
+        parts=gathered.parts,
+        log=gathered.log,
+        global_step=gathered.global_step,
+        spare_step=gathered.spare_step,
+        skipped=tuple(gathered.skipped),
+        errors=tuple(gathered.errors),
+        remarks=tuple(gathered.remarks),
+    )
+
+
+def _nothing(name: str, listing: Listing | None) -> str:
+    inner = sorted(listing.folders) if listing is not None else []
+    likely = [n for n in inner if n.startswith(("checkpoint", "step", "epoch", "global_step", "iter_"))]
+    if likely:
+        return (
+            f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
+            f"name one of them, for example {likely[-1]}."
+        )
+    logs = [n for n in inner[-_LOGS_SEARCHED:] if listing is not None and has_run_log(listing.path / n)]
+    if logs:
+        return f"{name} holds no checkpoint, but the logs of runs; name one of them, for example {logs[-1]}."
+    return (
+        f"{name} holds no checkpoint: no file in it is in a format that is read "
+        "(safetensors, torch.save, torch.distributed.checkpoint)."
+    )
+
+
+# The entry point: opens the checkpoint at a path.
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint's structure; the result holds files open, so use it as a context manager.
+
+    Args:
+        path: A `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these or of
+            `torch.distributed.checkpoint`. The contents decide the format.
+
+    Raises:
+        CheckpointError: It does not exist, is refused, or nothing in it can be read; one sentence says why.
+        LimitExceededError: It asks for more than a safe bound.
+    """
+    target = Path(path)
+    return open_folder(list_folder(target)) if is_folder(target) else open_file(target)

@@ -1,0 +1,124 @@
+"""JSON files of a checkpoint: read within limits; an index of shards, a trainer's state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ampdoctor.checkpoints.files import RegularFile, plain_name
+from ampdoctor.checkpoints.log_files import BYTE_ORDER_MARK, as_number, thinned
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.json_records import unique_keys
+
+MAX_VALUE_BYTES = 160 * 1024 * 1024
+"""Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of 200,000
+entries."""
+
+_COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
+"""Bytes of memory for each mark of objects, lists and items. Marks in strings count, too; names hold few."""
+
+
+def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+        raw: UTF-8.
+        name: The file's name in errors.
+        strict: Refuse what JSON itself does not allow (NaN, infinities), duplicate keys and halves of surrogate pairs.
+
+    Raises:
+        DuplicateKeyError: With `strict`, an object has one key twice.
+        ValueError: It is not JSON, not UTF-8, nested a thousand times, or a number has thousands of digits.
+        LimitExceededError: Its values would take more memory than allowed.
+    """
+    # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
+    cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)
+    if cost > MAX_VALUE_BYTES:
+        raise LimitExceededError(f"{name}: bytes of JSON values", MAX_VALUE_BYTES, cost)
+    constant: Callable[[str], Any] | None = _no_constant if strict else None
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique_keys if strict else None, parse_constant=constant
+        )
+        if strict and b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ValueError("nesting") from None
+    return value
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(token)
+
+
+# Small JSON files beside the tensors: the index of a sharded model and the Hugging Face Trainer's log.
+#
+# They are plain data, never configuration to act on.
+
+
+MAX_JSON_BYTES = 64 * 1024 * 1024
+"""An index of 100,000 tensors has about 10 MB; a Trainer's log of a million entries about 50 MB."""
+
+
+def read_json(file: RegularFile) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+        CheckpointError: It is not JSON, or not an object.
+        LimitExceededError: It is larger than `MAX_JSON_BYTES`.
+    """
+    if file.size > MAX_JSON_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes of JSON", MAX_JSON_BYTES, file.size)
+    try:
+        content = parse_json(file.read(0, file.size).removeprefix(BYTE_ORDER_MARK), file.name, strict=False)
+    except ValueError:
+        raise CheckpointError(f"{file.name} is not valid JSON.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file.name} is not a JSON object.")
+    return content
+
+
+def read_weight_map(file: RegularFile) -> dict[str, str] | None:
+    """Maps tensor names to shard names, from a sharded model's index; None if the JSON is not an index.
+
+    Raises:
+        CheckpointError: A shard's name is not a plain file name, or the file is malformed.
+    """
+    content = read_json(file)
+    table = content.get("weight_map")
+    if not isinstance(table, dict):
+        return None
+    if not table:
+        raise CheckpointError(f"{file.name} lists no tensors.")
+    return {key: plain_name(shard, file.name) for key, shard in table.items()}
+
+
+def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, ...]]:
+    """Returns global step and log of a `trainer_state.json`; a longer log is thinned evenly to `MAX_PARSED` lines.
+
+    Raises:
+        CheckpointError: The file is malformed.
+    """
+    content = read_json(file)
+    step = content.get("global_step")
+    history = content.get("log_history")
+    entries = (
+        [_log_entry(row) for row in thinned(history) if isinstance(row, dict)] if isinstance(history, list) else []
+    )
+    kept = tuple(e for e in entries if e is not None)
+    return (step if type(step) is int and 0 <= step < 2**63 else None), kept
+
+
+def _log_entry(row: dict[str, Any]) -> LogEntry | None:
+    step, loss, norm = row.get("step"), as_number(row.get("loss")), as_number(row.get("grad_norm"))
+    if type(step) is not int or abs(step) >= 2**63 or (loss is None and norm is None):
+        return None
+    return LogEntry(
+        step=step,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=as_number(row.get("learning_rate")),
+        scale=as_number(row.get("loss_scale")),
+    )

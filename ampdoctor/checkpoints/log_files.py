@@ -1,0 +1,563 @@
+"""Text logs of a training, line by line within limits: CSV, JSON lines, and the log of `ampdoctor run`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any, TypeVar
+
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.log_records import DetailLine, RunLine, Stamp, Stamped, StepLine
+from ampdoctor.evidence.log_text import kind_of, line_of
+
+MAX_LOG_BYTES = 64 * 1024 * 1024
+"""A log of a million lines has about this size; a larger file of JSON lines is a data set."""
+MAX_LINE = 1024 * 1024
+"""Maximum number of characters of a line; a longer one does not belong to a log."""
+MAX_LINES = 4_000_000
+"""Maximum number of lines that are counted: as many as fit into the size above with a step and a loss each."""
+MAX_PARSED = 100_000
+"""Maximum number of lines of a log that are parsed; a longer log is thinned evenly."""
+MAX_COLUMNS = 10_000
+MAX_CELLS = 1_000_000
+"""Maximum number of values that are parsed: the lines above with ten values each, or fewer lines with more values."""
+
+MAX_LINES_OF_A_ROW = 100
+"""Lines that one row of a table may take, a text in quotes; a stray quote would take all that follow."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""With which some editors and spreadsheets begin a text; no part of what it says."""
+
+_Item = TypeVar("_Item")
+_BLOCK = 1024 * 1024
+_GOLDEN = 0x9E3779B9
+"""2^32 divided by the golden ratio. Its multiples spread evenly over 32 bits and, unlike every n-th line, do not fall
+into step with a period of the log (two lines per step, say)."""
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    field: tuple(names.split())
+    for field, names in {
+        "step": "step global_step iteration iter num_updates update steps it",
+        "loss": (
+            "loss train_loss training_loss train_loss_step loss_step lm_loss train_loss_epoch total_loss "
+            "reduced_train_loss step_loss"
+        ),
+        "grad_norm": "grad_norm gradient_norm gnorm grad_norm_total grad_2.0_norm_total total_norm",
+        "scale": "loss_scale grad_scale scaler_scale amp_scale scale",
+        "learning_rate": "learning_rate lr",
+        "seconds": (
+            "step_seconds step_duration_seconds step_time seconds_per_step iteration_time iter_time time_per_step"
+        ),
+        "data_seconds": "data_seconds data_time data_loading_time",
+        "samples": "consumed_samples samples_seen num_samples_seen samples_total samples",
+        "tokens": "num_input_tokens_seen tokens_seen consumed_tokens n_tokens tokens_total total_tokens tokens",
+        "memory_bytes": "memory_bytes max_memory_bytes memory_active_peak_bytes",
+        "skips": "skipped_steps_total/overflow",
+    }.items()
+}
+"""Fields and the names of their columns, the most telling first; `_plain` normalises a column's name."""
+_OF_A_STEP, _OF_AN_EPOCH = "train_loss_step", "train_loss_epoch"
+"""What Lightning calls a loss that is logged with `on_step` and `on_epoch`, in columns side by side."""
+_RATE_OF_ONE = ("lr_", "lr/")
+"""How a column begins in which Lightning's LearningRateMonitor, or Ultralytics, puts one rate."""
+_OURS = "ampdoctor/"
+"""How a tag of ampdoctor's own exports begins."""
+
+_FIELD_OF = {name: field for field, names in _NAMES.items() for name in names}
+_Fields = dict[str, float]
+
+
+@dataclass(slots=True)
+class Left:
+    """What of a file's lines was left out.
+
+    Attributes:
+        damaged: How many cannot be read.
+        too_long: How many are longer than a line of a log.
+        other_version: How many of ampdoctor's own log have a form that another version writes.
+        unfinished: The last line where nothing ends it: it may be cut off, in the midst of a number.
+    """
+
+    damaged: int = 0
+    too_long: int = 0
+    other_version: int = 0
+    unfinished: bytes = b""
+
+    def said(self) -> str:
+        """What was lost in a clause; "" for nothing. A last line that is not finished is not lost yet."""
+        counts = (
+            (self.damaged, "that is damaged", "that are damaged"),
+            (self.too_long, "that is too long", "that are too long"),
+            (self.other_version, "that another version of ampdoctor reads", "that another version of ampdoctor reads"),
+        )
+        parts = [f"a line {one}" if count == 1 else f"{count:,} lines {many}" for count, one, many in counts if count]
+        return f"it has {' and '.join(parts)}" if parts else ""
+
+
+def is_log(name: str) -> bool:
+    """Is a file's name that of a log that is read here?"""
+    return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
+
+
+def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
+    """Returns a log's entries in the order of their steps; () if the file is not a training log.
+
+    A longer log is thinned evenly to `MAX_PARSED` lines. A table's last row counts once its line has an end: until then
+    its last number may be half of one. A value that a line lacks is None. Lines of one step become
+    one entry. If the step falls back, as after a restart from an earlier checkpoint, what was logged from there on is
+    dropped: it is not this run's past.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        LimitExceededError: It is larger than `MAX_LOG_BYTES`, or has more than `MAX_LINES` lines.
+    """
+    if file.size > MAX_LOG_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
+    if file.name.endswith(".csv"):
+        lines = lines_in(file, left=Left())
+        header = list(islice(lines, 1))
+        rows = csv_rows([*header, *_thinned_by_cells(lines)], file.name)
+    else:
+        rows = json_rows(_thinned_by_cells(line for line in lines_in(file) if line.lstrip().startswith(b"{")))
+    return in_order(_entries(rows))
+
+
+def thinned(items: Iterable[_Item], limit: int = MAX_PARSED) -> list[_Item]:
+    """Returns all items; of more than `limit`, evenly chosen `limit / 2` to `limit`, with the first and the last."""
+    kept: list[tuple[int, _Item]] = []
+    share = 1 << 32
+    at, last = -1, None
+    for at, item in enumerate(items):
+        last = item
+        if at * _GOLDEN % (1 << 32) < share:
+            kept.append((at, item))
+            while len(kept) > limit:
+                share = max(share // 2, 1)  # 0 is the place of the first item, which stays
+                kept = [pair for pair in kept if pair[0] * _GOLDEN % (1 << 32) < share]
+    ends = [last] if last is not None and kept[-1][0] != at else []
+    return [item for _, item in kept] + ends
+
+
+def _thinned_by_cells(lines: Iterable[bytes]) -> list[bytes]:
+    kept = thinned(lines)
+    cells = len(kept) + sum(line.count(b",") for line in kept)
+    return kept if cells <= MAX_CELLS else thinned(kept, max(len(kept) * MAX_CELLS // cells, 1))
+
+
+def _texts(lines: Iterable[bytes]) -> Iterator[str]:
+    return (line.decode("utf-8", "replace") for line in lines)
+
+
+def lines_in(file: RegularFile, longest: int = MAX_LINE, left: Left | None = None) -> Iterator[bytes]:
+    """Yields the non-empty lines of a file that are no longer than `longest`.
+
+    Args:
+        file: The file.
+        longest: Bytes.
+        left: Gets what is left out, and the last line where nothing ends it; without it that line is one of the others.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        LimitExceededError: There are more than `MAX_LINES` lines.
+    """
+    rest, count = b"", 0
+    left, last_too = left or Left(), left is None
+    for start in range(0, file.size, _BLOCK):
+        block = file.read(start, min(_BLOCK, file.size - start)).replace(b"\r", b"\n")
+        *whole, rest = (rest + (block if start else block.removeprefix(BYTE_ORDER_MARK))).split(b"\n")
+        lines = [line for line in whole if line and len(line) <= longest]
+        left.too_long += sum(map(longest.__lt__, map(len, whole)))
+        count += len(lines)
+        if count > MAX_LINES:
+            raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
+        yield from lines
+        rest = rest[: longest + 1]  # enough to see that the line is too long
+    if len(rest) > longest:
+        left.too_long += 1
+    elif rest and last_too:
+        yield rest
+    else:
+        left.unfinished = rest
+
+
+def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
+    """Returns entries by ascending step, lines of one step as one, without what a restart from an earlier step undid.
+
+    A late line (a norm written after the next step's loss) is not a restart: it only adds to its step. A counter that
+    starts anew counts as a restart from the beginning, and what came before is dropped.
+    """
+    kept: list[LogEntry] = []
+    for entry in entries:
+        at = bisect_left(kept, entry.step, key=lambda one: one.step)
+        if at < len(kept) - 1 and kept[at].step == entry.step and _adds(kept[at], entry):
+            kept[at] = _merged(kept[at], entry)
+            continue
+        del kept[at + 1 :]
+        if at < len(kept) and kept[at].step == entry.step:
+            kept[at] = _merged(kept[at], entry)
+        else:
+            kept[at:] = [entry]
+    return tuple(kept)
+
+
+def _adds(known: LogEntry, late: LogEntry) -> bool:
+    """Does a line add new values for its step, and contradict none?"""
+    fields = ("loss", "grad_norm", "learning_rate", "scale")
+    pairs = [(getattr(known, name), getattr(late, name)) for name in fields]
+    told = [(old, new) for old, new in pairs if new is not None]
+    return any(old is None for old, _ in told) and all(old is None or old == new for old, new in told)
+
+
+def log_entry(row: Mapping[str, Any]) -> LogEntry | None:
+    """Returns a line of a log as an entry; None if it has no step, or neither loss, norm nor scale."""
+    fields = known_fields(row)
+    step = step_of(fields)
+    if step is None:
+        return None
+    if not fields.keys() & {"loss", "grad_norm", "scale"}:
+        return None
+    return LogEntry(
+        step=step,
+        loss=fields.get("loss"),
+        grad_norm=fields.get("grad_norm"),
+        learning_rate=fields.get("learning_rate"),
+        scale=fields.get("scale"),
+    )
+
+
+def _merged(first: LogEntry, second: LogEntry) -> LogEntry:
+    def either(of: Callable[[LogEntry], float | None]) -> float | None:
+        later = of(second)
+        return of(first) if later is None else later
+
+    return LogEntry(
+        step=first.step,
+        loss=either(lambda e: e.loss),
+        grad_norm=either(lambda e: e.grad_norm),
+        learning_rate=either(lambda e: e.learning_rate),
+        scale=either(lambda e: e.scale),
+    )
+
+
+def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
+    for row in rows:
+        entry = log_entry(row)
+        if entry is not None:
+            yield entry
+
+
+def csv_rows(
+    lines: Iterable[bytes], name: str, *, delimiter: str = ",", left: Left | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Yields the rows of a table by the names in its first line.
+
+    Args:
+        lines: Of the table.
+        name: Of the table, for the error's sentence.
+        delimiter: Between cells.
+        left: Gets how many lines are of no row: a quote that nothing closes, or a cell beyond the csv module's limit.
+
+    Raises:
+        LimitExceededError: It has more than `MAX_COLUMNS` columns.
+    """
+    left = left or Left()
+    taken = _LinesOfARow(lines)
+    reader = csv.reader(taken, delimiter=delimiter)
+    header: list[str] | None = None
+    while True:
+        taken.begin()
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            left.damaged += taken.count
+            continue
+        if taken.lacking or (taken.count > 1 and header is not None and len(row) != len(header)):
+            left.damaged += taken.count
+        elif header is None:
+            header = row
+            if len(header) > MAX_COLUMNS:
+                raise LimitExceededError(f"{name}: columns of a table", MAX_COLUMNS, len(header))
+        else:
+            yield dict(zip(header, row, strict=False))
+
+
+class _LinesOfARow:
+    """Gives a csv reader the lines of one row after the other, and of none too many."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._texts = _texts(lines)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line is the first of a row."""
+        self.count, self.lacking = 0, False
+
+    def __iter__(self) -> _LinesOfARow:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._texts, None) if self.count < MAX_LINES_OF_A_ROW else None
+        if line is None:
+            self.lacking = True  # the reader stops here, and goes on with the next row when it is asked again
+            raise StopIteration
+        self.count += 1
+        return line
+
+
+def json_rows(lines: Iterable[bytes], left: Left | None = None) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects among lines; what is none is passed over, and counted where it begins like one."""
+    left = left or Left()
+    for line in _texts(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            left.damaged += line.lstrip().startswith('{"')
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def step_of(fields: Mapping[str, float]) -> int | None:
+    """Returns the step among a row's fields; None unless it is a whole number."""
+    step = fields.get("step")
+    return int(step) if step is not None and 0 <= step < 2.0**53 and step == int(step) else None
+
+
+def known_fields(row: Mapping[str, Any]) -> _Fields:
+    """Returns those of a row's numbers that have a meaning here, by the names of `LogEntry` and of a log's steps."""
+    columns: dict[str, float] = {}
+    for key, value in row.items():
+        found = as_number(value)
+        if found is not None and isinstance(key, str):
+            columns.setdefault(_plain(key), found)
+    if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
+        columns.pop("train_loss", None)
+    if _OF_AN_EPOCH in columns and any(isinstance(key, str) and _plain(key) == _OF_A_STEP for key in row):
+        del columns[_OF_AN_EPOCH]  # the mean of losses that the log has step by step, and no loss of the step it is at
+    known = {
+        field: columns[name]
+        for field, names in _NAMES.items()
+        if (name := next((n for n in names if n in columns), None)) is not None
+    }
+    if "learning_rate" not in known:
+        rate = next((value for name, value in columns.items() if name.startswith(_RATE_OF_ONE)), None)
+        known |= {} if rate is None else {"learning_rate": rate}
+    return known
+
+
+def unread_in(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yields the fields that a row has columns for and no number in any of them, each with whether all are empty."""
+    unread: dict[str, bool] = {}
+    read: set[str] = set()
+    for key, value in row.items():
+        field = field_of(key) if isinstance(key, str) else None
+        if field is None or (value in (None, "") and _plain(key) == _OF_AN_EPOCH):  # it comes when the epoch ends
+            continue
+        if as_number(value) is not None:
+            read.add(field)
+        else:
+            empty = value is None or (isinstance(value, str) and not value.strip())
+            unread[field] = unread.get(field, True) and empty
+    yield from ((field, empty) for field, empty in unread.items() if field not in read)
+
+
+def field_of(column: str) -> str | None:
+    """Returns the field that a column of this name has; None for a column that has no meaning here."""
+    return _FIELD_OF.get(_plain(column))
+
+
+@lru_cache(maxsize=1024)
+def _plain(column: str) -> str:
+    """Returns a column's name in lower case, words joined by "_", without its split ("train/loss", "Loss/train")."""
+    name = re.sub(r"[\s-]+", "_", column.strip().lower()).removeprefix(_OURS)
+    before, _, after = name.rpartition("/")
+    if before in {"train", "training", "optim", "optimizer", "amp"}:
+        return after
+    return before if before and after in {"train", "training"} else name
+
+
+def as_number(value: Any) -> float | None:
+    """Returns a number, even if it was written as a string ("nan"): some trainers write numbers as strings."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+# The log that ampdoctor writes while a training runs: the lines of its files that stand in the end.
+
+
+MAX_DETAILS = 20_000
+"""Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""
+MAX_BYTES = 8 * 1024 * 1024
+"""Of a line: a table of 100,000 names."""
+HEAD = 64
+"""Bytes by which its first line is known."""
+_TAIL = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line, with what its file says before it.
+
+    Attributes:
+        run: What its indices refer to.
+        stamp: As of the line.
+        line: A step or a detail.
+    """
+
+    run: RunLine
+    stamp: Stamp
+    line: StepLine | DetailLine
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What was read of a log.
+
+    Attributes:
+        standing: By step; without what a rollback, or a restart from an earlier checkpoint, has undone.
+        damaged: By name of a file, how many of its lines cannot be read, but for a last one that was cut off.
+    """
+
+    standing: tuple[Entry, ...]
+    damaged: Counter[str]
+
+
+def is_run_log(file: RegularFile) -> bool:
+    """Does a file begin like a log that ampdoctor writes?"""
+    return begins_run_log(file.head(HEAD))
+
+
+def begins_run_log(head: bytes) -> bool:
+    """Is this, of `HEAD` bytes, how a log begins that ampdoctor writes?"""
+    return kind_of(head.removeprefix(BYTE_ORDER_MARK)) == "run"
+
+
+def read_steps(files: Sequence[RegularFile]) -> Entries:
+    """Returns the steps of a log; of more than `MAX_PARSED`, evenly chosen ones.
+
+    Args:
+        files: Of one rank, the oldest first.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+        LimitExceededError: There are more than `MAX_LINES` lines.
+    """
+    return _entries_of_kind(files, "step", MAX_PARSED)
+
+
+def read_details(files: Sequence[RegularFile]) -> Entries:
+    """Returns the details of a log; of more than `MAX_DETAILS` lines, evenly chosen ones.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+        LimitExceededError: There are more than `MAX_LINES` lines.
+    """
+    return _entries_of_kind(files, "detail", MAX_DETAILS)
+
+
+def last_state(files: Sequence[RegularFile]) -> tuple[RunLine, StepLine | None] | None:
+    """Returns the last file's header, and the last whole step near its end; None if there is no such header.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+    """
+    last = files[-1]
+    header = _whole(next(lines_in(last, MAX_BYTES), b""))
+    if header is None or not isinstance(header.line, RunLine):
+        return None
+    start = max(last.size - _TAIL, 0)
+    texts = last.read(start, last.size - start).split(b"\n")
+    steps = (_whole(text) for text in reversed(texts) if kind_of(text) == "step")
+    found = next((whole.line for whole in steps if whole is not None and isinstance(whole.line, StepLine)), None)
+    return header.line, found
+
+
+def log_entry_of(step: StepLine) -> LogEntry:
+    """Returns a step as the rules on training logs know it: the norm unscaled, and none that was clipped."""
+    norm = None if step.norm_clipped else step.gradient_norm
+    if norm is not None and step.norm_scaled:
+        norm = norm / step.loss_scale if step.loss_scale else None
+    return LogEntry(
+        step=step.step,
+        loss=step.loss,
+        grad_norm=norm,
+        learning_rate=next(iter(step.learning_rates), None),
+        scale=step.loss_scale,
+        skipped=step.skipped,
+    )
+
+
+def _entries_of_kind(files: Sequence[RegularFile], kind: str, limit: int) -> Entries:
+    damaged: Counter[str] = Counter()
+    found = []
+    for name, run, text in thinned(_texts_of_kind(files, kind, damaged), limit):
+        whole = _whole(text)
+        if whole is None:
+            damaged[name] += 1
+        elif isinstance(whole.line, StepLine | DetailLine):
+            found.append(Entry(run, whole.stamp, whole.line))
+    for file in files:
+        if damaged[file.name] and file.read(file.size - 1, 1) != b"\n":
+            damaged[file.name] -= 1
+    return Entries(standing(found), +damaged)
+
+
+def _texts_of_kind(
+    files: Sequence[RegularFile], kind: str, damaged: Counter[str]
+) -> Iterator[tuple[str, RunLine, bytes]]:
+    """Yields the lines of a kind, each with its file's name and the header before it."""
+    count = 0
+    for file in files:
+        run = RunLine(name="")
+        for text in lines_in(file, MAX_BYTES):
+            count += 1
+            if count > MAX_LINES:
+                raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
+            found = kind_of(text)
+            header = _whole(text) if found == "run" else None
+            if header is not None and isinstance(header.line, RunLine):
+                run = header.line
+            elif found in {None, "run"}:
+                damaged[file.name] += 1
+            elif found == kind:
+                yield file.name, run, text
+
+
+def _whole(text: bytes) -> Stamped | None:
+    try:
+        return line_of(text)
+    except ValueError:
+        return None
+
+
+def standing(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Returns the lines that count in the end, by step.
+
+    A later attempt, restart or run in the same folder undoes what came before it from its own first step on.
+    """
+    groups: dict[tuple[int, int, int], list[Entry]] = {}
+    runs: dict[str, int] = {}
+    for entry in entries:
+        stamp = entry.stamp
+        run = runs.setdefault(stamp.run_id, len(runs))
+        groups.setdefault((run, stamp.restarts, stamp.attempt), []).append(entry)
+    kept: list[Entry] = []
+    for key in sorted(groups):
+        group = sorted(groups[key], key=lambda entry: entry.line.step)
+        first = group[0].line.step
+        kept = [entry for entry in kept if entry.line.step < first] + group
+    return tuple(kept)

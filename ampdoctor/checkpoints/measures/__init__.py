@@ -1,1 +1,0 @@
-"""Measures checkpoints: every tensor is read once, in bounded memory."""

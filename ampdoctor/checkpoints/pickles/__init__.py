@@ -1,1 +1,0 @@
-"""Reads pickles without importing or calling anything, and searches their contents."""

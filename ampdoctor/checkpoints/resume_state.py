@@ -1,0 +1,315 @@
+"""What a replay resumes from: tensors loaded as they are, and the position and random numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.file_contents import is_optimizer
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.folder import open_checkpoint
+from ampdoctor.checkpoints.gathering import read_saved
+from ampdoctor.checkpoints.stored_tensor import StoredTensor
+from ampdoctor.checkpoints.torch_files import sniff
+from ampdoctor.checkpoints.unpickler import Inert
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+# Where a training stood when it was saved, beside its weights, moments and scaler: random numbers, schedules, data.
+#
+# Frameworks and people keep these under names of their own, in the checkpoint or in files beside it. They are
+# recognised by their form, and by name only where the form says nothing. Nothing in them is executed.
+
+
+_BESIDE = (
+    *("rng_state.pth", "rng_state_0.pth", "random_states_0.pkl"),
+    *("scheduler.pt", "scheduler.bin", "dl_state_dict.bin"),
+)
+"""Files of the Trainer and Accelerate, of the first rank, that hold nothing that a scan examines."""
+_LOADER = re.compile(r"(^|_)(data_?loader|dl|combined_loader)s?(_\d+)?(_states?)?(_dict)?s?$", re.IGNORECASE)
+_RANDOM = re.compile(r"(^|_)(rngs?|random|seed)(_|$)", re.IGNORECASE)
+_OF_A_DEVICE = re.compile(r"cuda|gpu|xpu|npu|mps|hpu|generator", re.IGNORECASE)
+"""Parts of a path whose random state is not that of torch's generator for the CPU."""
+_DEPTH = 8
+_TOP = 2
+"""Length of the path of what lies at the top of a file, whose name comes first."""
+_ITEMS = 64
+"""Items of a list that are searched at most: those of a loop's history are many, and nothing of these."""
+_PYTHON_VERSION = 3
+_PYTHON_WORDS = 625
+_NUMPY_WORDS = 624
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomNumbers:
+    """The generators' saved states; None for those that were not saved.
+
+    Attributes:
+        torch: torch's generator for the CPU.
+        python: Python's, as `random.setstate` takes it.
+        numpy: numpy's global one, as `numpy.random.set_state` takes it.
+        of_devices: States of a GPU's generators were saved as well.
+    """
+
+    torch: torch.Tensor | None = None
+    python: tuple[Any, ...] | None = None
+    numpy: tuple[Any, ...] | None = None
+    of_devices: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a training stood.
+
+    Attributes:
+        random: The random numbers that it had come to.
+        schedulers: State dicts of learning-rate schedulers, in stored order.
+        loaders: State dicts of data loaders, in stored order.
+        numbers: Plain numbers at the top of a file, by name: counters, a best loss.
+    """
+
+    random: RandomNumbers = field(default_factory=RandomNumbers)
+    schedulers: tuple[Mapping[str, Any], ...] = ()
+    loaders: tuple[Mapping[str, Any], ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
+    """Returns where the training stood, as far as the checkpoint and the files beside it tell.
+
+    Args:
+        checkpoint: The open checkpoint.
+        path: Where it lies.
+    """
+    found = _Found()
+    for part in checkpoint.parts:
+        found.visit(part.sections.tree, (_stem(part.name),))
+    for file in _beside(path):
+        with file:
+            try:
+                found.visit(read_saved(file, sniff(file)).tree, (_stem(file.name),))
+            except CheckpointError:  # it is worth less than the checkpoint beside it: what it lacks is said
+                continue
+    return found.standing()
+
+
+def _stem(name: str) -> str:
+    return PurePath(name).name.partition(".")[0]
+
+
+def _beside(folder: Path) -> Iterator[RegularFile]:
+    for name in _BESIDE if folder.is_dir() else ():
+        if (folder / name).is_file():
+            try:
+                yield RegularFile(folder / name, name)
+            except CheckpointError:
+                continue
+
+
+class _Found:
+    """What was found so far; of each kind of random state the first counts."""
+
+    def __init__(self) -> None:
+        self._random: dict[str, Any] = {}
+        self._schedulers: list[Mapping[str, Any]] = []
+        self._loaders: list[Mapping[str, Any]] = []
+        self._numbers: dict[str, float] = {}
+
+    def standing(self) -> Standing:
+        return Standing(
+            random=RandomNumbers(**self._random),
+            schedulers=tuple(self._schedulers),
+            loaders=tuple(self._loaders),
+            numbers=self._numbers,
+        )
+
+    def visit(self, node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, Mapping):
+            self._visit_mapping(node, path)
+        elif isinstance(node, list | tuple):
+            self._visit_sequence(node, path)
+        elif isinstance(node, StoredTensor):
+            self._visit_tensor(node, path)
+        elif type(node) in (int, float) and len(path) == _TOP:
+            self._numbers.setdefault(path[-1], node)
+
+    def _visit_mapping(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> None:
+        if _LOADER.search(path[-1]) and _is_state(node):
+            self._take(self._loaders, node)
+        elif _is_scheduler(node):
+            self._take(self._schedulers, node)
+        elif not is_optimizer(node) and len(path) <= _DEPTH:
+            for key, value in node.items():
+                self.visit(value, (*path, str(key)))
+
+    def _visit_sequence(self, node: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> None:
+        python, numpy = _python_state(node), _numpy_state(node)
+        if python is not None:
+            self._random.setdefault("python", python)
+        elif numpy is not None:
+            self._random.setdefault("numpy", numpy)
+        elif len(node) <= _ITEMS and len(path) <= _DEPTH:
+            for value in node:
+                self.visit(value, (*path, path[-1]))
+
+    def _visit_tensor(self, node: StoredTensor, path: tuple[str, ...]) -> None:
+        if node.dtype is not torch.uint8 or len(node.shape) != 1 or not any(map(_RANDOM.search, path)):
+            return
+        if any(map(_OF_A_DEVICE.search, path)):
+            self._random["of_devices"] = True
+        elif node.shape == torch.get_rng_state().shape:
+            self._random.setdefault("torch", node.load())
+
+    @staticmethod
+    def _take(into: list[Mapping[str, Any]], node: Mapping[Any, Any]) -> None:
+        if _is_plain(node):
+            into.append(_loaded(node))
+
+
+def _is_state(node: Mapping[Any, Any]) -> bool:
+    return bool(node) and all(isinstance(key, str | int) for key in node)
+
+
+def _is_scheduler(node: Mapping[Any, Any]) -> bool:
+    return type(node.get("last_epoch")) is int and "_last_lr" in node and "param_groups" not in node
+
+
+def _is_plain(node: Any) -> bool:
+    """Is all of it read: is there no object in it that only its class could make?"""
+    if isinstance(node, Mapping):
+        return all(map(_is_plain, node.values()))
+    if isinstance(node, list | tuple):
+        return all(map(_is_plain, node))
+    return not isinstance(node, Inert | Skipped)
+
+
+def _loaded(node: Any) -> Any:
+    if isinstance(node, StoredTensor):
+        return node.load()
+    if isinstance(node, Mapping):
+        return {key: _loaded(value) for key, value in node.items()}
+    return type(node)(map(_loaded, node)) if isinstance(node, list | tuple) else node
+
+
+def _python_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if len(node) != 3 or node[0] != _PYTHON_VERSION or not isinstance(node[1], list | tuple):
+        return None
+    words = tuple(node[1])
+    whole = len(words) == _PYTHON_WORDS and all(type(word) is int and 0 <= word < 2**32 for word in words)
+    fits = whole and words[-1] < _PYTHON_WORDS and (node[2] is None or isinstance(node[2], float))
+    return (_PYTHON_VERSION, words, node[2]) if fits else None
+
+
+def _numpy_state(node: list[Any] | tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Returns what `numpy.random.get_state` gave; its array is an inert object that ends in its bytes."""
+    if len(node) != 5 or node[0] != "MT19937":
+        return None
+    state = node[1].state if isinstance(node[1], Inert) else None
+    raw = state[-1] if isinstance(state, tuple) and len(state) == 5 else None
+    if not isinstance(raw, bytes) or len(raw) != 4 * _NUMPY_WORDS or not all(map(_is_number, node[2:])):
+        return None
+    return "MT19937", np.frombuffer(raw, dtype="<u4").astype(np.uint32), int(node[2]), int(node[3]), float(node[4])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """The contents of a checkpoint as plain dicts of tensors; names as stored.
+
+    Attributes:
+        model: The main model's state dict; None if there is none.
+        models: All state dicts by their path in the file ("model", "ema"; "" for a flat file), the main one first.
+        optimizers: Optimizer state dicts by path, in the form that `Optimizer.load_state_dict` takes.
+        scaler: State dict of the first loss scaler; None if there is none.
+        global_step: Training step, if stored.
+        standing: Random numbers, schedules and places in the data, as far as they were saved.
+        log: Training log stored beside the weights.
+        format: The recognised layout.
+        files: Files that were read, relative to `path`.
+        skipped: What is recognised and not read.
+        errors: What should be there and could not be read.
+    """
+
+    model: dict[str, torch.Tensor] | None
+    models: Mapping[str, dict[str, torch.Tensor]]
+    optimizers: Mapping[str, dict[str, Any]]
+    scaler: dict[str, Any] | None
+    global_step: int | None
+    format: str
+    log: tuple[LogEntry, ...] = ()
+    files: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = field(default=())
+    errors: tuple[ErrorNote, ...] = field(default=())
+    standing: Standing = field(default_factory=Standing)
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """The only optimizer's state dict; None if there is none, or several."""
+        return next(iter(self.optimizers.values())) if len(self.optimizers) == 1 else None
+
+
+def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
+    """Read a checkpoint into memory, as inertly as a scan does.
+
+    Args:
+        path: As for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: It cannot be read, or is refused.
+    """
+    with open_checkpoint(path) as checkpoint:
+        loaded: dict[object, torch.Tensor] = {}
+        models = {
+            key: {name: _load(t, loaded) for name, t in model.items()} for key, model in checkpoint.models().items()
+        }
+        optimizers = {key: _load(state, None) for key, state in checkpoint.optimizers().items()}
+        scalers = [_load(state, None) for state in checkpoint.scaler_dicts().values()]
+        standing = standing_of(checkpoint, Path(path))
+        checkpoint.require_unchanged()
+        return LoadedCheckpoint(
+            model=next(iter(models.values()), None),
+            models=models,
+            optimizers=optimizers,
+            scaler=next(iter(scalers), None),
+            global_step=checkpoint.global_step,
+            format=checkpoint.format,
+            log=checkpoint.log,
+            files=tuple(f.path for f in checkpoint.files),
+            skipped=checkpoint.skipped,
+            errors=checkpoint.errors,
+            standing=standing,
+        )
+
+
+def _load(node: Any, loaded: dict[object, torch.Tensor] | None) -> Any:
+    """Returns a tree with its stored tensors in memory.
+
+    Args:
+        node: The tree.
+        loaded: Loaded tensors by identity: two names of one tensor (tied weights) stay one tensor. None for an
+            optimizer's state, where a shared tensor would be stepped once for each parameter: ZeRO keeps one counter
+            for a group, torch one for each parameter.
+    """
+    if isinstance(node, StoredTensor):
+        if loaded is None or node.numel == 0:
+            return node.load()
+        if node.identity not in loaded:
+            loaded[node.identity] = node.load()
+        return loaded[node.identity]
+    if isinstance(node, Mapping):
+        return {key: _load(value, loaded) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_load(value, loaded) for value in node)
+    return node

@@ -1,0 +1,424 @@
+"""A tensor that is still in its file: where its bytes are, and how they are read in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ampdoctor.checkpoints.files import ByteSource
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.report import Skipped
+from ampdoctor.numerics.tensors import E8M0
+
+BLOCK_ELEMENTS = 1 << 20
+"""Number of elements that are read and examined at a time: few enough to be still in the processor's cache when they
+are counted, and enough that the calls cost nothing (`benchmarks/scan.py`)."""
+
+READ_DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, *E8M0,
+        torch.complex128, torch.complex64, torch.complex32,
+        torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+        torch.bool,
+    }
+)  # fmt: skip
+"""Element types whose values can be examined; torch only moves the bytes of the others (`float4_e2m1fn_x2`)."""
+
+_FINITE_DTYPE = re.compile(r"q?u?int\d|bits\d|[IU]\d|bool|float4_|F4|F6_", re.ASCII | re.IGNORECASE)
+"""How dtypes without NaN and Inf are named, by torch and by safetensors: integers, E2M1, E2M3, E3M2."""
+
+MAX_DIMENSIONS = 64
+"""Maximum for a tensor: as many as most of torch's own operations take."""
+MAX_STRIDED_BYTES = 1024 * 1024 * 1024
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes, and then without; a larger
+one is refused."""
+OVERLAPPING_BYTES = 1024 * 1024
+"""A larger view with holes that names elements more than once is refused: nothing saves one, and to find the elements
+that it touches takes a pass over it for each doubling of each dimension."""
+HOLED_BYTES = 16 * 1024 * 1024
+"""Bytes of a view with holes that a scan reads at a time."""
+
+
+class ReadBuffer:
+    """A reusable buffer for one reader: it grows to the largest block, so memory does not grow with the file."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def fill(self, file: ByteSource, offset: int, count: int) -> bytearray:
+        """Returns the buffer, with `count` bytes from `offset` at its beginning."""
+        if len(self._bytes) < count:
+            self._bytes = bytearray(count)
+        file.read_into(offset, memoryview(self._bytes)[:count])
+        return self._bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive elements of a tensor in a file.
+
+    Attributes:
+        file: The file.
+        offset: Byte position of the first element.
+        count: Number of elements.
+        dtype: Element type.
+    """
+
+    file: ByteSource
+    offset: int
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are read for it."""
+        return self.count * self.dtype.itemsize
+
+    def read(self, buffer: ReadBuffer) -> torch.Tensor:
+        """Returns the elements as a 1-D view of the buffer, which the buffer's next use overwrites.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+        """
+        data = buffer.fill(self.file, self.offset, self.nbytes)
+        return torch.frombuffer(data, dtype=self.dtype, count=self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class HoledBlock:
+    """Elements of a view with holes: elements and holes have to be read together.
+
+    Attributes:
+        tensor: The view.
+    """
+
+    tensor: StridedTensor
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are read for it."""
+        return self.tensor.nbytes
+
+    def read(self, _buffer: ReadBuffer) -> torch.Tensor:
+        """Returns the elements, 1-D, in new memory.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+            LimitExceededError: They and the holes take more than `MAX_STRIDED_BYTES`.
+        """
+        return self.tensor.load().flatten() if self.tensor.is_apart() else self.tensor.load_distinct()
+
+
+class StoredTensor(ABC):
+    """A tensor inside a checkpoint, in one place or in several.
+
+    Attributes:
+        dtype: Element type.
+        shape: Sizes.
+    """
+
+    __slots__ = ()
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the distinct elements, which a scan reads (an expanded tensor counts its storage once)."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> object:
+        """A key that is equal for two names of one tensor (tied weights)."""
+
+    @property
+    @abstractmethod
+    def file_name(self) -> str:
+        """The file that holds it, or its beginning."""
+
+    @abstractmethod
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+        """Yields the distinct stored elements in pieces of at most `elements`, in a fixed order.
+
+        Elements that an expanded view repeats come once, so that the bytes in the file bound the work.
+        """
+
+    def chunks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
+        """Yields the same as 1-D tensors of the stored dtype; the next overwrites each.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+        """
+        buffer = ReadBuffer()
+        return (block.read(buffer) for block in self.blocks(elements))
+
+    @abstractmethod
+    def load(self) -> torch.Tensor:
+        """Returns the tensor itself, in new memory, with its logical shape and dtype.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+            LimitExceededError: A view with holes needs more than `MAX_STRIDED_BYTES`.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedTensor(StoredTensor):
+    """A strided view of one storage.
+
+    Attributes:
+        file: The file.
+        offset: Byte position of its storage in the file.
+        storage_bytes: Length of that storage; the reader has checked that it lies inside the file.
+        dtype: Element type.
+        shape: Sizes.
+        stride: Strides in elements.
+        start: Index of the first element in the storage, in elements.
+    """
+
+    file: ByteSource
+    offset: int
+    storage_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """As in `StoredTensor`."""
+        return self._span() * self.dtype.itemsize
+
+    @property
+    def identity(self) -> object:
+        """As in `StoredTensor`."""
+        return self.file.name, self.file.origin + self.offset, self.dtype, self.start, self.shape, self.stride
+
+    @property
+    def file_name(self) -> str:
+        """As in `StoredTensor`."""
+        return self.file.name
+
+    def within_storage(self) -> bool:
+        """Is every element inside the storage? With a lying size or stride, reads would get a neighbour's bytes."""
+        if self.start < 0 or len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
+            return False
+        return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
+
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+        """As in `StoredTensor`."""
+        if self._has_holes():
+            yield from map(HoledBlock, self._pieces())
+            return
+        item = self.dtype.itemsize
+        left, position = self._span(), self.offset + self.start * item
+        while left > 0:
+            count = min(left, elements)
+            yield Block(self.file, position, count, self.dtype)
+            position += count * item
+            left -= count
+
+    def _pieces(self) -> Iterator[StridedTensor]:
+        """Yields views that hold each distinct element once and are small enough to be read with their holes."""
+        dims = self._steps()[::-1]
+        bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
+        if bare.nbytes <= HOLED_BYTES:
+            yield bare
+            return
+        step, size = dims[0]
+        if step < replace(bare, shape=(1, *bare.shape[1:])).nbytes // self.dtype.itemsize:  # rows that overlap
+            raise LimitExceededError(f"{self.file.name}: bytes of a view with holes", HOLED_BYTES, bare.nbytes)
+        rows = max(HOLED_BYTES // (step * self.dtype.itemsize), 1)
+        for first in range(0, size, rows):
+            shape = (min(rows, size - first), *bare.shape[1:])
+            yield from replace(bare, start=self.start + first * step, shape=shape)._pieces()  # noqa: SLF001 - its own kind
+
+    def load(self) -> torch.Tensor:
+        """As in `StoredTensor`; repeated elements (stride 0) stay shared, as `torch.load` keeps them."""
+        if self.numel == 0:
+            return torch.empty(0, dtype=self.dtype).as_strided(self.shape, self.stride)
+        size = self._span() * self.dtype.itemsize
+        if self._has_holes() and size > MAX_STRIDED_BYTES:
+            raise LimitExceededError(f"{self.file.name}: bytes of a strided tensor", MAX_STRIDED_BYTES, size)
+        data = bytearray(size)
+        self.file.read_into(self.offset + self.start * self.dtype.itemsize, memoryview(data))
+        return torch.frombuffer(data, dtype=self.dtype).as_strided(self.shape, self.stride)
+
+    def _span(self) -> int:
+        """Returns the number of elements from the first to the last that the view can reach."""
+        if self.numel == 0:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    def is_apart(self) -> bool:
+        """Does each dimension step over everything below it, so that no element has two indices?
+
+        Repetitions in an expanded view do not count.
+        """
+        reach = 1
+        for step, size in self._steps():
+            if step < reach:
+                return False
+            reach += (size - 1) * step
+        return True
+
+    def load_distinct(self) -> torch.Tensor:
+        """Returns the elements that the view touches, 1-D, each once.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+            LimitExceededError: They and the holes take more than `OVERLAPPING_BYTES`.
+        """
+        if self.nbytes > OVERLAPPING_BYTES:
+            raise LimitExceededError(f"{self.file.name}: bytes of an overlapping view", OVERLAPPING_BYTES, self.nbytes)
+        data = bytearray(self.nbytes)
+        self.file.read_into(self.offset + self.start * self.dtype.itemsize, memoryview(data))
+        touched = torch.zeros(self._span(), dtype=torch.bool)
+        touched[0] = True
+        for step, size in self._steps():  # shifts by 1, 2, 4 ... steps: there are far more indices than elements
+            done = 1
+            while done < size:
+                more = min(done, size - done)
+                touched[more * step :] |= touched[: -more * step].clone()
+                done += more
+        return torch.frombuffer(data, dtype=self.dtype)[touched]
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Stride and size of the dimensions that move, smallest stride first; dimensions of one stride are merged."""
+        sizes: dict[int, int] = {}
+        for size, step in zip(self.shape, self.stride, strict=True):
+            if step and size > 1:
+                sizes[step] = sizes.get(step, 1) + size - 1
+        return sorted(sizes.items())
+
+    def _has_holes(self) -> bool:
+        """Does some element between the first and the last not belong to the view?
+
+        The smaller strides reach every element up to some point. The next dimension leaves no gap only if its stride is
+        not larger than that, and no later dimension can fill a gap.
+        """
+        if self.numel == 0:
+            return False
+        reach = 1
+        for step, size in self._steps():
+            if step > reach:
+                return True
+            reach += (size - 1) * step
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A piece of a tensor.
+
+    Attributes:
+        stored: Its elements.
+        at: Its place in the whole: its first element's index in each dimension; or one number, that element's index in
+            the flattened whole, for pieces that are cut regardless of rows.
+    """
+
+    stored: StridedTensor
+    at: tuple[int, ...] | int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTensor(StoredTensor):
+    """A tensor whose pieces are in several places; the reader has checked that they fill it without overlap.
+
+    Attributes:
+        dtype: Element type, that of every piece.
+        shape: Sizes of the whole.
+        shards: The pieces, at least one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """As in `StoredTensor`."""
+        return sum(shard.stored.nbytes for shard in self.shards)
+
+    @property
+    def identity(self) -> object:
+        """As in `StoredTensor`."""
+        return self.shape, tuple((shard.at, shard.stored.identity) for shard in self.shards)
+
+    @property
+    def file_name(self) -> str:
+        """As in `StoredTensor`."""
+        return self.shards[0].stored.file_name
+
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+        """As in `StoredTensor`."""
+        return itertools.chain.from_iterable(shard.stored.blocks(elements) for shard in self.shards)
+
+    def load(self) -> torch.Tensor:
+        """As in `StoredTensor`."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for shard in self.shards:
+            piece = shard.stored.load()
+            if isinstance(shard.at, int):
+                whole.view(-1)[shard.at : shard.at + piece.numel()] = piece.flatten()
+            else:
+                whole[tuple(slice(a, a + n) for a, n in zip(shard.at, piece.shape, strict=True))] = piece
+        return whole
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns row-major strides in elements; sizes of 0 count as 1, as in torch."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTensor(Skipped):
+    """A sparse tensor: it is not built, and its stored values are a tensor of their own.
+
+    Attributes:
+        values: They.
+    """
+
+    values: StoredTensor
+
+
+def unread(reason: str, what: str = "") -> Skipped:
+    """Stands for a tensor whose values are not read: they may be anything, so that its file may be sick.
+
+    Args:
+        reason: Why, a clause.
+        what: Its name, where that is known.
+    """
+    return Skipped(what=what, reason=reason, kind="unread")
+
+
+def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
+    """Stands for a tensor of a dtype that is not read, which may still be known to be finite.
+
+    Args:
+        dtype: Its name, as the file has it.
+        what: The tensor's name, where that is known.
+        where: Words for where it lies.
+    """
+    name = dtype.removeprefix("torch.")[:40]
+    reason = f"dtype {name!r}{where} is not one that is read"
+    return Skipped(what=what, reason=reason, kind="left_out" if _FINITE_DTYPE.match(name) else "unread")

@@ -1,0 +1,162 @@
+"""Compares two stored tensors of one shape, element by element, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ampdoctor.checkpoints.stored_tensor import ShardedTensor, StoredTensor, StridedTensor
+from ampdoctor.errors import LimitExceededError
+
+MAX_LOADED_BYTES = 256 * 1024 * 1024
+"""Tensors with different orders of elements (pieces of a distributed checkpoint beside a whole tensor) are loaded to be
+compared, but only up to this many bytes."""
+
+
+PAIRED_ELEMENTS = 1 << 17
+"""Number of elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
+SAFE_TO_SQUARE = (2.0**-40, 2.0**50)
+"""Magnitudes whose squares, and the sum of a million of them, are normal float32 numbers."""
+
+LARGEST_TO_SUBTRACT = 2.0**127
+"""If the sum of two magnitudes is at most this, their difference is a finite float32."""
+
+
+@dataclass(slots=True)
+class Difference:
+    """The comparison of a newer and an older tensor's elements.
+
+    Attributes:
+        elements: Pairs that were compared.
+        unchanged: Pairs of equal values; NaN counts as equal to NaN.
+        squared_change, squared_old: Sums of squares of new - old and of old, over pairs of finite values.
+        amax, old_amax: Largest finite magnitudes.
+        nonfinite, old_nonfinite: NaNs and infinities.
+    """
+
+    elements: int = 0
+    unchanged: int = 0
+    squared_change: float = 0.0
+    squared_old: float = 0.0
+    amax: float = 0.0
+    old_amax: float = 0.0
+    nonfinite: int = 0
+    old_nonfinite: int = 0
+
+
+def difference(new: StoredTensor, old: StoredTensor) -> Difference:
+    """Compare two tensors of one shape; their values are first widened exactly.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+        LimitExceededError: Their orders of elements differ, and they are too large to be loaded.
+    """
+    found = Difference()
+    for newer, older in side_by_side(new, old):
+        _add(found, newer, older)
+    return found
+
+
+def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields the same elements of several tensors of one shape, as 1-D tensors of the stored dtypes.
+
+    Each tuple is overwritten by the next.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+        LimitExceededError: As for `difference`.
+    """
+    first, *others = tensors
+    if all(_aligned(first, other) for other in others):
+        yield from zip(*(tensor.chunks(PAIRED_ELEMENTS) for tensor in tensors), strict=True)
+        return
+    for tensor in tensors:
+        if tensor.numel * tensor.dtype.itemsize > MAX_LOADED_BYTES:
+            size = tensor.numel * tensor.dtype.itemsize
+            raise LimitExceededError("bytes of tensors whose elements lie in different orders", MAX_LOADED_BYTES, size)
+    yield tuple(tensor.load().flatten() for tensor in tensors)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Returns a 1-D tensor in a dtype that supports arithmetic and holds the values exactly: float32 or float64."""
+    if values.dtype.is_complex:
+        values = torch.view_as_real(values).flatten()
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
+    """Are both streamed in the same order of elements?"""
+    if isinstance(one, StridedTensor) and isinstance(other, StridedTensor):
+        return _order(one) == _order(other) is not None
+    if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and len(one.shards) == len(other.shards):
+        return all(
+            a.at == b.at and a.stored.shape == b.stored.shape and _aligned(a.stored, b.stored)
+            for a, b in zip(one.shards, other.shards, strict=True)
+        )
+    return False
+
+
+def _order(tensor: StridedTensor) -> tuple[tuple[int, int], ...] | None:
+    """Returns the sizes and strides that matter; None for a view with holes, which is not streamed in pieces."""
+    distinct = math.prod(size for size, step in zip(tensor.shape, tensor.stride, strict=True) if step)
+    if tensor.numel and distinct * tensor.dtype.itemsize < tensor.nbytes:
+        return None
+    return tuple((size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1)
+
+
+def _add(found: Difference, new: torch.Tensor, old: torch.Tensor) -> None:
+    newer, older = widened(new), widened(old)
+    if newer.dtype != older.dtype:
+        newer, older = newer.to(torch.float64), older.to(torch.float64)
+    found.elements += newer.numel()
+    if not newer.numel():
+        return
+    amax, old_amax = _amax(newer), _amax(older)
+    if not (math.isfinite(amax) and math.isfinite(old_amax)):
+        newer, older = _finite_pairs(found, newer, older)
+        amax, old_amax = _amax(newer), _amax(older)
+    else:
+        found.amax = max(found.amax, amax)
+        found.old_amax = max(found.old_amax, old_amax)
+    if amax + old_amax > LARGEST_TO_SUBTRACT:
+        newer, older = newer.to(torch.float64), older.to(torch.float64)
+    moved = newer - older  # 0 only if both are equal: the difference of two numbers does not underflow
+    found.unchanged += moved.numel() - int(torch.count_nonzero(moved))
+    found.squared_change += _squares(moved, amax + old_amax)
+    found.squared_old += _squares(older, old_amax)
+
+
+def _finite_pairs(found: Difference, newer: torch.Tensor, older: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pairs that are finite on both sides; the others are counted here."""
+    bad, was_bad = ~newer.isfinite(), ~older.isfinite()
+    found.nonfinite += int(torch.count_nonzero(bad))
+    found.old_nonfinite += int(torch.count_nonzero(was_bad))
+    same = (newer == older) | (newer.isnan() & older.isnan())
+    found.unchanged += int(torch.count_nonzero(same & (bad | was_bad)))
+    found.amax = max(found.amax, _amax(newer[~bad]))
+    found.old_amax = max(found.old_amax, _amax(older[~was_bad]))
+    both = ~(bad | was_bad)
+    return newer[both], older[both]
+
+
+def _amax(values: torch.Tensor) -> float:
+    """Returns the largest magnitude; NaN if there is one."""
+    if not values.numel():
+        return 0.0
+    least, most = values.aminmax()
+    return max(abs(float(least)), abs(float(most))) if least == least else math.nan  # noqa: PLR0124 - NaN
+
+
+def _squares(values: torch.Tensor, bound: float) -> float:
+    """Returns the sum of squares, computed in float32 if no square leaves its range."""
+    if not bound:
+        return 0.0
+    if values.dtype == torch.float32 and SAFE_TO_SQUARE[0] < bound < SAFE_TO_SQUARE[1]:
+        total = float(torch.dot(values, values))
+        if total > SAFE_TO_SQUARE[0] ** 2:
+            return total
+    wide = values.to(torch.float64)
+    return float(torch.dot(wide, wide))

@@ -1,0 +1,624 @@
+"""Reads a pickle without importing or calling anything: what it would make stays a description.
+
+The machine has a table of opcodes, each with its cost; the stream is read in bounded pieces.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ampdoctor.errors import CheckpointError, LimitExceededError
+
+_MAX_INT_KEY = 2**60
+"""Larger ints as dict keys are kept apart: `hash` takes them modulo 2^61 - 1, so a file could make all collide."""
+_FEW = 64
+"""A dict with fewer keys may have any collisions."""
+_MAX_PROBES = 300_000_000
+"""Steps that all dicts of a pickle together may take to find the slots of their keys; about two seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that a pickle names; it is not imported.
+
+    Attributes:
+        name: "module.qualified_name".
+    """
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Inert:
+    """An object that a pickle asks for and that is never built.
+
+    Attributes:
+        name: "module.qualified_name" of the callable.
+        args: Its arguments.
+        state: The argument of its `__setstate__` or `__dict__`; None if there is none.
+        items: The values to append to it.
+        pairs: The entries to set in it, as (key, value).
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<{self.name[:80]}>"  # without its contents: a value shared at every level would be written 2^n times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpaqueKey:
+    """A dict key other than a plain value: hashed by identity, because a nest of tuples takes 2^n steps to hash."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The arguments of a call that makes a dict. The machine makes the dict itself, because it watches the keys.
+
+    Attributes:
+        pairs: (key, value).
+        count: Their number, as far as it is known.
+    """
+
+    pairs: Iterable[tuple[Any, Any]]
+    count: int
+
+
+class Builder(Protocol):
+    """Makes values of the calls that it understands; the protocol keeps the machine free of torch."""
+
+    def known(self, name: str) -> bool:
+        """Is this a class or function that torch itself loads without running foreign code?"""
+
+    def build(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Returns a call's value, or `NotImplemented` if it is not understood; it never imports or calls `name`."""
+
+    def persistent(self, pid: Any) -> Any:
+        """Returns the value behind a persistent id."""
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """The numeric keys of one dict.
+
+    Attributes:
+        low: The smallest of them.
+        high: The largest.
+        scattered: True if they are too far apart for each to have its own slot.
+        calm_since: Size of the dict from which on they are not.
+    """
+
+    low: float
+    high: float
+    scattered: bool = False
+    calm_since: int = 0
+
+
+class KeyWatch:
+    """Sets keys so that a file cannot make them collide: numbers hash to themselves, which determines their slots.
+
+    Numbers from a range no longer than the dict's table never collide, whatever their order; optimizers number their
+    parameters like that. For other numbers, a dict of n entries is assumed to need n steps for each. When the sum
+    exceeds what a checkpoint needs, they are kept apart as `OpaqueKey`. Strings and bytes are safe: their hashes are
+    salted per process.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[dict[Any, Any], _Numbers]] = {}  # holds the dicts, so that their ids stay valid
+        self._probes = 0
+
+    def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
+        """Set `target[key] = value`, under a key that a dict may hash."""
+        if isinstance(key, str | bytes | bool | Inert | Global | OpaqueKey) or key is None:
+            target[key] = value
+        elif isinstance(key, int | float) and (len(target) < _FEW or self._may_hash(target, key)):
+            target[key if isinstance(key, float) or -_MAX_INT_KEY < key < _MAX_INT_KEY else OpaqueKey(key)] = value
+        else:
+            target[OpaqueKey(key)] = value
+
+    def _may_hash(self, target: dict[Any, Any], key: float) -> bool:
+        kept = self._numbers.get(id(target))
+        if kept is None:
+            numbers = [k for k in target if isinstance(k, int | float)]
+            kept = target, _Numbers(min(numbers, default=key), max(numbers, default=key))
+            self._numbers[id(target)] = kept
+        span = kept[1]
+        span.low, span.high = min(span.low, key), max(span.high, key)
+        # the table has at least 3/2 as many slots as the dict has entries
+        spread = not (isinstance(key, int) and span.low >= 0 and span.high - span.low < 1.5 * len(target))
+        if spread:
+            span.scattered, span.calm_since = True, 0
+        elif span.scattered:
+            span.calm_since = span.calm_since or len(target)
+            # a table grows to at most six times its entries before it is laid out anew, which has happened by now
+            span.scattered = len(target) <= 6 * span.calm_since
+        if span.scattered:
+            self._probes += len(target)
+        return self._probes <= _MAX_PROBES or not span.scattered
+
+
+def run_together(numbers: Iterable[int]) -> bool:
+    """May plain ints be keys of a dict: are they few, or a dense range? See `KeyWatch`."""
+    known = list(numbers)
+    return len(known) <= 16_384 or (min(known) >= 0 and max(known) - min(known) < 1.5 * len(known))
+
+
+# The bytes of a pickle as its machine reads them: numbers and text, each charged with the memory that it takes.
+
+
+MAX_PICKLE_BYTES = 64 * 1024 * 1024
+"""Maximum of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
+MAX_OBJECT_BYTES = 160 * 1024 * 1024
+"""Maximum memory for a pickle and its objects, by the costs below; a tensor takes about 800 bytes."""
+_MAX_INT_BYTES = 128
+"""Longer ints stay as bytes: no checkpoint computes with one, and printing one takes the square of its length. The
+longest that is known to be saved are the 128 bits of a random generator's state."""
+
+CONTAINER_COST = 64
+_NUMBER_COST = 40
+
+U1, U2, I4, U4, U8, F8 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I", "<Q", ">d"))
+
+_ESCAPED = re.compile(rb"(?:[^\\]++|\\[\\'\"nrt]|\\x[0-9a-fA-F]{2})*+")
+"""The `repr` of a byte string."""
+
+
+class PickleBytes:
+    """A position in a pickle, the stack that takes its values, and their cost so far.
+
+    Args:
+        data: Bytes that hold the pickle, perhaps among others.
+        name: The file's name in errors.
+        max_object_bytes: Maximum memory for the pickle and its objects.
+    """
+
+    def __init__(self, data: bytes, name: str, max_object_bytes: int) -> None:
+        self._max_object_bytes = max_object_bytes
+        self._data = data
+        self._name = name
+        self._stack: list[Any] = []
+        self._at = 0
+        self._spent = len(data)
+
+    def _malformed(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._name} is corrupted: its pickled structure cannot be read, {why}.")
+
+    def _spend(self, cost: int) -> None:
+        self._spent += cost
+        if self._spent > self._max_object_bytes:
+            raise LimitExceededError(f"{self._name}: bytes of pickled objects", self._max_object_bytes, self._spent)
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if count < 0 or end > len(self._data):
+            raise IndexError(count)
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def _number(self, form: struct.Struct) -> Any:
+        value = form.unpack_from(self._data, self._at)[0]
+        self._at += form.size
+        return value
+
+    def _line(self) -> bytes:
+        end = self._data.index(b"\n", self._at)
+        line = self._data[self._at : end]
+        self._at = end + 1
+        return line
+
+    def _text(self, raw: bytes) -> str:
+        # a string takes up to four bytes per character, even if few need them
+        self._spend(CONTAINER_COST + (1 if raw.isascii() else 4) * len(raw))
+        return raw.decode("utf-8", "surrogatepass")
+
+    def _integer(self, raw: bytes) -> Any:
+        """Returns a number of as many bytes as the file has for it."""
+        self._spend(_NUMBER_COST + len(raw))
+        if len(raw) > _MAX_INT_BYTES:
+            return Inert("builtins.int", (raw,))
+        return int.from_bytes(raw, "little", signed=True)
+
+    def _decimal(self) -> bytes:
+        """Returns a line that holds a number."""
+        self._spend(_NUMBER_COST)
+        line = self._line()
+        if len(line) > 2 * _MAX_INT_BYTES:
+            raise ValueError
+        return line
+
+    def _int(self) -> None:
+        line = self._decimal()
+        self._stack.append(line == b"01" if line in {b"00", b"01"} else int(line))  # booleans of protocol 0
+
+    def _long(self) -> None:
+        self._stack.append(int(self._decimal().removesuffix(b"L")))
+
+    def _sized_long(self, form: struct.Struct) -> None:
+        self._stack.append(self._integer(self._take(self._number(form))))
+
+    def _plain_number(self, form: struct.Struct) -> None:
+        self._spend(_NUMBER_COST)
+        self._stack.append(self._number(form))
+
+    def _float(self) -> None:
+        self._stack.append(float(self._decimal()))
+
+    def _string(self) -> None:
+        line = self._line()
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'} or not _ESCAPED.fullmatch(line[1:-1]):
+            raise ValueError
+        self._stack.append(self._text(codecs.escape_decode(line[1:-1])[0]))
+
+    def _unicode(self) -> None:
+        line = self._line()
+        self._spend(CONTAINER_COST + (1 if line.isascii() and b"\\" not in line else 4) * len(line))
+        self._stack.append(codecs.raw_unicode_escape_decode(line)[0])
+
+    def _old_string(self, form: struct.Struct) -> None:
+        raw = self._take(self._number(form))
+        try:
+            self._stack.append(self._text(raw))
+        except UnicodeDecodeError:  # bytes of Python 2
+            self._stack.append(raw.decode("latin-1"))
+
+    def _sized_text(self, form: struct.Struct) -> None:
+        self._stack.append(self._text(self._take(self._number(form))))
+
+    def _sized_bytes(self, form: struct.Struct) -> None:
+        raw = self._take(self._number(form))
+        self._spend(CONTAINER_COST + len(raw))
+        self._stack.append(raw)
+
+
+# A pickle machine that imports nothing and calls nothing: whatever a pickle asks for becomes an inert record.
+#
+# Why it exists: the standard library's machine imports and calls by design. torch's restricted one calls what is on its
+# list, refuses whole files for one `argparse.Namespace` beside the weights (DeepSpeed, Lightning), and a file of some
+# kilobytes can make it hash and fill memory. Here every opcode has a known cost, and a file is refused if the sum
+# exceeds what a checkpoint needs. Opcodes and their meaning: `pickletools` in the standard library.
+
+
+MAX_OPCODES = 5_000_000
+"""A tensor takes about 28: enough for an optimizer's state over 60,000 parameters, in about two seconds."""
+
+_ITEM_COST = 16
+_RECORD_COST = 160
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
+    pass
+
+
+class _Mark:
+    """Marks where a list of arguments begins on the stack."""
+
+
+_MARK = _Mark()
+_NOTHING = object()
+"""Marks an empty place of the memo."""
+
+
+class InertMachine(PickleBytes):
+    """Runs one pickle.
+
+    Args:
+        data: Bytes that hold the pickle, perhaps among others.
+        name: The file's name in errors.
+        builder: Returns values for the calls that it understands; any other call becomes an `Inert`.
+        max_opcodes: Maximum number of opcodes that are run.
+        max_object_bytes: Maximum memory for the pickle and its objects.
+
+    Attributes:
+        foreign: Names of the classes and functions in the pickle that the builder does not know, in order, once each.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        name: str,
+        builder: Builder,
+        *,
+        max_opcodes: int = MAX_OPCODES,
+        max_object_bytes: int = MAX_OBJECT_BYTES,
+    ) -> None:
+        super().__init__(data, name, max_object_bytes)
+        self._max_opcodes = max_opcodes
+        self._builder = builder
+        self._memo: list[Any] = []
+        self._memoised = 0
+        self._left = max_opcodes
+        self._keys = KeyWatch()
+        self.foreign: dict[str, None] = {}
+
+    def run(self, start: int = 0) -> tuple[Any, int]:
+        """Returns the object, and the position after the pickle that begins at `start`.
+
+        Raises:
+            CheckpointError: It is not a pickle, malformed, or uses an opcode that a checkpoint never does.
+            LimitExceededError: It is larger than a checkpoint's pickle.
+        """
+        self._stack, self._memo, self._memoised, self._at = [], [], 0, start
+        data, table = self._data, _TABLE
+        try:
+            for self._left in range(self._left - 1, -1, -1):  # noqa: B020 - what one pickle uses, the next has not
+                code = data[self._at]
+                self._at += 1
+                table[code](self)
+        except _Stop:
+            if not self._stack or self._stack[-1] is _MARK:
+                raise self._malformed("it ends without a value") from None
+            return self._stack[-1], self._at
+        except (IndexError, struct.error):
+            raise self._malformed("it is cut off") from None
+        except (KeyError, ValueError, TypeError, OverflowError, AttributeError):
+            raise self._malformed("its opcodes contradict each other") from None
+        raise LimitExceededError(f"{self._name}: opcodes of a pickle", self._max_opcodes, self._max_opcodes + 1)
+
+    def _marked(self) -> list[Any]:
+        """Take the values above the last mark off the stack, together with the mark."""
+        stack, at = self._stack, len(self._stack) - 1
+        while stack[at] is not _MARK:
+            if at == 0:
+                raise IndexError(at)
+            at -= 1
+        values = stack[at + 1 :]
+        del stack[at:]
+        return values
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise ValueError(value)
+        return value
+
+    def _top(self) -> Any:
+        value = self._stack[-1]
+        if value is _MARK:
+            raise ValueError(value)
+        return value
+
+    # one method per opcode, in the order of pickletools
+
+    def _push_container(self, value: Any) -> None:
+        self._spend(CONTAINER_COST)
+        self._stack.append(value)
+
+    def _make_tuple(self, values: list[Any]) -> None:
+        self._spend(CONTAINER_COST + _ITEM_COST * len(values))
+        self._stack.append(tuple(values))
+
+    def _tuple_of(self, count: int) -> None:
+        self._make_tuple([self._pop() for _ in range(count)][::-1])
+
+    def _list(self) -> None:
+        values = self._marked()
+        self._spend(CONTAINER_COST + _ITEM_COST * len(values))
+        self._stack.append(values)
+
+    def _dict(self) -> None:
+        values = self._marked()
+        self._push_container({})
+        self._set_items(values)
+
+    def _append(self) -> None:
+        value, target = self._pop(), self._top()
+        if type(target) is list:
+            self._spend(_ITEM_COST)
+            target.append(value)
+        else:
+            self._extend([value])
+
+    def _appends(self) -> None:
+        self._extend(self._marked())
+
+    def _extend(self, values: list[Any]) -> None:
+        self._spend(_ITEM_COST * len(values))
+        target = self._top()
+        if isinstance(target, Inert):
+            target.items.extend(values)
+        elif isinstance(target, list):
+            target.extend(values)
+        else:
+            raise TypeError(target)
+
+    def _setitem(self) -> None:
+        self._set_items([self._pop(), self._pop()][::-1])
+
+    def _setitems(self) -> None:
+        self._set_items(self._marked())
+
+    def _set_items(self, values: list[Any]) -> None:
+        if len(values) % 2:
+            raise ValueError(len(values))
+        self._spend(4 * _ITEM_COST * len(values))
+        target = self._top()
+        pairs = zip(values[::2], values[1::2], strict=True)
+        if isinstance(target, Inert):
+            target.pairs.extend(pairs)
+        elif isinstance(target, dict):
+            self._fill(target, pairs)
+        else:
+            raise TypeError(target)
+
+    def _fill(self, target: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        put = self._keys.put
+        for key, value in pairs:
+            put(target, key, value)
+        return target
+
+    def _mark(self) -> None:
+        self._stack.append(_MARK)
+
+    def _pop_one(self) -> None:
+        self._stack.pop()
+
+    def _dup(self) -> None:
+        self._stack.append(self._top())
+
+    def _put(self, index: int) -> None:
+        # a list, because a dict's slots follow from its keys, and the file would choose those
+        memo = self._memo
+        if not 0 <= index < self._max_opcodes:
+            raise IndexError(index)
+        if index >= len(memo):
+            self._spend(_ITEM_COST * (index + 1 - len(memo)))
+            memo.extend([_NOTHING] * (index + 1 - len(memo)))
+        self._memoised += memo[index] is _NOTHING
+        memo[index] = self._top()
+
+    def _get(self, index: int) -> None:
+        value = self._memo[index] if index >= 0 else _NOTHING
+        if value is _NOTHING:
+            raise KeyError(index)
+        self._stack.append(value)
+
+    def _global(self) -> None:
+        self._named(self._line().decode("utf-8"), self._line().decode("utf-8"))
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise TypeError(name)
+        self._named(module, name)
+
+    def _named(self, module: str, name: str) -> None:
+        self._spend(_RECORD_COST + len(module) + len(name))
+        self._stack.append(self._foreign_global(f"{module}.{name}"))
+
+    def _foreign_global(self, name: str) -> Global:
+        if not self._builder.known(name):
+            self.foreign.setdefault(name)
+        return Global(name)
+
+    def _reduce(self) -> None:
+        args, func = self._pop(), self._pop()
+        self._call(func, args)
+
+    def _newobj_ex(self) -> None:
+        keywords, args, cls = self._pop(), self._pop(), self._pop()
+        if not isinstance(args, tuple) or not isinstance(keywords, dict):
+            raise TypeError(args)
+        self._spend(_ITEM_COST * len(args))
+        self._call(cls, (*args, keywords) if keywords else args)
+
+    def _inst(self) -> None:
+        args = tuple(self._marked())
+        self._global()
+        self._call(self._pop(), args)
+
+    def _obj(self) -> None:
+        cls, *args = self._marked()
+        self._call(cls, tuple(args))
+
+    def _call(self, func: Any, args: Any) -> None:
+        """Push the result of REDUCE and its kin; only the builder is ever called."""
+        if not isinstance(args, tuple):
+            raise TypeError(args)
+        name = func.name if isinstance(func, Global | Inert) else type(func).__name__
+        self._spend(_RECORD_COST + _ITEM_COST * len(args))
+        made = self._builder.build(name, args) if isinstance(func, Global) else NotImplemented
+        if made is NotImplemented:
+            made = Inert(name, args)
+        elif isinstance(made, Entries):
+            self._spend(8 * _ITEM_COST * made.count)
+            made = self._fill({}, made.pairs)
+        elif isinstance(made, list):
+            self._spend(_ITEM_COST * len(made))
+        elif isinstance(made, bytes):
+            self._spend(len(made))
+        self._stack.append(made)
+
+    def _build(self) -> None:
+        state = self._pop()
+        target = self._top()
+        if isinstance(target, Inert):
+            target.state = state
+
+    def _persistent(self, pid: Any) -> None:
+        self._spend(_RECORD_COST)
+        self._stack.append(self._builder.persistent(pid))
+
+    def _protocol(self) -> None:
+        if self._number(U1) > 5:
+            raise ValueError
+
+    def _frame(self) -> None:
+        if self._number(U8) > len(self._data) - self._at:
+            raise IndexError
+
+    def _stop(self) -> None:
+        raise _Stop
+
+    def _refused(self) -> None:
+        raise CheckpointError(
+            f"{self._name} is refused: its pickle uses an opcode that no checkpoint needs "
+            f"(0x{self._data[self._at - 1]:02x} at byte {self._at - 1})."
+        )
+
+    def _unknown(self) -> None:
+        raise self._malformed(f"byte {self._at - 1} is no opcode")
+
+
+_Step = Callable[[InertMachine], None]
+
+
+def _constant_step(value: Any) -> _Step:
+    return lambda m: m._stack.append(value)
+
+
+# fmt: off
+_STEPS: dict[str, _Step] = {
+    # numbers and constants
+    "I": PickleBytes._int, "L": PickleBytes._long,
+    "\x8a": lambda m: m._sized_long(U1), "\x8b": lambda m: m._sized_long(I4),
+    "J": lambda m: m._plain_number(I4), "K": lambda m: m._stack.append(m._number(U1)),
+    "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8), "F": PickleBytes._float,
+    "N": _constant_step(None), "\x88": _constant_step(True), "\x89": _constant_step(False),
+    # text and bytes
+    "S": PickleBytes._string, "V": PickleBytes._unicode,
+    "T": lambda m: m._old_string(I4), "U": lambda m: m._old_string(U1),
+    "X": lambda m: m._sized_text(U4), "\x8c": lambda m: m._sized_text(U1), "\x8d": lambda m: m._sized_text(U8),
+    "B": lambda m: m._sized_bytes(U4), "C": lambda m: m._sized_bytes(U1), "\x8e": lambda m: m._sized_bytes(U8),
+    "\x96": lambda m: m._sized_bytes(U8),
+    # containers; a set's members are only listed, because hashing them is the file's choice
+    "]": lambda m: m._push_container([]), "}": lambda m: m._push_container({}), "\x8f": lambda m: m._push_container([]),
+    ")": _constant_step(()), "t": lambda m: m._make_tuple(m._marked()),
+    "\x85": lambda m: m._tuple_of(1), "\x86": lambda m: m._tuple_of(2), "\x87": lambda m: m._tuple_of(3),
+    "l": InertMachine._list, "d": InertMachine._dict, "\x91": InertMachine._list,
+    "a": InertMachine._append, "e": InertMachine._appends, "\x90": InertMachine._appends,
+    "s": InertMachine._setitem, "u": InertMachine._setitems,
+    # stack and memo
+    "(": InertMachine._mark, "0": InertMachine._pop_one, "1": lambda m: (m._marked(), None)[1], "2": InertMachine._dup,
+    "p": lambda m: m._put(int(m._decimal())), "q": lambda m: m._put(m._number(U1)),
+    "r": lambda m: m._put(m._number(U4)),
+    "\x94": lambda m: m._put(m._memoised), "g": lambda m: m._get(int(m._decimal())),
+    "h": lambda m: m._get(m._number(U1)), "j": lambda m: m._get(m._number(U4)),
+    # what would import or call
+    "c": InertMachine._global, "\x93": InertMachine._stack_global, "R": InertMachine._reduce,
+    "\x81": InertMachine._reduce, "\x92": InertMachine._newobj_ex, "i": InertMachine._inst, "o": InertMachine._obj,
+    "b": InertMachine._build,
+    "P": lambda m: m._persistent(m._line().decode("ascii")), "Q": lambda m: m._persistent(m._pop()),
+    # the frame around it
+    "\x80": InertMachine._protocol, "\x95": InertMachine._frame, ".": InertMachine._stop,
+    # EXT1, EXT2, EXT4 name things by number in a registry of the process; NEXT_BUFFER and READONLY_BUFFER need data
+    # that are not in the file
+    "\x82": InertMachine._refused, "\x83": InertMachine._refused, "\x84": InertMachine._refused,
+    "\x97": InertMachine._refused, "\x98": InertMachine._refused,
+}
+# fmt: on
+_TABLE: tuple[_Step, ...] = tuple(_STEPS.get(chr(code), InertMachine._unknown) for code in range(256))

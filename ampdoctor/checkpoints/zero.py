@@ -1,0 +1,307 @@
+"""Locates each parameter in the flat partitions that DeepSpeed's ZeRO splits between its ranks.
+
+ZeRO 1 and 2 concatenate the parameters of a group, pad the end to a multiple of twice the ranks, and cut the whole into
+equal partitions, one for each rank (runtime/zero/stage_1_and_2.py); they save it without the padding. ZeRO 3 cuts each
+parameter by itself into ceil(numel / ranks) elements for each rank; a rank's flat group is its concatenated pieces
+(runtime/zero/stage3.py). Names and shapes are in the model file, in that order (`param_shapes`). utils/zero_to_fp32.py
+undoes the same for the weights, but executes pickles to do so.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ampdoctor.checkpoints.pickled_objects import fields_of
+from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StoredTensor, StridedTensor, contiguous_stride
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a parameter's elements in one rank's partition.
+
+    Attributes:
+        rank: The rank.
+        group: The flat group that holds it.
+        start: Its first element's index in the partition.
+        count: Number of elements.
+        at: Its first element's index in the flattened parameter.
+    """
+
+    rank: int
+    group: int
+    start: int
+    count: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The contents of one rank's optimizer file, in one form for all stages.
+
+    Attributes:
+        by_parameter: True if each parameter was cut by itself (ZeRO 3).
+        masters: The rank's partition of the fp32 weights, for each flat group.
+        states: The optimizer's state for each flat group: "exp_avg" and so on, as long as the partition or padded.
+        options: Settings of the parameter groups, without their parameters.
+        per_option: Number of flat groups of each parameter group.
+        slices: For each flat group: parameter -> (start, count) in this rank's partition, if the file says.
+        gaps: For each flat group: free elements after each parameter (`parameter_alignment`), if any.
+        counts: For each flat group: the number of ranks that share it, if the file says.
+    """
+
+    by_parameter: bool
+    masters: tuple[StridedTensor, ...]
+    states: tuple[Mapping[str, Any], ...]
+    options: tuple[Mapping[str, Any], ...] = ()
+    per_option: tuple[int, ...] = ()
+    slices: tuple[Mapping[str, tuple[int, int]], ...] = ()
+    gaps: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+def read_rank(tree: Any) -> RankState | None:
+    """Converts a rank's optimizer file to one form; None if it has no known form."""
+    state = tree.get("optimizer_state_dict") if isinstance(tree, Mapping) else None
+    if not isinstance(state, Mapping):
+        return None
+    masters = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
+    if not isinstance(masters, list | tuple) or not all(_is_flat(m) for m in masters):
+        return None
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    states, options, counts = _base_state(base, len(masters))
+    return RankState(
+        by_parameter="fp32_flat_groups" in state,
+        masters=tuple(masters),
+        states=states,
+        options=options,
+        per_option=counts,
+        slices=_slices(state.get("param_slice_mappings"), len(masters)),
+        gaps=_gaps(state.get("param_alignment_paddings"), len(masters)),
+        counts=_counts(state.get("partition_count"), len(masters)),
+    )
+
+
+def place_by_group(
+    shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState], *, checked: bool
+) -> list[dict[str, list[Piece]]]:
+    """Returns where the parameters of each flat group are (ZeRO 1 and 2); {} for a group that does not add up.
+
+    Args:
+        shapes: For each group: parameter -> shape, in their order in the group.
+        ranks: Every rank's contents.
+        checked: The places that newer files state must agree. With `round_robin_gradients` they do not: DeepSpeed
+            0.19.8 writes them as if nothing had been dealt out, and only `param_shapes` is right.
+    """
+    return [_place_group(group, wanted, ranks, checked=checked) for group, wanted in enumerate(shapes)]
+
+
+def place_by_parameter(
+    shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]
+) -> list[dict[str, list[Piece]]]:
+    """Returns the same for ZeRO 3; all groups are {} if one does not add up."""
+    lengths = [master.numel for master in ranks[0].masters]
+    if any([m.numel for m in rank.masters] != lengths for rank in ranks):
+        return [{} for _ in lengths]
+    placed: list[dict[str, list[Piece]]] = [{} for _ in lengths]
+    group, start = 0, 0
+    for name, shape in itertools.chain.from_iterable(wanted.items() for wanted in shapes):
+        each = -(-math.prod(shape) // len(ranks))
+        while group < len(lengths) and start == lengths[group]:
+            group, start = group + 1, 0
+        if group == len(lengths) or start + each > lengths[group]:
+            return [{} for _ in lengths]
+        placed[group][name] = list(_cut(math.prod(shape), each, group, start, len(ranks)))
+        start += each
+    return placed if (group, start) in _ends(lengths) else [{} for _ in lengths]
+
+
+def join_fragments(fragments: Sequence[StoredTensor], shape: Shape) -> StoredTensor | None:
+    """Returns a frozen parameter of ZeRO 3 from every rank's fragment; None if they do not add up."""
+    each = -(-math.prod(shape) // max(len(fragments), 1))
+    flat = [f for f in fragments if isinstance(f, StridedTensor) and _is_flat(f) and f.numel >= each]
+    if len(flat) != len(fragments):
+        return None
+    return join(flat, list(_cut(math.prod(shape), each, 0, 0, len(flat))), shape)
+
+
+def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Shape) -> StoredTensor | None:
+    """Returns a parameter's tensor from the ranks' partitions; None if a partition is too short for it."""
+    shards = []
+    for piece in pieces:
+        whole = partitions[piece.rank]
+        if whole.numel < piece.start + piece.count or whole.dtype != partitions[0].dtype:
+            return None
+        shards.append(Shard(stored=_run(whole, piece.start, (piece.count,)), at=piece.at))
+    if len(shards) == 1:
+        return _run(partitions[pieces[0].rank], pieces[0].start, shape)
+    if not shards:
+        return None if math.prod(shape) else _run(partitions[0], 0, shape)
+    return ShardedTensor(dtype=partitions[0].dtype, shape=shape, shards=tuple(shards))
+
+
+def partitions_of_state(
+    ranks: Sequence[RankState], group: int
+) -> tuple[dict[str, list[StridedTensor]], dict[str, Any]] | None:
+    """Returns a flat group's optimizer state.
+
+    Returns:
+        Every rank's partition of each entry, and the entries with one value for all. None if ranks differ in more than
+        their padding, because one rank's state would hide that of another.
+    """
+    states = [rank.states[group] for rank in ranks]
+    if any(state.keys() != states[0].keys() for state in states):
+        return None
+    cut: dict[str, list[StridedTensor]] = {}
+    alike: dict[str, Any] = {}
+    sizes = [rank.masters[group].numel for rank in ranks]
+    whole = max(sizes) if ranks[0].by_parameter else 2 * -(-sum(sizes) // (2 * len(ranks)))
+    for entry, value in states[0].items():
+        partitions = [state[entry] for state in states]
+        if not any(isinstance(p, StoredTensor) and p.shape for p in partitions):
+            alike[entry] = value
+            continue
+        flat = [p for p in partitions if isinstance(p, StridedTensor) and _is_flat(p)]
+        if len(flat) < len(ranks) or any(not n <= p.numel <= max(n, whole) for p, n in zip(flat, sizes, strict=True)):
+            return None
+        cut[entry] = flat
+    return cut, alike
+
+
+def join_state(
+    partitions: Mapping[str, Sequence[StridedTensor]], pieces: Sequence[Piece], shape: Shape
+) -> dict[str, StoredTensor] | None:
+    """Returns a parameter's moments from `partitions_of_state`; None if a partition is too short for it."""
+    joined = {entry: join(flat, pieces, shape) for entry, flat in partitions.items()}
+    found = {entry: tensor for entry, tensor in joined.items() if tensor is not None}
+    return found if len(found) == len(joined) else None
+
+
+def _place_group(
+    group: int, wanted: Mapping[str, Shape], ranks: Sequence[RankState], *, checked: bool
+) -> dict[str, list[Piece]]:
+    lengths = [rank.masters[group].numel for rank in ranks]
+    starts = [0, *itertools.accumulate(lengths)]
+    unit = 2 * len(ranks)
+    gaps = ranks[0].gaps[group] if ranks[0].gaps else ()
+    total = sum(math.prod(shape) for shape in wanted.values()) + sum(gaps)
+    # versions differ in whether they save the padding of the last partitions; a partition shorter than the first is a
+    # last one without its padding
+    full = all(length == lengths[0] for length, after in itertools.pairwise(lengths) if after)
+    padded = starts[-1] >= total and -(-starts[-1] // unit) == -(-total // unit)
+    owners = ranks[0].counts[group] if ranks[0].counts else len(ranks)  # experts are split between fewer ranks
+    if len(gaps) not in {0, len(wanted)} or not full or not padded or owners != len(ranks):
+        return {}
+    placed: dict[str, list[Piece]] = {}
+    begin = 0
+    for (name, shape), gap in zip(wanted.items(), gaps or [0] * len(wanted), strict=True):
+        end = begin + math.prod(shape)
+        placed[name] = list(_across(group, begin, end, starts))
+        begin = end + gap
+    return placed if not checked or _as_the_ranks_say(group, placed, ranks) else {}
+
+
+def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
+    """Yields a parameter's pieces in the partitions from its first on; earlier ones are not visited."""
+    rank = bisect.bisect_right(starts, begin) - 1
+    while begin < end and rank + 1 < len(starts) and starts[rank] < end:
+        low, high = max(begin, starts[rank]), min(end, starts[rank + 1])
+        if low < high:
+            yield Piece(rank, group, low - starts[rank], high - low, low - begin)
+        rank += 1
+
+
+def _as_the_ranks_say(group: int, placed: Mapping[str, list[Piece]], ranks: Sequence[RankState]) -> bool:
+    """Does the computed layout agree with each rank's part of it, which newer files state themselves?"""
+    computed: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
+    for name, pieces in placed.items():
+        for piece in pieces:
+            computed[piece.rank][name] = piece.start, piece.count
+    return all(mine == dict(rank.slices[group]) for mine, rank in zip(computed, ranks, strict=True) if rank.slices)
+
+
+def _cut(numel: int, each: int, group: int, start: int, ranks: int) -> Iterator[Piece]:
+    for rank in range(ranks):
+        count = min(each, numel - rank * each)
+        if count > 0:
+            yield Piece(rank, group, start, count, rank * each)
+
+
+def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns where all groups are used up: at the last one's end, or at an earlier one's if only empty ones follow."""
+    ends = []
+    for group in reversed(range(len(lengths))):
+        ends.append((group, lengths[group]))
+        if lengths[group]:
+            break
+    return ends
+
+
+def _base_state(
+    base: Any, groups: int
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...], tuple[int, ...]]:
+    """The inner optimizer's state by flat group; it is a list if other numbers of ranks may load it (elastic)."""
+    nothing: tuple[Mapping[str, Any], ...] = tuple({} for _ in range(groups))
+    if isinstance(base, list | tuple) and len(base) == groups and all(isinstance(s, Mapping) for s in base):
+        return tuple(base), (), ()
+    if not isinstance(base, Mapping) or not isinstance(base.get("state"), Mapping):
+        return nothing, (), ()
+    options = base.get("param_groups")
+    if not isinstance(options, list | tuple) or not all(
+        isinstance(o, Mapping) and isinstance(o.get("params"), list | tuple) for o in options
+    ):
+        return nothing, (), ()
+    ids = [pid for option in options for pid in option["params"]]
+    states = [base["state"].get(pid, {}) if isinstance(pid, int | str) else {} for pid in ids]
+    if len(ids) != groups or not all(isinstance(state, Mapping) for state in states):
+        return nothing, (), ()
+    settings = tuple({k: v for k, v in option.items() if k != "params"} for option in options)
+    return tuple(states), settings, tuple(len(option["params"]) for option in options)
+
+
+def _slices(saved: Any, groups: int) -> tuple[dict[str, tuple[int, int]], ...]:
+    if not isinstance(saved, list | tuple) or len(saved) != groups:
+        return ()
+    found = []
+    for group in saved:
+        addresses = {name: fields_of(address) for name, address in group.items()} if isinstance(group, Mapping) else {}
+        if not all(type(a.get("start")) is int and type(a.get("numel")) is int for a in addresses.values()):
+            return ()
+        found.append({name: (a["start"], a["numel"]) for name, a in addresses.items()})
+    return tuple(found)
+
+
+def _gaps(saved: Any, groups: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(saved, list | tuple) or len(saved) != groups:
+        return ()
+    if not all(isinstance(g, list | tuple) and all(type(n) is int and 0 <= n < 64 for n in g) for g in saved):
+        return ()
+    return tuple(tuple(group) if any(group) else () for group in saved)
+
+
+def _counts(saved: Any, groups: int) -> tuple[int, ...]:
+    counts = saved if isinstance(saved, list | tuple) else [saved] * groups
+    return tuple(counts) if len(counts) == groups and all(type(count) is int for count in counts) else ()
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, StridedTensor) and len(value.shape) == 1 and (value.numel < 2 or value.stride == (1,))
+
+
+def _run(whole: StridedTensor, start: int, shape: Shape) -> StridedTensor:
+    """Returns consecutive elements of a flat partition, in a shape."""
+    return StridedTensor(
+        file=whole.file,
+        offset=whole.offset,
+        storage_bytes=whole.storage_bytes,
+        dtype=whole.dtype,
+        shape=shape,
+        stride=contiguous_stride(shape),
+        start=whole.start + start,
+    )
