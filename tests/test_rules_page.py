@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import page as page_module
+from ampdoctor.diagnosis import catalogue as page_module
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding

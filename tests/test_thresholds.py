@@ -9,22 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ampdoctor.diagnosis.catalogue import judge, rules
-from ampdoctor.diagnosis.catalogue.moving import all_thresholds, thresholds_from
-from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.diagnosis.ranges.gradient_underflow import underflow, underflow_expected, underflow_seen
-from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
-from ampdoctor.diagnosis.ranges.stale_casts import OldCopies, stale_casts_finding
-from ampdoctor.diagnosis.ranges.starved_parameters import starved as starved_parameters
-from ampdoctor.diagnosis.replay.births import departing
-from ampdoctor.diagnosis.replay.forward_precision import departing_in_forward, far_alone
-from ampdoctor.diagnosis.replay.impossible_state import flushed_finding
-from ampdoctor.diagnosis.replay.not_reproduced import known_failure
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnation
+from ampdoctor.diagnosis.catalogue import all_thresholds, judge, rules, thresholds_from
+from ampdoctor.diagnosis.replay.forward import (
+    OldCopies,
+    departing_in_forward,
+    far_alone,
+    stale_casts_finding,
+    unexplained,
+)
+from ampdoctor.diagnosis.replay.gradients import starved as starved_parameters
+from ampdoctor.diagnosis.replay.gradients import underflow, underflow_expected, underflow_seen
+from ampdoctor.diagnosis.replay.loaded_state import flushed_finding
+from ampdoctor.diagnosis.replay.nonfinite import departing
+from ampdoctor.diagnosis.replay.outcome import known_failure
+from ampdoctor.diagnosis.replay.precision import advise_precision
+from ampdoctor.diagnosis.replay.scale_choice import no_common_scale
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
-from ampdoctor.diagnosis.updates.frozen_parameters import severity_of
-from ampdoctor.diagnosis.updates.wrong_step import far_from
+from ampdoctor.diagnosis.replay.updates import far_from, severity_of_frozen, stagnation
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, ScalerState, Trend
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.run_facts import FlushedMoment, RangeFigures
@@ -33,16 +34,15 @@ from ampdoctor.evidence.trace import Amplified, Trace
 from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
-from tests.diagnosis.log import logs, test_log_rules, test_scale_history
-from tests.diagnosis.ranges import test_shrinking_headroom
-from tests.diagnosis.ranges.test_shrinking_headroom import growing, outputs
+from tests.diagnosis.health import test_batch_rules, test_skips, test_step_rules, test_tensor_rules
+from tests.diagnosis.health.lines import changed, details, judged, steps
+from tests.diagnosis.replay import test_shrinking_headroom, test_single_updates
+from tests.diagnosis.replay.test_shrinking_headroom import growing, outputs
+from tests.diagnosis.scan import logs, test_log_rules, test_scale_history
 from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
-from tests.diagnosis.trends import test_batch_rules, test_skips, test_step_rules, test_tensor_rules
-from tests.diagnosis.trends.lines import changed, details, judged, steps
-from tests.diagnosis.updates import test_single_updates
 from tests.scaling.test_search import noise, searched
 
 ROOT = Path(__file__).parent
@@ -274,7 +274,7 @@ CASES = {
     "AMP504.update": (0.6, scanned(tensor(), optimizers=(optimizer(steps=((256.0, 2),), dtypes=("bfloat16",)),))),
     "AMP506.share": (
         0.5,
-        lambda thresholds: severity_of(test_single_updates.parameters(STILL_GAINS), [STILL_GAINS], thresholds),
+        lambda thresholds: severity_of_frozen(test_single_updates.parameters(STILL_GAINS), [STILL_GAINS], thresholds),
     ),
     "AMP507.ratio": (
         4.0,

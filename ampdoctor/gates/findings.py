@@ -11,9 +11,7 @@ from itertools import starmap
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.catalogue.rule import Rule
-from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
+from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, Rule, rules
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Suppressed, Verdict, verdict_of
 from ampdoctor.gates.files import examined, files_of

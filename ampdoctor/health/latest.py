@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.evidence.log_records import (
     ActionLine,
     AlertLine,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ampdoctor.diagnosis.catalogue import codes_in
-from ampdoctor.diagnosis.log.log_alone import at_the_end
-from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.diagnosis.health.judge import Judge
+from ampdoctor.diagnosis.scan.log import at_the_end
 from ampdoctor.errors import CheckpointError, NoStepError
 from ampdoctor.evidence.json_records import Count, Positive
 from ampdoctor.evidence.log_records import (
@@ -166,7 +166,7 @@ class _Reader:
         self._taken_turns = False
         self._shown: int | None = None
         self._found: list[tuple[int, Finding]] = []
-        self._judged = codes_in("trends")
+        self._judged = codes_in("health")
         self._last: dict[int, Stamped] = {}
 
     def hear(self, whole: Stamped) -> None:

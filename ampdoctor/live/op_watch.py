@@ -14,20 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.births import finding_of_birth
-from ampdoctor.diagnosis.replay.causes import (
+from ampdoctor.diagnosis.replay.nonfinite import (
     STATE,
     Cause,
     cause_of,
     culprits,
+    finding_of_birth,
     fitting_scale,
     independent,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.certain_misuse import certain_misuse
-from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import unguarded_step_finding
-from ampdoctor.diagnosis.replay.scaler_verdict import scale_kills, verdict_on_skips
+from ampdoctor.diagnosis.replay.scaler_misuse import (
+    certain_misuse,
+    scale_kills,
+    unguarded_step_finding,
+    verdict_on_skips,
+)
+from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import ErrorNote, Finding, Report

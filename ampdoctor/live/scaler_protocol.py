@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
-from ampdoctor.diagnosis.replay.certain_misuse import Cuts, certain_misuse, misuse_by_hand
-from ampdoctor.diagnosis.replay.scaler_misuse import HalfWeights, refused_call_finding, unguarded_step_finding
-from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS
+from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.scaler_misuse import (
+    PERSISTS,
+    Cuts,
+    HalfWeights,
+    certain_misuse,
+    misuse_by_hand,
+    refused_call_finding,
+    unguarded_step_finding,
+)
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.of_runs.handling import Handling
 from ampdoctor.evidence.report import Finding, Prescription

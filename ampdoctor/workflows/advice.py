@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ampdoctor.diagnosis.ranges.forward_range import near_limit
-from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
+from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER
+from ampdoctor.diagnosis.replay.scale_choice import near_limit
 from ampdoctor.evidence.report_scaler import (
     FlushedGradients,
     ScalePath,

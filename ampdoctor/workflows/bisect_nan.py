@@ -15,17 +15,17 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
-from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
-from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
-from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
-from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
+from ampdoctor.diagnosis.replay.nonfinite import MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.outcome import not_reproduced_finding
+from ampdoctor.diagnosis.replay.scale_choice import shrinking_headroom
+from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
 from ampdoctor.diagnosis.replay.scaler_misuse import (
     refused_call_finding,
     stepped_again_finding,
     stepped_past_finding,
     suspicious,
 )
+from ampdoctor.diagnosis.replay.scaler_state import dead_saved_scale_finding
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import (

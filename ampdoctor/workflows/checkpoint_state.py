@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.optimizer_state import SECOND_MOMENTS
-from ampdoctor.diagnosis.log.scale_spiral import scale_spiral
-from ampdoctor.diagnosis.log.skip_rate import skip_rate
-from ampdoctor.diagnosis.optimizer.second_moment_flushed import explained
-from ampdoctor.diagnosis.optimizer.step_counters import STEP_LIMITS
-from ampdoctor.diagnosis.replay.impossible_state import counter_finding, flushed_finding
-from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
-from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
-from ampdoctor.diagnosis.scaler.collapsed_scaler import collapse_severity, typical_gradient
-from ampdoctor.diagnosis.scaler.frozen_scaler import standing_scale
+from ampdoctor.diagnosis.replay.loaded_state import counter_finding, flushed_finding
+from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
+from ampdoctor.diagnosis.scan.log_scale import scale_spiral, skip_rate
+from ampdoctor.diagnosis.scan.optimizer import STEP_LIMITS, explained
+from ampdoctor.diagnosis.scan.scaler import collapse_severity, standing_scale, typical_gradient
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary
 from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter

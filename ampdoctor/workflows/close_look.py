@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.evidence.trace import Birth, StepOutcome, Trace

@@ -11,14 +11,12 @@ from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.diagnosis.ranges.gradient_underflow import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
-from ampdoctor.diagnosis.ranges.stale_casts import may_be_stale
-from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
-from ampdoctor.diagnosis.replay.forward_precision import BETTER, far_alone, together
-from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
+from ampdoctor.diagnosis.replay.forward import CLEARLY_NEARER, far_alone, may_be_stale, together, unexplained
+from ampdoctor.diagnosis.replay.gradients import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.replay.nonfinite import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
+from ampdoctor.diagnosis.replay.updates import stagnation, stagnation_finding
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription, Skipped
 from ampdoctor.evidence.report_replay import ReplayedStep
@@ -53,7 +51,7 @@ from ampdoctor.workflows.trials import SHOWN, UNPROVABLE, Trials, replayed
 from ampdoctor.workflows.wrong_forward import seen_in_forward, stale_casts, stalest_without_fp32, wrong_in_forward
 
 if TYPE_CHECKING:
-    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
+    from ampdoctor.diagnosis.replay.updates import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import StepOutcome, Trace
     from ampdoctor.replay.session import Session
@@ -421,7 +419,7 @@ def _far_from_fp32(
     trace = traced(session, before, comparison.step, flushes=severity is not None)
     births = departing(trace, thresholds)
     flushed = severity is not None and bool(trace.flushes)
-    own = {"tensors": [p.name for p in alone], "together": together(alone) / BETTER} if alone else {}
+    own = {"tensors": [p.name for p in alone], "together": together(alone) / CLEARLY_NEARER} if alone else {}
     cure: Prescription | None = None
     if births:
         silent = trying(silent=thresholds, settles=True, **own)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.bad_state import seen_beside, state_finding
-from ampdoctor.diagnosis.tensors.beyond_fp16 import FP16_OVERFLOW_AT
+from ampdoctor.diagnosis.replay.loaded_state import seen_beside, state_finding
+from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT
 from ampdoctor.errors import AmpdoctorError, FactoryError
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Where

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.diagnosis.over_time.course import LEAST, LENGTH
-from ampdoctor.diagnosis.over_time.tensor_courses import LEAST_BEFORE
+from ampdoctor.diagnosis.health.rolling import LEAST, LENGTH
+from ampdoctor.diagnosis.health.tensor_state import LEAST_BEFORE
 from ampdoctor.errors import CheckpointError, LimitExceededError, NoStepError, UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import (

@@ -7,34 +7,35 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.optimizer.step_counters import RULE as COUNTERS
-from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES, diverging_finding
-from ampdoctor.diagnosis.replay.bad_state import beside_finding, harms_beside_alone
-from ampdoctor.diagnosis.replay.births import finding_of_birth
-from ampdoctor.diagnosis.replay.causes import (
+from ampdoctor.diagnosis.replay.loaded_state import beside_finding, harms_beside_alone
+from ampdoctor.diagnosis.replay.nonfinite import (
     Cause,
     cause_of,
     culprits,
     excess_binades,
+    finding_of_birth,
     independent,
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.dead_scale import (
+from ampdoctor.diagnosis.replay.outcome import DIVERGES, diverging_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import (
+    MAKE_ONCE,
+    PERSISTS,
+    lost_scale_finding,
+    scale_kills,
+    times_begun_again,
+    unguarded_step_finding,
+    verdict_on_skips,
+)
+from ampdoctor.diagnosis.replay.scaler_misuse import SCALER_MISUSE as MISUSE
+from ampdoctor.diagnosis.replay.scaler_state import (
     collapsed_saved_scale_finding,
     collapsed_scale_finding,
     dead_scaler_finding,
 )
-from ampdoctor.diagnosis.replay.scaler_misuse import RULE as MISUSE
-from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
-from ampdoctor.diagnosis.replay.scaler_verdict import (
-    MAKE_ONCE,
-    PERSISTS,
-    scale_kills,
-    times_begun_again,
-    verdict_on_skips,
-)
-from ampdoctor.diagnosis.updates.stuck_state import RULE as STUCK
+from ampdoctor.diagnosis.replay.updates import STUCK_STATE as STUCK
+from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, is_dead
 from ampdoctor.evidence.location import Phase, Where
 from ampdoctor.evidence.report import ErrorNote, Finding, Prescription, Severity

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.checkpoints.files import is_folder
-from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import AlertLine, Line, Stamped, StepLine
 from ampdoctor.evidence.log_text import kind_of, line_of

@@ -8,12 +8,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.ranges.starved_parameters import common_module, shown_in, starved, starved_finding
-from ampdoctor.diagnosis.replay.births import finding_of_birth, is_absorbed
-from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnation_finding, unmoved
-from ampdoctor.diagnosis.updates.frozen_parameters import frozen, frozen_finding, severity_of
-from ampdoctor.diagnosis.updates.stuck_state import counting, counting_finding, owner_of, stuck, stuck_finding
-from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, made_zero, wrong_step_finding
+from ampdoctor.diagnosis.replay.gradients import common_module, shown_in, starved, starved_finding
+from ampdoctor.diagnosis.replay.nonfinite import finding_of_birth, is_absorbed
+from ampdoctor.diagnosis.replay.updates import (
+    WRONG_RATIO,
+    counting,
+    counting_finding,
+    far_from,
+    frozen,
+    frozen_finding,
+    made_zero,
+    owner_of,
+    rounded_away,
+    severity_of_frozen,
+    stagnation_finding,
+    stuck,
+    stuck_finding,
+    unmoved,
+    wrong_step_finding,
+)
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
@@ -40,7 +53,7 @@ from ampdoctor.workflows.trials import Trials, first_cure
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
+    from ampdoctor.diagnosis.replay.updates import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Comparison, Flush, ParameterBeside, StateBeside, Trace
     from ampdoctor.replay.session import Session
@@ -254,7 +267,7 @@ def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
     """
     steps = _moving(compared)
     still = frozen(steps)
-    sick = still and severity_of(steps, still, thresholds) != "note"
+    sick = still and severity_of_frozen(steps, still, thresholds) != "note"
     return not (sick or far_from(steps, thresholds)[1] or made_zero(steps)[1] or stuck(compared)[1])
 
 
@@ -284,7 +297,7 @@ def by_update(
     if zero and (again := Again.at(place, steps[when].step)):
         findings.append(_made_zero(again, zero))
     if far and (again := Again.at(place, steps[since].step)):
-        findings.append(_stepped_wrongly(again, steps, since, far, thresholds[RATIO]))
+        findings.append(_stepped_wrongly(again, steps, since, far, thresholds[WRONG_RATIO]))
     if states and (again := Again.at(place, compared[at].step)):
         findings.append(_stuck(again, compared, at, states))
     if counters := counting(compared):
@@ -316,7 +329,7 @@ def _frozen(
     still = tuple(p for p in still if p.name not in left_out)
     if not still or writes.draws:  # an optimizer that rounds stochastically moves a weight now and then
         return None
-    severity = severity_of(steps, still, thresholds)
+    severity = severity_of_frozen(steps, still, thresholds)
     finding = frozen_finding(steps, still, severity, last_op(writes, still[0].name))
     if severity == "note":
         return finding

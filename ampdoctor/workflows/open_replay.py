@@ -16,10 +16,9 @@ import torch
 
 from ampdoctor.checkpoints import load_state
 from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
-from ampdoctor.diagnosis.replay.bad_state import impossible_finding, saturated_finding, state_finding
-from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
-from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
-from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
+from ampdoctor.diagnosis.replay.loaded_state import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.scan.scaler import FRESH_SCALER, wrong_settings
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.errors import FactoryError, ReplayError, UsageError
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.location import Where

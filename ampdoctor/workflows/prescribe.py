@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampdoctor.diagnosis.replay.causes import (
+from ampdoctor.diagnosis.replay.nonfinite import (
     HELP,
     STATE,
     Cause,

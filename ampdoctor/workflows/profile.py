@@ -20,8 +20,8 @@ from ampdoctor.checkpoints.json_files import parse_json
 from ampdoctor.checkpoints.log_files import read_details, read_steps
 from ampdoctor.checkpoints.log_folders import opened, run_logs
 from ampdoctor.checkpoints.safetensors_file import looks_like_safetensors, read_safetensors
-from ampdoctor.diagnosis.ranges.gradient_underflow import underflow_expected
-from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import nonfinite_in_fp32
+from ampdoctor.diagnosis.replay.gradients import underflow_expected
+from ampdoctor.diagnosis.replay.outcome import nonfinite_in_fp32
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.log_records import DetailLine, StepLine
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_expected
-from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
+from ampdoctor.diagnosis.replay.precision import advise_precision
+from ampdoctor.diagnosis.replay.scaler_state import run_scaler_findings
+from ampdoctor.diagnosis.replay.updates import stagnation_expected
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skipped, finding_order, verdict_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.tensor_statistics import NEVER_NEGATIVE
-from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
-from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
+from ampdoctor.diagnosis.replay.nonfinite import HELP, MISUSE_ADVICE
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.report_replay import HALF_WEIGHTS, WITHOUT_GRADIENTS

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
-from ampdoctor.diagnosis.ranges.starved_parameters import starved
-from ampdoctor.diagnosis.replay.scaler_verdict import times_begun_again
+from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, starved
+from ampdoctor.diagnosis.replay.scaler_misuse import times_begun_again
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.evidence.report_replay import Proof, ReplayedStep

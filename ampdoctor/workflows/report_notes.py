@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure
+from ampdoctor.diagnosis.replay.outcome import Here, KnownFailure, known_failure
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import NOT_IN_HALF, Check, ErrorNote, Skipped
 from ampdoctor.evidence.report_replay import NodeRole, PathNode, PathSection

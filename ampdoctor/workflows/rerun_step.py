@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.optimizer_precision import REMEDIES
+from ampdoctor.diagnosis.replay.updates import REMEDIES
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.precision import Swap

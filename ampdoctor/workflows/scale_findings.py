@@ -8,14 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS, departs
-from ampdoctor.diagnosis.ranges.forward_range import forward_range
-from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER, underflow_seen
-from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
-from ampdoctor.diagnosis.ranges.scale_too_high import scale_too_high
-from ampdoctor.diagnosis.ranges.scaler_collapse import no_valid_scale
-from ampdoctor.diagnosis.replay.dead_scale import unusable_scale_finding
-from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
+from ampdoctor.diagnosis.replay.forward import GRADIENTS_DEPART, departs
+from ampdoctor.diagnosis.replay.gradients import CLEARLY_BETTER, underflow_seen
+from ampdoctor.diagnosis.replay.scale_choice import forward_range, no_common_scale, no_valid_scale, scale_too_high
+from ampdoctor.diagnosis.replay.scaler_state import unusable_scale_finding
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
@@ -151,10 +148,10 @@ def _incurable(
         found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
-    if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
+    if now.settled and now.relative_error is not None and min(now.errors) > thresholds[GRADIENTS_DEPART]:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
-        foreseen = advice.now.relative_error > thresholds[DEPARTS]
+        foreseen = advice.now.relative_error > thresholds[GRADIENTS_DEPART]
         if not cured and not foreseen:
             harm = f"the weight gradients are {now.relative_error:.2g} away from fp32's (relative L2)"
             return _Incurable(at_odds(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from ampdoctor.checkpoints.comparison import measure_change
 from ampdoctor.checkpoints.found import find
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.diagnosis.several.growing_range import grown_beyond_start
-from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
+from ampdoctor.diagnosis.scan.between import grown_beyond_start
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.paths import shown_path

@@ -15,8 +15,8 @@ from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.series import Member
 from ampdoctor.checkpoints.tensor_statistics import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.diagnosis.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
+from ampdoctor.diagnosis.scan.checks import checks_of
+from ampdoctor.diagnosis.scan.scaler import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint_stats import ROLES, CheckpointSummary, LogEntry
 from ampdoctor.evidence.json_records import from_plain
 from ampdoctor.evidence.paths import shown_path

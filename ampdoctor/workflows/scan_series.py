@@ -11,9 +11,9 @@ from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.found import loss_until
 from ampdoctor.checkpoints.series import Member
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
-from ampdoctor.diagnosis.several.growing_range import cast_by_autocast
-from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
+from ampdoctor.diagnosis.scan.between import cast_by_autocast
+from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
+from ampdoctor.diagnosis.scan.tensors import is_mask
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, Largest, LogEntry, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Finding, Report, Skipped, finding_order, verdict_of, with_files

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.diagnosis.replay.forward_precision import error_of
+from ampdoctor.diagnosis.replay.forward import error_of, unexplained
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.evidence.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.hooks.process_state import RandomState

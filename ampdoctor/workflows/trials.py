@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ampdoctor.diagnosis.replay.births import departing
+from ampdoctor.diagnosis.replay.nonfinite import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.scaler_misuse import stepped_again_finding
-from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED
-from ampdoctor.diagnosis.trends.of_steps.no_step_taken import RULE as NO_STEP
+from ampdoctor.diagnosis.health.run_rules import NO_STEP_TAKEN as NO_STEP
+from ampdoctor.diagnosis.replay.scaler_misuse import NEVER_UPDATED, stepped_again_finding
 from ampdoctor.errors import StoppedError
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, RunLine
 from ampdoctor.evidence.log_text import text_of

@@ -9,11 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.ranges.stale_casts import ADVICE, OldCopies, stale_casts_finding
-from ampdoctor.diagnosis.replay.forward_precision import (
-    BETTER,
+from ampdoctor.diagnosis.replay.forward import (
+    ADVICE,
+    CLEARLY_NEARER,
+    OldCopies,
     departing_in_forward,
     forward_precision_finding,
+    stale_casts_finding,
     together,
 )
 from ampdoctor.evidence.location import Where
@@ -80,7 +82,7 @@ def wrong_in_forward(
         trying: Makes trials of the step.
     """
     for one in seen[:MOST]:
-        trials = trying(tensors=[p.name for p in far], together=together(far) / BETTER)
+        trials = trying(tensors=[p.name for p in far], together=together(far) / CLEARLY_NEARER)
         tried: list[Prescription] = []
         for cure in cures(one, trials):
             if cure.status in SHOWN:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ampdoctor.diagnosis.over_time.judge import Judge
+from ampdoctor.diagnosis.health.judge import Judge
 from ampdoctor.evidence.log_records import DetailLine, Line, StepLine
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.recommend import recommend

@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.births import departing
-from ampdoctor.diagnosis.replay.causes import cause_of, culprits, excess_binades, fitting_scale, scale_may_cure
+from ampdoctor.diagnosis.replay.nonfinite import (
+    cause_of,
+    culprits,
+    departing,
+    excess_binades,
+    fitting_scale,
+    scale_may_cure,
+)
 from ampdoctor.evidence.trace import Operand, Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 

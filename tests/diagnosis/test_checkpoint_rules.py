@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import find_rule, judge, rules
-from ampdoctor.diagnosis.catalogue.rule import SCANNED
-from ampdoctor.diagnosis.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.tensors.tensor_finding import MAX_FINDINGS, is_mask
+from ampdoctor.diagnosis.catalogue import SCANNED, find_rule, judge, rules
+from ampdoctor.diagnosis.scan.checks import checks_of
+from ampdoctor.diagnosis.scan.tensors import MAX_FINDINGS, is_mask
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
 from tests.diagnosis.summaries import moment, tensor
@@ -263,7 +262,7 @@ def test_rules_are_found_by_code_and_name_and_near_misses_are_named():
 
 def test_the_rules_need_no_torch():
     code = (
-        "import sys, ampdoctor.diagnosis.checkpoint_checks\n"
+        "import sys, ampdoctor.diagnosis.scan.checks\n"
         "ampdoctor.diagnosis.catalogue.rules()\n"
         "sys.exit('torch' in sys.modules)"
     )

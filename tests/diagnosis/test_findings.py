@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.bad_state import state_finding
-from ampdoctor.diagnosis.replay.births import finding_of_birth
-from ampdoctor.diagnosis.replay.causes import CODES, HELP, STATE_CODES
-from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
-from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.diagnosis.replay.loaded_state import state_finding
+from ampdoctor.diagnosis.replay.nonfinite import CODES, HELP, STATE_CODES, finding_of_birth, place
+from ampdoctor.diagnosis.replay.outcome import nondeterministic_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
-from ampdoctor.diagnosis.replay.sentences import place
+from ampdoctor.diagnosis.replay.scaler_state import dead_scaler_finding
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.report import Finding, Prescription

@@ -7,10 +7,9 @@ import pickle
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.catalogue.moving import all_thresholds, thresholds_from
-from ampdoctor.diagnosis.log.gradients_vanished import LEAST_ZEROS
-from ampdoctor.diagnosis.tensors.saturated_values import SATURATED_8_BIT
+from ampdoctor.diagnosis.catalogue import all_thresholds, rules, thresholds_from
+from ampdoctor.diagnosis.scan.log import LEAST_ZEROS
+from ampdoctor.diagnosis.scan.weights import SATURATED_8_BIT
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_BAD, HORIZON, MovedThreshold
 

@@ -5,9 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
-from ampdoctor.diagnosis.precision.fp8_fit import E4M3_BINADES, E5M2_BINADES, fp8_fit
-from ampdoctor.diagnosis.precision.precision_advice import advise_precision
+from ampdoctor.diagnosis.catalogue import thresholds_from
+from ampdoctor.diagnosis.replay.precision import E4M3_BINADES, E5M2_BINADES, advise_precision, fp8_fit
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import OVERFLOWED, ModuleFacts, PrecisionFacts, ScaleFacts, Spread, UpdateFacts
 from ampdoctor.evidence.targets import TARGETS, target_named

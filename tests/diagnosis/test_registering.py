@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.catalogue.rule import FINDERS, SCANNED, register
+from ampdoctor.diagnosis.catalogue import FINDERS, SCANNED, register, rules
 from ampdoctor.evidence.checkpoint_stats import CheckpointChange, CheckpointSummary, Trend
 
 PACKAGE = Path(__file__).parents[2] / "ampdoctor"
@@ -67,15 +66,15 @@ def test_a_code_is_registered_once():
 
 
 REGISTERED = re.compile(r'register\(\s*"(AMP\d{3})"')
+NAMED = re.compile(r'^(\w+) = register\(\s*"(AMP\d{3})"', re.MULTILINE)
 
 
-def test_a_file_is_named_for_its_rule():
-    files = {module: REGISTERED.findall(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
-    assert sorted(code for codes in files.values() for code in codes) == list(rules())
-    alone = {module.rpartition(".")[2]: codes[0] for module, codes in files.items() if len(codes) == 1}
-    assert alone == {rules()[code].name.replace("-", "_"): code for code in alone.values()}
-    families = {module.rpartition(".")[2] for module, codes in files.items() if len(codes) > 1}
-    assert families == {"non_finite", "births", "outlived_ignores"}
+def test_a_rule_is_named_for_its_name():
+    """`NAME_OF_THE_RULE = register(...)`; `RULE` in a file that holds one rule."""
+    named = [found for path in MODULES.values() for found in NAMED.findall(path.read_text(encoding="utf-8"))]
+    assert sorted(code for _, code in named) == list(rules())
+    names = {code: rule.name.replace("-", "_").upper() for code, rule in rules().items()}
+    assert [(name, code) for name, code in named if name.removesuffix("_RULE") not in {"RULE", names[code]}] == []
 
 
 def test_a_rule_judges_in_its_own_file():

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
-from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
+from ampdoctor.diagnosis.replay.scaler_state import overwritten_finding, run_scaler_findings
 from ampdoctor.evidence.checkpoint_stats import ScalerState
 from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.replay.scaler_verdict import MADE_ANEW, NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
+from ampdoctor.diagnosis.replay.scaler_misuse import MADE_ANEW, NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE
 from tests.diagnosis.births import birth, stats
 

@@ -6,12 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
-from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_finding
-from ampdoctor.diagnosis.ranges.starved_parameters import common_module, shown_in, starved, starved_finding
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
+from ampdoctor.diagnosis.catalogue import thresholds_from
+from ampdoctor.diagnosis.replay.forward import unexplained
+from ampdoctor.diagnosis.replay.gradients import (
+    common_module,
+    deserves_a_look,
+    shown_in,
+    starved,
+    starved_finding,
+    underflow,
+    underflow_finding,
+)
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse, suspicious, used_while_scaled
+from ampdoctor.diagnosis.replay.updates import stagnation, stagnation_finding
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterBeside, StepEvent

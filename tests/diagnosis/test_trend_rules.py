@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ampdoctor.diagnosis.catalogue import judge
-from ampdoctor.diagnosis.several.growth import course
+from ampdoctor.diagnosis.scan.between import course
 from ampdoctor.evidence.checkpoint_stats import Largest, Trend, TrendPoint
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, StepLine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
+from ampdoctor.diagnosis.replay.updates import all_updates, stagnation_expected
 from ampdoctor.numerics import tensors
 from ampdoctor.probes import ranges
 from ampdoctor.probes.ranges import UpdateProbe

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES
+from ampdoctor.diagnosis.replay.outcome import DIVERGES
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 

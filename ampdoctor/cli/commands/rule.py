@@ -18,7 +18,7 @@ from ampdoctor.reports.forms.canvas import Color
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ampdoctor.diagnosis.catalogue.rule import Rule
+    from ampdoctor.diagnosis.catalogue import Rule
     from ampdoctor.evidence.thresholds import Threshold
 
 

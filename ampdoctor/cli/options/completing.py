@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ampdoctor.diagnosis.catalogue.moving import all_thresholds
+from ampdoctor.diagnosis.catalogue import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.health.sinks.table import KINDS
 from ampdoctor.reports.forms.formats import FORMATS

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.options.completing import threshold_completions
-from ampdoctor.diagnosis.catalogue.moving import check_threshold, thresholds_from
+from ampdoctor.diagnosis.catalogue import check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import (
     ERROR_BAD,

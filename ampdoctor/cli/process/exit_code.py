@@ -51,7 +51,7 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
     if any(finding.severity in threshold for finding in report.findings):
         return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)
     if report.verdict == "not_reproduced":
-        from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
+        from ampdoctor.diagnosis.replay.outcome import comparison_left_out
 
         cut = comparison_left_out(report)
         more = "--max-steps" if "--until-sick" in (report.target.get("options") or {}) else "--steps"

@@ -8,9 +8,7 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from ampdoctor.cli.settings.config_file import IGNORE_KEY, RULES_KEY, ConfigFile, unknown_key, wrong_value
-from ampdoctor.diagnosis.catalogue import find_rule, rules
-from ampdoctor.diagnosis.catalogue.moving import check_threshold
-from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
+from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule, rules
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.diagnosis.over_time.descent import falls_over
+from ampdoctor.diagnosis.health.rolling import falls_over
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.log_records import Stamped, StepLine
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
+from ampdoctor.diagnosis.replay.outcome import comparison_left_out
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import ScalerSection

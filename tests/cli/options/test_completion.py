@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.catalogue.moving import all_thresholds
+from ampdoctor.diagnosis.catalogue import all_thresholds, rules
 from ampdoctor.evidence.targets import TARGETS
 
 COMMANDS = ["run", "scan", "health", "bisect-nan", "profile", "recommend", "plan", "merge", "rule", "env"]

@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.cli.main import main
 from ampdoctor.cli.options.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
-from ampdoctor.diagnosis.catalogue.moving import all_thresholds, thresholds_from
+from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_jsonl import render_jsonl

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.diagnosis.replay.causes import culprits
+from ampdoctor.diagnosis.replay.nonfinite import culprits
 from tests.probes.traced import trace_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.diagnosis.precision.precision_advice import advise_precision
+from ampdoctor.diagnosis.replay.precision import advise_precision
 from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS

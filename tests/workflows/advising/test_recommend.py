@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.profile import read_profile, write_profile

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.profile import profile

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ampdoctor.diagnosis.replay.causes import cause_of, culprits
+from ampdoctor.diagnosis.replay.nonfinite import cause_of, culprits
 from ampdoctor.errors import UsageError
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.process.exit_code import judge
-from ampdoctor.diagnosis.replay.not_reproduced import Here, differences, known_failure
+from ampdoctor.diagnosis.replay.outcome import Here, differences, known_failure
 from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step

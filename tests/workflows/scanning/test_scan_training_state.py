@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.diagnosis.optimizer.step_counters import length_at
+from ampdoctor.diagnosis.scan.optimizer import length_at
 from ampdoctor.workflows.scan import scan
 
 FIRST_SICK = 60

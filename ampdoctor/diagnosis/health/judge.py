@@ -1,0 +1,262 @@
+"""Judges a run step by step, with every rule on steps and on tensors; and what their findings share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, Literal
+
+from ampdoctor.diagnosis.catalogue import FINDERS, Rule, rules
+from ampdoctor.diagnosis.health.step_state import EPISODE, StepMoment
+from ampdoctor.diagnosis.health.tensor_state import TensorCourses, TensorMoment
+from ampdoctor.evidence.location import NonFinite, Phase, Where
+from ampdoctor.evidence.log_records import (
+    DetailLine,
+    DetailTable,
+    EndLine,
+    Line,
+    LookLine,
+    RunLine,
+    Stamped,
+    StepLine,
+    table_of,
+)
+from ampdoctor.evidence.report import SEVERITIES, Finding, Severity
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+
+# A finding about a run over time: its rule's name and help filled in.
+
+
+First = Literal["data", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
+"""What moved first."""
+TENSOR = "{tensor}"
+"""Stands in the message of a rule on tensors where the worst tensor's name belongs."""
+
+
+def over_time_finding(
+    rule: Rule,
+    severity: Severity,
+    message: str,
+    *,
+    step: int,
+    first: str,
+    evidence: Mapping[str, Any],
+    phase: Phase = "optimizer",
+    tensor: int | None = None,
+    also: Iterable[int] = (),
+    nonfinite: NonFinite = "none",
+) -> Finding:
+    """A finding of a rule on steps or tensors.
+
+    Args:
+        rule: Whose finding it is.
+        severity: How bad it is here.
+        message: One sentence with the numbers that matter.
+        step: The attempted step at which it was seen.
+        first: What moved first, as far as the log tells.
+        evidence: The numbers behind it; JSON values.
+        phase: As in `Where`.
+        tensor: Index of the worst tensor's name; None for a finding about none.
+        also: Of the others.
+        nonfinite: As in `Where`.
+    """
+
+    def place(index: int | None) -> Where:
+        return Where(step=step, phase=phase, nonfinite=nonfinite, tensor=None if index is None else str(index))
+
+    return Finding(
+        code=rule.code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=place(tensor),
+        also=tuple(place(index) for index in also),
+        evidence={"first": first, **evidence},
+        help=rule.page.action,
+    )
+
+
+def ahead(steps: float) -> str:
+    """Returns a number of steps as a forecast has it: two digits."""
+    if not math.isfinite(steps) or steps < 1:
+        return "at once"
+    digits = max(0, int(math.log10(steps)) - 1)
+    return f"in about {int(round(steps, -digits)):,} steps"
+
+
+_ROOT = 16
+"""Optimizers that are followed; further ones are not judged."""
+_DEPARTS = {"data": "batch", "forward": "forward", "loss": "forward"}
+"""What departs where a look in place has found that a number of a phase is not finite."""
+
+_Find = Callable[[Any, Thresholds], Iterable[Finding]]
+
+
+@dataclass(slots=True)
+class _Told:
+    severity: str
+    step: int
+
+
+class Judge:
+    """Judges a run while it goes on, or its log afterwards: the same lines give the same findings.
+
+    Causal: what it says after a line rests on that line and those before. It keeps a few hundred numbers a tensor,
+    whatever the length of the run.
+
+    Args:
+        thresholds: Those in force.
+    """
+
+    def __init__(self, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
+        rules()
+        self._thresholds = thresholds
+        self._on_steps, self._on_tensors = _finders(StepMoment), _finders(TensorMoment)
+        self._names: tuple[str, ...] = ()
+        self._optimizers: tuple[str, ...] = ()
+        self._groups: tuple[tuple[tuple[int, ...], ...], ...] = ()
+        self._steps: dict[int, StepMoment] = {}
+        self._tensors: dict[int, TensorCourses] = {}
+        self._told: dict[tuple[str, str | None, int], _Told] = {}
+        self._looked_at: int | None = None
+
+    def hear(self, line: Line | DetailTable) -> tuple[Finding, ...]:
+        """Takes a line, and returns what is new with it, worst first; nothing for most."""
+        if isinstance(line, StepLine):
+            return self._hear_step(line)
+        if isinstance(line, DetailLine | DetailTable):
+            return self._hear_detail(line)
+        if isinstance(line, RunLine):
+            self._names, self._optimizers, self._groups = line.tensors, line.optimizers, line.groups
+        elif isinstance(line, LookLine):
+            self._looked_at = line.step
+            self.knows(line)
+        elif isinstance(line, EndLine):
+            return self.ends(line)
+        return ()
+
+    def ends(self, end: EndLine | None = None) -> tuple[Finding, ...]:
+        """Returns what is to be said of the last steps once nothing more comes; nothing when asked again.
+
+        Args:
+            end: The line that ends the log; None where it just breaks off.
+        """
+        new: list[Finding] = []
+        for optimizer, moment in self._steps.items():
+            if moment.end is None:
+                moment.ends(end or EndLine())
+                found = [one for find in self._on_steps for one in find(moment, self._thresholds)]
+                new += self._new(found, optimizer, moment.line.step)
+        return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
+
+    def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
+        """Takes many, and returns all that was found, in the order in which it was."""
+        return tuple(finding for one in lines for finding in self.hear(one.line))
+
+    def resumes(self) -> None:
+        """The training goes on in a new process, whose steps are counted anew: what was usual still is."""
+        for moment in self._steps.values():
+            moment.resumes()
+        self._tensors.clear()  # its names have other numbers, and looks are rare
+        self._told.clear()
+        self._looked_at = None
+
+    def _hear_step(self, line: StepLine) -> tuple[Finding, ...]:
+        moment = self._steps.get(line.optimizer)
+        if moment is None:
+            if len(self._steps) >= _ROOT:
+                return ()
+            moment = self._steps[line.optimizer] = StepMoment()
+        elif (
+            line.step <= moment.line.step
+        ):  # a rollback, or another run in the same log: what came before is not its past
+            moment = self._steps[line.optimizer] = StepMoment()
+            self._tensors.pop(line.optimizer, None)
+        moment.alone = len(self._steps) == 1
+        moment.groups = self._groups[line.optimizer] if line.optimizer < len(self._groups) else ()
+        moment.hear(line)
+        if moment.departed.get("schedule") == line.step:  # an optimizer that leaps moves what the others see
+            for other in self._steps.values():
+                other.departs("schedule")
+        if moment.batch.size.changed:  # weights grow at another pace with batches of another size
+            self._tensors.pop(line.optimizer, None)
+        found: list[Finding] = []
+        for find in self._on_steps:
+            if new := find(moment, self._thresholds):
+                found += new
+        return self._new(found, line.optimizer, line.step) if found else ()
+
+    def knows(self, line: LookLine) -> None:
+        """Counts what a look in place has found among what moved first, and goes on telling of its step."""
+        born = {one.where.phase for one in line.findings if one.where.nonfinite != "none"}
+        for what in {_DEPARTS[phase] for phase in born & _DEPARTS.keys()}:
+            for moment in self._steps.values():
+                moment.departs(what, line.step)
+
+    def _hear_detail(self, line: DetailLine | DetailTable) -> tuple[Finding, ...]:
+        if line.reason != "sampled":  # the looks that a firing adds are not evenly spaced
+            return ()
+        courses = self._tensors.setdefault(line.optimizer, TensorCourses())
+        if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
+            courses = self._tensors[line.optimizer] = TensorCourses()
+        courses.hear(table_of(line))
+        courses.moment.names, courses.moment.of_steps = self._names, self._steps.get(line.optimizer)
+        found: list[Finding] = []
+        for find in self._on_tensors:
+            found += find(courses.moment, self._thresholds)
+        if any(one.evidence["first"] == "logits" and one.severity == "warning" for one in found):
+            for moment in self._steps.values():
+                moment.drifts(line.step)
+        return self._new(found, line.optimizer, line.step) if found else ()
+
+    def _named(self, finding: Finding) -> Finding:
+        """The finding with the names of its tensors: a rule knows their numbers only."""
+        if finding.where.tensor is None:
+            return replace(finding, message=finding.message.replace(TENSOR, "the model"))
+        where, *also = (
+            replace(place, tensor=name, module=_module(name))
+            for place in (finding.where, *finding.also)
+            for name in [self._name(place.tensor)]
+        )
+        told = replace(finding, where=where, also=tuple(also))
+        return replace(told, message=told.message.replace(TENSOR, where.tensor or "the model"))
+
+    def _name(self, index: str | None) -> str | None:
+        if index is None:
+            return None
+        number = int(index)
+        return self._names[number] if number < len(self._names) else f"tensor {number}"
+
+    def _new(self, found: Sequence[Finding], optimizer: int, step: int) -> tuple[Finding, ...]:
+        """Those that are not the same alert as one that was told, or a graver one."""
+        new = []
+        for finding in map(self._named, found):
+            key = (finding.code, finding.where.tensor, optimizer)
+            told = self._told.get(key)
+            if told is not None and step - told.step < EPISODE:
+                graver = SEVERITIES.index(finding.severity) < SEVERITIES.index(told.severity)
+                told.step = step
+                if not graver and not finding.evidence.get("ended"):
+                    continue
+            self._told[key] = _Told(finding.severity, step)
+            if step == self._looked_at:  # what is known of that step, op and line, says more
+                continue
+            new.append(self._of(finding, optimizer))
+        return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
+
+    def _of(self, finding: Finding, optimizer: int) -> Finding:
+        """Says whose step it was, where there are several optimizers."""
+        if len(self._steps) < 2:
+            return finding
+        name = self._optimizers[optimizer] if optimizer < len(self._optimizers) else str(optimizer)
+        return replace(finding, evidence={**finding.evidence, "optimizer": name})
+
+
+def _module(name: str | None) -> str:
+    return name.rpartition(".")[0] if name else ""
+
+
+def _finders(evidence: type) -> list[_Find]:
+    return [find for _, find in sorted(FINDERS.get(evidence, ()), key=itemgetter(0))]

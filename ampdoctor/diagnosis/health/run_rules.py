@@ -1,0 +1,530 @@
+"""Rules on the loss scale, the schedule, the batches and the speed over a run's steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ampdoctor.diagnosis.catalogue import WATCHED, register
+from ampdoctor.diagnosis.health.judge import TENSOR, over_time_finding
+from ampdoctor.diagnosis.health.rolling import HOP, LEAST, LENGTH, Course, falls_over
+from ampdoctor.diagnosis.health.step_state import HOPELESS, LEAST_ROWS, SETTLING, Setting, StepMoment
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+SCALE_RATCHETS_FALLS = Threshold(
+    code="AMP723",
+    name="falls",
+    default=4,
+    unit="back-offs",
+    lowest=2,
+    highest=1000,
+    why="Since the scale last grew. A scaler that probes the limit falls once for each growth; four falls between two "
+    "growths are 16 times a larger gradient, or a forward that overflows at any scale.",
+)
+SCALE_RATCHETS_IN_A_ROW = Threshold(
+    code="AMP723",
+    name="in_a_row",
+    default=4,
+    unit="steps",
+    lowest=2,
+    highest=1000,
+    why="Skipped one after another, once a step has been taken: the spikes of healthy runs are within 16 times the "
+    "usual. It needs no usual, and so no steps before it but that one.",
+)
+SCALE_RATCHETS_LEAST = Threshold(
+    code="AMP723",
+    name="least",
+    default=1.0,
+    unit="scale",
+    lowest=0.0,
+    highest=65536.0,
+    why="A scale below it makes gradients smaller instead of larger: torch's documentation calls it a sign that the "
+    "gradients are not to be trusted. An overflow at 1 is one of the gradients as they are; DeepSpeed's floor is "
+    "there, and it ends the run.",
+)
+SCALE_RATCHETS_AT_FLOOR = Threshold(
+    code="AMP723",
+    name="at_floor",
+    default=8,
+    unit="steps",
+    lowest=2,
+    highest=1000,
+    why="Skipped one after another at one scale. A scaler falls at each overflow, DeepSpeed's and Megatron-LM's by "
+    "default at every second: a scale that eight leave where it is has a floor (DeepSpeed's is 1) or is fixed.",
+)
+SCALE_RATCHETS = register(
+    "AMP723",
+    "scale-ratchets",
+    "The loss scale falls and does not grow",
+    worst="error",
+    commands=WATCHED,
+    thresholds=(SCALE_RATCHETS_FALLS, SCALE_RATCHETS_IN_A_ROW, SCALE_RATCHETS_LEAST, SCALE_RATCHETS_AT_FLOOR),
+)
+
+
+@SCALE_RATCHETS.judges(StepMoment)
+def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    scale = moment.scale
+    stuck = scale.unmoved >= thresholds[SCALE_RATCHETS_AT_FLOOR]
+    if scale.now is None or not (stuck or (scale.settled and (scale.falls or scale.in_a_row))):
+        return ()
+    line, least, in_a_row = moment.line, thresholds[SCALE_RATCHETS_LEAST], thresholds[SCALE_RATCHETS_IN_A_ROW]
+    overflows = scale.in_a_row > 0 and scale.until == line.step
+    low = scale.highest >= least and (scale.now < least or (overflows and scale.now <= least))
+    many = scale.falls >= thresholds[SCALE_RATCHETS_FALLS] or scale.in_a_row >= in_a_row
+    ended = moment.end is not None and bool(moment.end.reason or moment.end.exit_code) and scale.in_a_row >= in_a_row
+    if not (low or stuck or many):
+        return ()
+    deep = low and scale.now <= least * 2.0**-in_a_row
+    severity: Severity = "error" if (low and scale.in_a_row >= in_a_row) or deep or stuck or ended else "warning"
+    skipped = f", and {scale.in_a_row} steps in a row are skipped" if scale.in_a_row > 1 else ""
+    if stuck:
+        skipped += f", the last {scale.unmoved} of them without a fall: no step is taken any more"
+    elif overflows and low:
+        skipped += ": gradients overflow even at this scale"
+    if ended:
+        skipped += "; the run has ended there"
+    fallen = f"is {scale.now:g} at step {line.step}"
+    if scale.falls:
+        binades = f"{scale.falls} times ({scale.fallen:g} binades) since it last grew"
+        fallen = f"has fallen to {scale.now:g} at step {line.step}, {binades}"
+    ahead = max(0, int(scale.now).bit_length() - 1) if scale.now > 1 else 0
+    finding = over_time_finding(
+        SCALE_RATCHETS,
+        severity,
+        f"The loss scale {fallen}{skipped}"
+        f"{f': {ahead} more, and it is at 1, which scales nothing' if ahead and not (low or ended) else ''}.",
+        step=line.step,
+        first=moment.first(),
+        phase="scaler",
+        evidence={
+            "scale": scale.now,
+            "highest": scale.highest,
+            "falls": scale.falls,
+            "binades": scale.fallen,
+            "skipped_in_a_row": scale.in_a_row,
+            "steps_between_falls": list(scale.lengths),
+            **({"ended": moment.end.reason or True} if ended and moment.end is not None else {}),
+        },
+    )
+    return (finding,)
+
+
+# AMP740: every step is skipped, or the loss scale starts over again and again.
+
+
+NO_STEP_TAKEN_STEPS = Threshold(
+    code="AMP740",
+    name="settling",
+    default=SETTLING,
+    unit="steps",
+    lowest=2,
+    highest=1_000_000,
+    why="Skipped from the run's first step on. AMP703 grants a settling scaler as many: from the highest initial "
+    "scale, 2^32, down to 1 are 32.",
+)
+NO_STEP_TAKEN_STARTS = Threshold(
+    code="AMP740",
+    name="starts",
+    default=2,
+    unit="times",
+    lowest=1,
+    highest=1_000_000,
+    why="That the scale rises as no scaler lets it rise. Once is a training that went on without its scaler's state, "
+    "or a scale that was set by hand.",
+)
+NO_STEP_TAKEN = register(
+    "AMP740",
+    "no-step-taken",
+    "No step is taken, or the loss scale starts over again and again",
+    worst="error",
+    commands=WATCHED,
+    thresholds=(NO_STEP_TAKEN_STEPS, NO_STEP_TAKEN_STARTS),
+)
+
+
+@NO_STEP_TAKEN.judges(StepMoment)
+def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    scale = moment.scale
+    if scale.is_new and scale.anew == thresholds[NO_STEP_TAKEN_STARTS]:
+        return (_starts_over(moment),)
+    if scale.in_a_row < LEAST_ROWS:
+        return ()
+    steps = scale.until - scale.since + 1
+    from_the_first = not scale.taken
+    gone = moment.end is not None and scale.now is not None and scale.now <= 1  # which scales nothing, at the log's end
+    least = thresholds[NO_STEP_TAKEN_STEPS] if from_the_first and not gone else HOPELESS
+    if steps < least or (not from_the_first and scale.now is not None):
+        return ()  # of a scale that falls later on, AMP723 says more
+    if not scale.told and falls_over(scale.losses):  # then the norm is not what the optimizer saw
+        return ()
+    which = "from the first one on" if from_the_first else f"from step {scale.since} on"
+    how = "is skipped" if scale.told else "has a gradient that is not finite, and its loss says that it was skipped"
+    at = f", at a loss scale of {scale.now:g} by now" if scale.now is not None else ""
+    return (_finding(moment, "error", f"Each of {steps} steps {which} {how}{at}: the weights do not move."),)
+
+
+def _starts_over(moment: StepMoment) -> Finding:
+    scale, step = moment.scale, moment.line.step
+    harm = "skips its first steps each time" if scale.taken else "never gets down to the scale that works"
+    message = (
+        f"The loss scale is back at {scale.now:g} at step {step}, for the {_times(scale.anew)} time, where no scaler "
+        f"lets it grow: the GradScaler is made anew again and again, as in each epoch, and {harm} ({scale.skipped} of "
+        f"{scale.taken + scale.skipped} steps were skipped so far). Make it once, before the epochs."
+    )
+    return _finding(moment, "warning" if scale.taken else "error", message)
+
+
+def _times(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def _finding(moment: StepMoment, severity: Severity, message: str) -> Finding:
+    scale = moment.scale
+    return over_time_finding(
+        NO_STEP_TAKEN,
+        severity,
+        message,
+        step=moment.line.step,
+        first=moment.first("scale"),
+        phase="scaler",
+        evidence={
+            "scale": scale.now,
+            "first_scale": scale.first,
+            "taken": scale.taken,
+            "skipped": scale.skipped,
+            "skipped_in_a_row": scale.in_a_row,
+            "starts_over": scale.anew,
+        },
+    )
+
+
+# AMP742: the loss scale is no number by which a loss can be scaled.
+
+
+NO_SUCH_SCALE = register(
+    "AMP742",
+    "no-such-scale",
+    "The loss scale is not a positive finite number",
+    worst="error",
+    commands=WATCHED,
+)
+
+
+@NO_SUCH_SCALE.judges(StepMoment)
+def _no_such_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
+    wrong = moment.scale.wrong
+    if wrong is None:
+        return ()
+    if math.isnan(wrong) and (moment.end is None or moment.scale.wrong_rows <= moment.scale.wrong_before):
+        return ()  # it may stand for a number that is not logged at each step, as a scale that follows shows
+    since = moment.scale.wrong_since
+    finding = over_time_finding(
+        NO_SUCH_SCALE,
+        "error",
+        f"The loss scale is {wrong:g} from step {since} on: "
+        f"{'gradients divided by it are lost' if wrong == 0 or not math.isfinite(wrong) else 'no scaler gives it'}.",
+        step=since,
+        first="scale",
+        phase="scaler",
+        evidence={"scale": wrong, "last_scale": moment.scale.now},
+    )
+    return (finding,)
+
+
+# AMP729: the learning rate, or the weight decay, of a parameter group jumps to where it has not been.
+
+
+SCHEDULE_JUMPS_FACTOR = Threshold(
+    code="AMP729",
+    name="factor",
+    default=3.0,
+    unit="factor",
+    lowest=1.1,
+    highest=1e9,
+    why="From one step to the next, and above every value before: a warm-up goes step by step, a restart comes back to "
+    "a rate that was there. Half a decade of learning rates lies between good and diverging.",
+)
+SCHEDULE_JUMPS = register(
+    "AMP729",
+    "schedule-jumps",
+    "The learning rate or the weight decay jumps",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(SCHEDULE_JUMPS_FACTOR,),
+)
+
+MOST_NAMED = 8
+"""Parameters of a group that a finding names; it may have thousands."""
+
+
+@SCHEDULE_JUMPS.judges(StepMoment)
+def _schedule_jumps(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    changed = moment.rates.now != moment.rates.before or moment.decays.now != moment.decays.before
+    return tuple(_jumps(moment, thresholds[SCHEDULE_JUMPS_FACTOR])) if changed and moment.accepted >= LEAST else ()
+
+
+def _jumps(moment: StepMoment, factor: float) -> Iterator[Finding]:
+    step = moment.line.step
+    for what, setting in (("learning rate", moment.rates), ("weight decay", moment.decays)):
+        group = _jumped(setting, factor, from_zero=setting is moment.decays)
+        if group is None:
+            continue
+        before, now = setting.before[group], setting.now[group]
+        several = len(setting.now) > 1
+        tensors = moment.groups[group] if several and group < len(moment.groups) else ()
+        of_group = f" of parameter group {group}" if several else ""
+        if tensors:
+            of_group += f" ({TENSOR}{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''})"
+        times = "" if before <= 0 or now < 0 else f", {now / before:.3g} times, and above every value before"
+        yield over_time_finding(
+            SCHEDULE_JUMPS,
+            "warning",
+            f"The {what}{of_group} jumps from {before:.3g} to {now:.3g} at step {step}{times}.",
+            step=step,
+            first="optimizer",
+            tensor=next(iter(tensors), None),
+            also=tensors[1:MOST_NAMED],
+            evidence={
+                "what": what.replace(" ", "_"),
+                "group": group,
+                "tensors": len(tensors),
+                "before": before,
+                "now": now,
+                "highest_before": setting.highest[group],
+            },
+        )
+
+
+def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
+    """The first group whose setting has jumped; None where none has.
+
+    A learning rate that was zero belongs to a warm-up's first step or to a group that was frozen; a weight decay that
+    was zero was meant to be, and one below zero never is.
+    """
+    for group, (before, now, highest) in enumerate(zip(setting.before, setting.now, setting.highest, strict=False)):
+        if from_zero and (now < 0 <= before or before == 0 == highest < now):
+            return group
+        if before > 0 and now >= factor * max(before, highest):
+            return group
+    return None
+
+
+# AMP736: the numbers of a batch are far larger, far smaller, or far more often zero than those of any before.
+
+
+BATCH_CHANGES_FACTOR = Threshold(
+    code="AMP736",
+    name="factor",
+    default=2.0,
+    unit="factor",
+    lowest=1.1,
+    highest=1e9,
+    why="By which the root mean square of a batch lies outside of those of the 128 before. It is drawn of 512 numbers "
+    "and known within 6 %; another unit, or a missing normalisation, is another factor than two (255, 1/0.226).",
+)
+BATCH_CHANGES_DEVIATIONS = Threshold(
+    code="AMP736",
+    name="deviations",
+    default=8.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="By which it must lie outside of the usual as well: batches of some data differ by factors.",
+)
+BATCH_CHANGES_ZEROS = Threshold(
+    code="AMP736",
+    name="zeros",
+    default=0.08,
+    unit="share",
+    why="By which the share of zeros is above that of any of the 128 batches before, or has come to lie above the "
+    "usual: of 512 numbers a share is known within 0.04.",
+)
+BATCH_CHANGES = register(
+    "AMP736",
+    "batch-changes",
+    "A batch is unlike those before",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(BATCH_CHANGES_FACTOR, BATCH_CHANGES_DEVIATIONS, BATCH_CHANGES_ZEROS),
+)
+
+_FAR_ZEROS = 2.5
+"""Robust deviations by which the mean of the last 16 shares of zeros must lie above the usual: ten of such a mean."""
+
+
+@BATCH_CHANGES.judges(StepMoment)
+def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    line, batch = moment.line, moment.batch
+    rms, zeros = line.batch_rms, line.batch_zero_share
+    if rms is None or zeros is None or batch.rms.count < LENGTH or batch.size.other:
+        return ()
+    outside, more = batch.rms.outside(rms), thresholds[BATCH_CHANGES_ZEROS]
+    if not outside and max(zeros, batch.zeros.highest) - batch.zeros.usual < more:
+        return ()  # as most batches; what follows asks for more than that
+    what, above = "", batch.rms.above(rms)
+    if (
+        abs(outside) >= math.log(thresholds[BATCH_CHANGES_FACTOR])
+        and abs(above) >= thresholds[BATCH_CHANGES_DEVIATIONS]
+    ):
+        what = (
+            f"The numbers of the batch of step {line.step} have a root mean square of {rms:.3g}; usual is "
+            f"{batch.rms.usual:.3g}, and no batch of late was {'above' if outside > 0 else 'below'} by so much."
+        )
+    elif zeros - batch.zeros.highest >= more or _more_zeros(batch.zeros) >= more:
+        what = (
+            f"Of the numbers of the batch of step {line.step}, {zeros:.0%} are zero; usual is "
+            f"{batch.zeros.usual:.0%}: look at what the loader gives where it fails to load."
+        )
+    if not what:
+        return ()
+    finding = over_time_finding(
+        BATCH_CHANGES,
+        "warning",
+        what,
+        step=line.step,
+        first="data",
+        phase="data",
+        evidence={
+            "rms": rms,
+            "usual_rms": batch.rms.usual,
+            "deviations": above,
+            "zero_share": zeros,
+            "usual_zero_share": batch.zeros.usual,
+        },
+    )
+    return (finding,)
+
+
+def _more_zeros(zeros: Course) -> float:
+    """By how much the share of zeros of late is above the one before, where that is out of the usual as well."""
+    return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR_ZEROS else 0.0
+
+
+# AMP735: the same few batches come again and again, after many that were new.
+
+
+DATA_REPEATS_STEPS = Threshold(
+    code="AMP735",
+    name="steps",
+    default=4,
+    unit="steps",
+    lowest=2,
+    highest=10_000,
+    why="In a row whose batch came within the last sixteenth of the new ones before: a second epoch comes after as "
+    "many as the first one had, and batches that a loop uses several times by intent never were new in a row for long. "
+    "Two or three in a row are a step that was tried again.",
+)
+DATA_REPEATS_NEW = Threshold(
+    code="AMP735",
+    name="new",
+    default=64,
+    unit="steps",
+    lowest=1,
+    highest=1e6,
+    why="In a row whose batch was new, before the first that came again: a training on a few batches by intent begins "
+    "with them.",
+)
+DATA_REPEATS = register(
+    "AMP735",
+    "data-repeats",
+    "The same few batches come again and again",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(DATA_REPEATS_STEPS, DATA_REPEATS_NEW),
+)
+
+
+@DATA_REPEATS.judges(StepMoment)
+def _data_repeats(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    repeats = moment.batch.repeats
+    if not repeats.steps:
+        return ()
+    steps = int(thresholds[DATA_REPEATS_STEPS])
+    if repeats.steps != steps or repeats.new_before < thresholds[DATA_REPEATS_NEW]:
+        return ()
+    step = moment.line.step
+    finding = over_time_finding(
+        DATA_REPEATS,
+        "warning",
+        f"The batch of step {step} is that of {_ago(repeats.cycle)}, and so it was in the last {steps} steps; "
+        f"{repeats.new_before} before them were all new.",
+        step=step,
+        first="data",
+        phase="data",
+        evidence={"cycle": repeats.cycle, "new_before": repeats.new_before},
+    )
+    return (finding,)
+
+
+def _ago(steps: int) -> str:
+    return "the step before" if steps == 1 else f"{steps} steps before"
+
+
+# AMP730: steps take longer than they did, or memory keeps growing.
+
+
+SLOWS_DOWN_FACTOR = Threshold(
+    code="AMP730",
+    name="factor",
+    default=2.0,
+    unit="factor",
+    lowest=1.05,
+    highest=1e6,
+    why="Times the usual that the last 16 steps take in the median. A note only: other work on the machine does the "
+    "same.",
+)
+SLOWS_DOWN_MEMORY = Threshold(
+    code="AMP730",
+    name="memory",
+    default=1.2,
+    unit="factor",
+    lowest=1.01,
+    highest=1e6,
+    why="Times the usual that the peak of memory is of late: batches of other lengths differ by less once the "
+    "allocator has settled.",
+)
+SLOWS_DOWN = register(
+    "AMP730",
+    "slows-down",
+    "Steps take longer, or memory grows",
+    worst="note",
+    commands=WATCHED,
+    thresholds=(SLOWS_DOWN_FACTOR, SLOWS_DOWN_MEMORY),
+)
+
+
+@SLOWS_DOWN.judges(StepMoment)
+def _slows_down(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
+    if not moment.judged or moment.accepted % HOP:
+        return ()
+    return tuple(_slower(moment, thresholds))
+
+
+def _slower(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    for course, early, limit, what, unit in (
+        (moment.seconds, moment.early_seconds, thresholds[SLOWS_DOWN_FACTOR], "A step takes", "s"),
+        (moment.memory, math.inf, thresholds[SLOWS_DOWN_MEMORY], "The peak of memory is", "bytes"),
+    ):
+        if course.count < LENGTH or course.highest < limit * min(course.lowest, early):
+            continue  # as most: no values differ by as much as the medians would have to
+        usual = min(course.usual, early)
+        if not usual > 0 or course.recent < limit * usual:
+            continue
+        waits = moment.line.data_seconds
+        data = unit == "s" and waits is not None and waits > 0.5 * (moment.line.seconds or 0.0)
+        yield over_time_finding(
+            SLOWS_DOWN,
+            "note",
+            f"{what} {course.recent:.3g} {unit} at step {moment.line.step}, {course.recent / usual:.2g} times "
+            f"the usual {usual:.3g}{'; most of it is waiting for data' if data else ''}.",
+            step=moment.line.step,
+            first="data" if data else "hardware",
+            phase="data" if data else "optimizer",
+            evidence={
+                "what": "seconds" if unit == "s" else "memory_bytes",
+                "recent": course.recent,
+                "usual": usual,
+            },
+        )

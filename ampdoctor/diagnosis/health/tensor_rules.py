@@ -1,0 +1,676 @@
+"""Rules on single tensors over a run: gradients, headroom, scale factors, weights."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from ampdoctor.diagnosis.catalogue import WATCHED, register
+from ampdoctor.diagnosis.health.judge import TENSOR, ahead, over_time_finding
+from ampdoctor.diagnosis.health.lazy_numpy import np
+from ampdoctor.diagnosis.health.tensor_state import (
+    LEAST_BEFORE,
+    NEW,
+    TensorMoment,
+    breaks,
+    medians,
+    moved_first,
+    slope,
+    weight_breaks,
+)
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+GRADIENT_DEPARTS_FALLS = Threshold(
+    code="AMP728",
+    name="falls",
+    default=14.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="By which a tensor's gradient norm falls faster over the last three looks than over up to twelve before: the "
+    "healthy trainings of benchmarks/alerts stay below 11, starved layers reach 10 to 260.",
+)
+GRADIENT_DEPARTS_GROWS = Threshold(
+    code="AMP728",
+    name="grows",
+    default=16.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="Likewise of one that grows: healthy ones stay below 9.",
+)
+GRADIENT_DEPARTS = register(
+    "AMP728",
+    "gradient-departs",
+    "A tensor's gradient falls away or grows",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(GRADIENT_DEPARTS_FALLS, GRADIENT_DEPARTS_GROWS),
+)
+FLOOR = 0.15
+"""Deviation of a rate that is assumed at least, in e-folds a look: gradients of single batches differ by as much."""
+
+
+@GRADIENT_DEPARTS.judges(TensorMoment)
+def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    rows = moment.rows("gradient")
+    if not len(rows):
+        return
+    norms = moment.values("norm", rows)
+    yield from _vanished(moment, rows, norms)
+    found = breaks(norms, FLOOR, least=min(thresholds[GRADIENT_DEPARTS_FALLS], thresholds[GRADIENT_DEPARTS_GROWS]))
+    for grows, limit in ((False, thresholds[GRADIENT_DEPARTS_FALLS]), (True, thresholds[GRADIENT_DEPARTS_GROWS])):
+        by = found.by if grows else -found.by
+        hit = np.flatnonzero(by >= limit)
+        if not len(hit):
+            continue
+        hit = hit[np.argsort(-by[hit], kind="stable")]
+        worst = hit[0]
+        before, now = float(norms[worst, -1 - NEW]), float(norms[worst, -1])
+        yield over_time_finding(
+            GRADIENT_DEPARTS,
+            "warning",
+            f"The gradient of {TENSOR} {'grows' if grows else 'falls away'}: its norm went from {before:.3g} to "
+            f"{now:.3g} over the last {NEW} looks, {by[worst]:.0f} robust deviations {'above' if grows else 'below'} "
+            f"its course before{f', and so did those of {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            step=moment.line.step,
+            first="gradient",
+            phase="backward",
+            tensor=moment.tensors[rows[worst]],
+            also=[moment.tensors[rows[i]] for i in hit[1:]],
+            evidence={"norm": now, "norm_before": before, "deviations": float(by[worst]), "tensors": len(hit)},
+        )
+
+
+def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iterator[Finding]:
+    """Gradients that are exactly zero in the last looks, for the first time: their logarithm has no rate."""
+    before, last = norms[:, :-NEW], norms[:, -NEW:]
+    if before.shape[1] < LEAST_BEFORE:
+        return
+    zero = (last == 0).all(axis=1)
+    if not zero.any():
+        return
+    alive = (before[:, -LEAST_BEFORE:] > 0).all(axis=1) & ~(before == 0).any(axis=1)
+    hit = np.flatnonzero(alive & zero)
+    if not len(hit):
+        return
+    was, more = float(before[hit[0], -1]), f"; so have those of {len(hit) - 1} more" if len(hit) > 1 else ""
+    yield over_time_finding(
+        GRADIENT_DEPARTS,
+        "warning",
+        f"The gradient of {TENSOR} has become zero: every element of it in the last {NEW} looks, after a norm of "
+        f"{was:.3g}{more}. Nothing reaches it any more, and "
+        "it stops learning.",
+        step=moment.line.step,
+        first="gradient",
+        phase="backward",
+        tensor=moment.tensors[rows[hit[0]]],
+        also=[moment.tensors[rows[i]] for i in hit[1:]],
+        evidence={"norm": 0.0, "norm_before": was, "tensors": len(hit)},
+    )
+
+
+# AMP734: a tensor's own scale factor drops or rises at once.
+
+
+FACTOR_JUMPS_BINADES = Threshold(
+    code="AMP734",
+    name="binades",
+    default=3.0,
+    unit="binades",
+    lowest=0.5,
+    highest=100.0,
+    why="By which a tensor's own scale changes from one look to the next, beyond the largest change before: eight "
+    "times. A factor from the largest value of the last steps announces with a drop that values have grown, with a "
+    "rise that small ones are gone.",
+)
+FACTOR_JUMPS = register(
+    "AMP734",
+    "factor-jumps",
+    "A tensor's own scale factor changes at once",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(FACTOR_JUMPS_BINADES,),
+)
+LEAST_LOOKS = 6
+GROWN = "its values have grown, and those of the next step may overflow"
+SHRUNK = "its values have shrunk, and small ones of the next step may flush to zero"
+
+
+@FACTOR_JUMPS.judges(TensorMoment)
+def _factor_jumps(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    own = moment.eight_bit()
+    if moment.seen < LEAST_LOOKS or not len(own):
+        return
+    scales = moment.values("scale", own)
+    known = (scales > 0).all(axis=1)
+    own, scales = own[known], scales[known]
+    if not len(own):
+        return
+    changes = np.diff(np.log2(scales), axis=1)
+    last, before = changes[:, -1], np.abs(changes[:, :-1]).max(axis=1)
+    hit = np.flatnonzero(np.abs(last) >= before + thresholds[FACTOR_JUMPS_BINADES])
+    if not len(hit):
+        return
+    worst = hit[np.argmax(np.abs(last[hit]))]
+    falls = bool(last[worst] < 0)
+    yield over_time_finding(
+        FACTOR_JUMPS,
+        "warning",
+        f"The scale of {TENSOR} {'drops' if falls else 'rises'} by {abs(last[worst]):.1f} binades from one look to the "
+        f"next: {GROWN if falls else SHRUNK}.",
+        step=moment.line.step,
+        first="scale",
+        phase="forward",
+        tensor=moment.tensors[own[worst]],
+        also=[moment.tensors[own[i]] for i in hit if i != worst],
+        evidence={
+            "binades": float(last[worst]),
+            "largest_before": float(before[worst]),
+            "scale": float(scales[worst, -1]),
+        },
+    )
+
+
+# AMP726: a tensor in a half format drifts towards the format's largest number.
+
+
+HEADROOM_RUNS_OUT_NEAR = Threshold(
+    code="AMP726",
+    name="near",
+    default=2.0,
+    unit="binades",
+    lowest=0.0,
+    highest=20.0,
+    why="Of headroom below which a drift towards the limit is a warning: a batch's largest value exceeds the usual by "
+    "a factor of two to four now and then.",
+)
+HEADROOM_RUNS_OUT_HORIZON = Threshold(
+    code="AMP726",
+    name="horizon",
+    default=2000,
+    unit="steps",
+    lowest=1,
+    highest=10_000_000,
+    why="Within which the headroom must end, at its present drift.",
+)
+HEADROOM_RUNS_OUT = register(
+    "AMP726",
+    "headroom-runs-out",
+    "An activation grows towards the largest number of its format",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(HEADROOM_RUNS_OUT_NEAR, HEADROOM_RUNS_OUT_HORIZON),
+)
+HEADROOM_LOOKS = 8
+_STEADY = 5
+"""Of the seven changes between eight looks, those that must go down."""
+_LEAST_DRIFT = 0.5
+"""Binades of headroom lost over the looks: less is noise."""
+
+
+@HEADROOM_RUNS_OUT.judges(TensorMoment)
+def _headroom_runs_out(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    if moment.seen < HEADROOM_LOOKS:
+        return
+    rows = moment.rows("activation")
+    rooms = moment.values("headroom_binades", rows)[:, -HEADROOM_LOOKS:]
+    known = np.isfinite(rooms).all(axis=1)
+    rows, rooms = rows[known], rooms[known]
+    if not len(rows):
+        return
+    drift = slope(moment.steps[-HEADROOM_LOOKS:], rooms)
+    steady = (np.diff(rooms, axis=1) < 0).sum(axis=1) >= _STEADY
+    lost = medians(rooms[:, :3]) - medians(rooms[:, -3:])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = np.where(drift < 0, rooms[:, -1] / -drift, np.inf)
+    hit = np.flatnonzero(steady & (lost >= _LEAST_DRIFT) & (left <= thresholds[HEADROOM_RUNS_OUT_HORIZON]))
+    if not len(hit):
+        return
+    worst = hit[np.argmin(left[hit])]
+    now = float(rooms[worst, -1])
+    overflowed = now <= 0 or bool((moment.values("nonfinite", rows[worst : worst + 1])[:, -HEADROOM_LOOKS:] > 0).any())
+    said = (
+        "has overflowed its format's largest number"
+        if overflowed
+        else f"is {now:.1f} binades below its format's largest number, and loses {-drift[worst] * 1000:.2g} in 1,000 "
+        f"steps: it overflows {ahead(float(left[worst]))}"
+    )
+    severity: Severity = "warning" if now < thresholds[HEADROOM_RUNS_OUT_NEAR] else "note"
+    yield over_time_finding(
+        HEADROOM_RUNS_OUT,
+        severity,
+        f"The output of {TENSOR} {said}.",
+        step=moment.line.step,
+        first="logits",
+        phase="forward",
+        tensor=moment.tensors[rows[worst]],
+        also=[moment.tensors[rows[i]] for i in hit if i != worst],
+        evidence={
+            "headroom_binades": now,
+            "binades_per_step": float(drift[worst]),
+            "steps_left": float(left[worst]),
+            "tensors": len(hit),
+        },
+    )
+
+
+# AMP725: more and more of a gradient becomes zero in the half format.
+
+
+UNDERFLOW_SPREADS_HARMFUL = Threshold(
+    code="AMP725",
+    name="harmful",
+    default=0.05,
+    unit="share",
+    why="Of the nonzero elements that become zero: the folk rule's 5 %, here of what is flushed and not of what was "
+    "zero to begin with (ReLU makes half of a gradient zero in health).",
+)
+UNDERFLOW_SPREADS_RISE = Threshold(
+    code="AMP725",
+    name="rise",
+    default=4.0,
+    unit="factor",
+    lowest=1.1,
+    highest=1e6,
+    why="Above the share of the first looks that are remembered: what has been there all along is `profile`'s to "
+    "judge, and no trend.",
+)
+UNDERFLOW_SPREADS_HORIZON = Threshold(
+    code="AMP725",
+    name="horizon",
+    default=2000,
+    unit="steps",
+    lowest=1,
+    highest=10_000_000,
+    why="Within which a share that rises must reach the harmful one to be worth a note.",
+)
+UNDERFLOW_SPREADS = register(
+    "AMP725",
+    "underflow-spreads",
+    "More and more of a gradient is flushed to zero",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(UNDERFLOW_SPREADS_HARMFUL, UNDERFLOW_SPREADS_RISE, UNDERFLOW_SPREADS_HORIZON),
+)
+UNDERFLOW_LOOKS = (8, 5)
+"""Looks over which a drift is measured: a slow one shows over many, a fast one must be told after few."""
+_FIT = 0.8
+"""Share of the variance that the line must explain: a drift, and no noise."""
+_WIDE = ("fp64", "fp32", "tf32", "bf16")
+"""Formats in which no gradient of a training becomes zero."""
+_SAID = {"flushed_share": "becomes zero in the half format", "zero_share": "is zero"}
+"""What is looked at, in this order, and how it is said."""
+_RESOLVED = 1e-4
+"""A share below it is not resolved by a sample."""
+
+
+@UNDERFLOW_SPREADS.judges(TensorMoment)
+def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    rows = _in_half(moment)
+    found = (
+        finding
+        for measure in _SAID
+        for shares in [moment.values(measure, rows)]
+        for looks in UNDERFLOW_LOOKS
+        if moment.seen >= looks
+        for finding in _spreads(moment, rows, measure, shares[:, -looks:], thresholds)
+    )
+    yield from itertools.islice(found, 1)
+
+
+def _spreads(
+    moment: TensorMoment, rows: np.ndarray, measure: str, shares: np.ndarray, thresholds: Thresholds
+) -> Iterator[Finding]:
+    """A warning of those over the harmful share, or a note of those on their way to it, or nothing.
+
+    What fp16 has made zero inside a backward cannot be told from other zeros when it arrives: it is of the zeros, whose
+    share was small at first, and rises.
+    """
+    looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS_RISE]
+    if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _RESOLVED)).any():
+        return  # as at most looks: none is far above the least of its first, nor above their median
+    then = np.maximum(medians(shares[:, :3]), _RESOLVED)
+    more = np.flatnonzero((now >= rise * then) & ~np.isnan(shares).any(axis=1))
+    if not len(more):
+        return
+    rows, shares, now, then = rows[more], shares[more], now[more], then[more]
+    logs = np.log(np.maximum(shares, _RESOLVED))
+    drift = slope(moment.steps[-looks:], logs)
+    harmful, risen = thresholds[UNDERFLOW_SPREADS_HARMFUL], (drift > 0) & (_explained(logs) >= _FIT)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = np.log(harmful / np.maximum(now, _RESOLVED)) / drift
+    over = risen & (np.minimum(now, shares[:, -2]) >= harmful)
+    coming = risen & ~over & (now > _RESOLVED) & (now < harmful) & (left <= thresholds[UNDERFLOW_SPREADS_HORIZON])
+    for hit, severity in ((np.flatnonzero(over), "warning"), (np.flatnonzero(coming), "note")):
+        if not len(hit):
+            continue
+        worst = hit[np.argmax(now[hit])] if severity == "warning" else hit[np.argmin(left[hit])]
+        becomes = (
+            f"above the {harmful:.0%} from which layers stop learning"
+            if severity == "warning"
+            else f"at this drift it passes {harmful:.0%} {ahead(float(left[worst]))}"
+        )
+        yield over_time_finding(
+            UNDERFLOW_SPREADS,
+            "warning" if severity == "warning" else "note",
+            f"{now[worst]:.2%} of the gradient of {TENSOR} {_SAID[measure]}, after {then[worst]:.2%} "
+            f"{moment.line.step - int(moment.steps[-looks]):,} steps ago: {becomes}"
+            f"{f'; so do {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+            step=moment.line.step,
+            first="gradient",
+            phase="backward",
+            tensor=moment.tensors[rows[worst]],
+            also=[moment.tensors[rows[i]] for i in hit if i != worst],
+            evidence={
+                measure: float(now[worst]),
+                f"{measure}_before": float(then[worst]),
+                "steps_left": None if severity == "warning" else float(left[worst]),
+                "loss_scale": moment.line.loss_scale,
+                "tensors": len(hit),
+            },
+        )
+
+
+def _in_half(moment: TensorMoment) -> np.ndarray:
+    """Rows of gradients that are half on their way: by their format, or all where the run computes in fp16.
+
+    Autocast in fp16 gives outputs in fp16, and a loss is scaled for nothing else.
+    """
+    rows = np.concatenate([moment.rows(role) for role in ("gradient", "activation_gradient")])
+    if moment.line.loss_scale is not None or any(moment.formats[row] == "fp16" for row in moment.rows("activation")):
+        return rows
+    return rows[[moment.formats[row] not in _WIDE for row in rows]] if len(rows) else rows
+
+
+def _explained(values: np.ndarray) -> np.ndarray:
+    """(rows) share of the variance that a straight line explains."""
+    at = np.arange(values.shape[1]) - (values.shape[1] - 1) / 2
+    centred = values - values.mean(axis=1, keepdims=True)
+    total = (centred**2).sum(axis=1)
+    explained = (centred @ at) ** 2 / (at @ at)
+    share: np.ndarray = np.divide(explained, total, out=np.zeros_like(total), where=total > 0)
+    return share
+
+
+# AMP738: most weights of a half model stay as they are, because the update is less than half of their spacing.
+
+
+UPDATES_LOST_LOST = Threshold(
+    code="AMP738",
+    name="lost",
+    default=0.5,
+    unit="share",
+    why="Of the weights that have a gradient and are left as they were, in each of the last three looks. Rounding to "
+    "nearest loses an update of less than half the spacing (2^-9 to 2^-8 of a weight in bf16) whole and each time "
+    "(arXiv:2010.06192): what is not lost now and then is lost for good.",
+)
+UPDATES_LOST = register(
+    "AMP738",
+    "updates-lost",
+    "Most weights do not move: their updates are rounded away",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(UPDATES_LOST_LOST,),
+)
+HALF = ("bf16", "fp16")
+
+
+@UPDATES_LOST.judges(TensorMoment)
+def _updates_lost(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    if moment.seen < NEW:
+        return
+    rows = np.array([row for row in moment.rows("parameter") if moment.formats[row] in HALF], dtype=np.int64)
+    if not len(rows):
+        return
+    still = moment.values("unmoved_share", rows)[:, -NEW:]
+    of_gradient = {moment.tensors[row]: row for row in moment.rows("gradient")}
+    given = np.array([moment.tensors[row] in of_gradient for row in rows])
+    known = given & ~np.isnan(still).any(axis=1)
+    rows, still = rows[known], still[known]
+    if not len(rows):
+        return
+    gradients = np.array([of_gradient[moment.tensors[row]] for row in rows])
+    without = np.nan_to_num(moment.values("zero_share", gradients)[:, -NEW:], nan=1.0)
+    moved = np.maximum(1.0 - without, 1e-9)
+    lost = np.clip((still - without) / moved, 0.0, 1.0) * (without < 1.0)
+    weights = np.nan_to_num(moment.values("elements", rows)[:, -1:]) * moved
+    of_all = (lost * weights).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-9)
+    if (of_all < thresholds[UPDATES_LOST_LOST]).any():
+        return
+    worst = int(np.argmax((lost * weights).sum(axis=1)))
+    hit = [i for i in np.flatnonzero((lost >= thresholds[UPDATES_LOST_LOST]).all(axis=1)) if i != worst]
+    name = moment.formats[rows[worst]]
+    yield over_time_finding(
+        UPDATES_LOST,
+        "warning",
+        f"{of_all[-1]:.0%} of the {name} weights that have a gradient are left as they were by the step "
+        f"({lost[worst, -1]:.0%} of {TENSOR}), and so it was in the last {NEW} looks: updates of less than half their "
+        "spacing are rounded away.",
+        step=moment.line.step,
+        first="optimizer",
+        tensor=moment.tensors[rows[worst]],
+        also=[moment.tensors[rows[i]] for i in hit],
+        evidence={"lost_share": float(of_all[-1]), "lost_share_of_tensor": float(lost[worst, -1]), "format": name},
+    )
+
+
+# AMP727: a parameter that moved moves no more, though a gradient reaches it.
+
+
+STANDS_STILL_OTHERS = Threshold(
+    code="AMP727",
+    name="others",
+    default=0.1,
+    unit="share",
+    why="Of the parameters that still move: at the end of a schedule nothing moves, and nothing is wrong.",
+)
+_LEAST_MOVE = 1e-6
+"""Of its norm, by which a step must have moved a parameter: what moved by less, as a bias before a BatchNorm or a model
+that has learned all, stood still before, and moves by roundings."""
+STANDS_STILL = register(
+    "AMP727",
+    "stands-still",
+    "A parameter moves no more, though it has a gradient",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(STANDS_STILL_OTHERS,),
+)
+
+
+@STANDS_STILL.judges(TensorMoment)
+def _stands_still(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    if moment.seen < 2 * NEW:
+        return
+    rows = moment.rows("parameter")
+    ratios = moment.values("update_ratio", rows)
+    known = ~np.isnan(ratios[:, -2 * NEW :]).any(axis=1)
+    rows, ratios = rows[known], ratios[known]
+    if not len(rows):
+        return
+    moved = (ratios[:, :-NEW] > _LEAST_MOVE).sum(axis=1) >= NEW
+    still = (ratios[:, -NEW:] == 0).all(axis=1)
+    if not still.any() or (ratios[:, -NEW:] > 0).all(axis=1).mean() < thresholds[STANDS_STILL_OTHERS]:
+        return
+    hit = np.flatnonzero(moved & still & _reached(moment, rows))
+    if not len(hit):
+        return
+    worst = hit[0]
+    usual = float(np.median(ratios[worst, :-NEW]))
+    yield over_time_finding(
+        STANDS_STILL,
+        "warning",
+        f"{TENSOR} has a gradient and has not moved in the last {NEW} looks; before, a step moved it by {usual:.2g} "
+        f"of its norm{f'; so it is with {len(hit) - 1} more' if len(hit) > 1 else ''}.",
+        step=moment.line.step,
+        first="optimizer",
+        tensor=moment.tensors[rows[worst]],
+        also=[moment.tensors[rows[i]] for i in hit[1:]],
+        evidence={"update_ratio_before": usual, "tensors": len(hit)},
+    )
+
+
+def _reached(moment: TensorMoment, rows: np.ndarray) -> np.ndarray:
+    """(rows) whether the parameter's gradient was not zero in any of the last looks, and not far below what it was."""
+    of_gradient = {moment.tensors[row]: row for row in moment.rows("gradient")}
+    norms = moment.values("norm")
+    found = np.zeros(len(rows), bool)
+    for i, row in enumerate(rows):
+        at = of_gradient.get(moment.tensors[row])
+        if at is not None:
+            last, before = norms[at, -NEW:], norms[at, :-NEW]
+            found[i] = bool((last > 0).all() and np.nanmedian(last) > 0.01 * np.nanmedian(before))
+    return found
+
+
+# AMP733: weights begin to grow as they have not grown before.
+
+
+WEIGHTS_GROW_DEVIATIONS = Threshold(
+    code="AMP733",
+    name="deviations",
+    default=28.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="By which the growth of a weight's norm over the last one, two or three looks is above that of up to twelve "
+    "before: the healthy trainings of benchmarks/alerts stay below 16, those whose weights run away reach 30 to 160.",
+)
+WEIGHTS_GROW_CHANGE = Threshold(
+    code="AMP733",
+    name="change",
+    default=0.15,
+    unit="e-folds",
+    lowest=0.0,
+    highest=100.0,
+    why="By which the norm must have grown over these looks: what is out of the usual in a norm that hardly moves at "
+    "all harms nobody.",
+)
+WEIGHTS_GROW_SHARE = Threshold(
+    code="AMP733",
+    name="share",
+    default=0.1,
+    unit="share",
+    why="Of the norm of all weights that a tensor must have: a bias that starts at zero grows by any factor, and "
+    "matters to none.",
+)
+WEIGHTS_GROW = register(
+    "AMP733",
+    "weights-grow",
+    "Weights begin to grow",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(WEIGHTS_GROW_DEVIATIONS, WEIGHTS_GROW_CHANGE, WEIGHTS_GROW_SHARE),
+)
+
+_LOGITS = re.compile(
+    r"(^|[._])(q|k|wq|wk|query|key|q_proj|k_proj|qkv|qkv_proj|query_key_value|wqkv|c_attn|in_proj_weight|in_proj_bias"
+    r"|logit_scale|lm_head)([._]|$)",
+    re.IGNORECASE,
+)
+"""Names of what makes the logits of attention or of the output, in torch, Transformers, timm, Megatron, OpenCLIP."""
+
+
+@WEIGHTS_GROW.judges(TensorMoment)
+def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    found = weight_breaks(
+        moment,
+        sign=1,
+        least=thresholds[WEIGHTS_GROW_DEVIATIONS],
+        share=thresholds[WEIGHTS_GROW_SHARE],
+        change=thresholds[WEIGHTS_GROW_CHANGE],
+    )
+    if not found:
+        return
+    worst = found[0]
+    yield over_time_finding(
+        WEIGHTS_GROW,
+        "warning",
+        f"The norm of {TENSOR} has begun to grow: from {worst.before:.4g} to {worst.now:.4g} over the last "
+        f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations above its growth "
+        f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
+        step=moment.line.step,
+        first="logits" if all(_LOGITS.search(moment.name(one.row)) for one in found) else moved_first(moment, worst),
+        tensor=moment.tensors[worst.row],
+        also=[moment.tensors[one.row] for one in found[1:]],
+        evidence={
+            "norm": worst.now,
+            "norm_before": worst.before,
+            "deviations": worst.by,
+            "looks": worst.looks,
+            "tensors": len(found),
+        },
+    )
+
+
+# AMP737: weights begin to shrink as they have not shrunk before.
+
+
+WEIGHTS_SHRINK_DEVIATIONS = Threshold(
+    code="AMP737",
+    name="deviations",
+    default=20.0,
+    unit="robust standard deviations",
+    lowest=1.0,
+    highest=1e6,
+    why="By which the growth of a weight's norm over the last one, two or three looks is below that of up to twelve "
+    "before: the healthy trainings of benchmarks/alerts stay below 4, gains that decay reach 70 to 160.",
+)
+WEIGHTS_SHRINK_CHANGE = Threshold(
+    code="AMP737",
+    name="change",
+    default=0.15,
+    unit="e-folds",
+    lowest=0.0,
+    highest=100.0,
+    why="By which the norm must have fallen over these looks.",
+)
+WEIGHTS_SHRINK_SHARE = Threshold(
+    code="AMP737",
+    name="share",
+    default=0.1,
+    unit="share",
+    why="Of the norm of all weights that a tensor must have, or have had before these looks.",
+)
+WEIGHTS_SHRINK = register(
+    "AMP737",
+    "weights-shrink",
+    "Weights begin to shrink",
+    worst="warning",
+    commands=WATCHED,
+    thresholds=(WEIGHTS_SHRINK_DEVIATIONS, WEIGHTS_SHRINK_CHANGE, WEIGHTS_SHRINK_SHARE),
+)
+
+
+@WEIGHTS_SHRINK.judges(TensorMoment)
+def _weights_shrink(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Finding]:
+    found = weight_breaks(
+        moment,
+        sign=-1,
+        least=thresholds[WEIGHTS_SHRINK_DEVIATIONS],
+        share=thresholds[WEIGHTS_SHRINK_SHARE],
+        change=thresholds[WEIGHTS_SHRINK_CHANGE],
+    )
+    if not found:
+        return
+    worst = found[0]
+    yield over_time_finding(
+        WEIGHTS_SHRINK,
+        "warning",
+        f"The norm of {TENSOR} has begun to shrink: from {worst.before:.4g} to {worst.now:.4g} over the last "
+        f"{'look' if worst.looks == 1 else f'{worst.looks} looks'}, {worst.by:.0f} robust deviations below its growth "
+        f"before{f'; so have {len(found) - 1} more' if len(found) > 1 else ''}.",
+        step=moment.line.step,
+        first=moved_first(moment, worst),
+        tensor=moment.tensors[worst.row],
+        also=[moment.tensors[one.row] for one in found[1:]],
+        evidence={
+            "norm": worst.now,
+            "norm_before": worst.before,
+            "deviations": worst.by,
+            "looks": worst.looks,
+            "tensors": len(found),
+        },
+    )

@@ -1,0 +1,283 @@
+"""What a rule on tensors sees: the numbers of each tensor over the looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from ampdoctor.diagnosis.health.lazy_numpy import np
+from ampdoctor.diagnosis.health.step_state import StepMoment
+from ampdoctor.evidence.log_records import MEASURES, DetailLine, DetailTable, table_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+LOOKS = 16
+"""Looks that are remembered."""
+NEW = 3
+"""Of these, the last ones, whose course is held against that of those before."""
+LEAST_BEFORE = 6
+MOST_BEFORE = 12
+_ROBUST = 1.4826
+_SURELY = 0.99
+"""Part of a bound below which no rounding takes a value over it."""
+
+_NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
+
+Matrix: TypeAlias = "NDArray[np.float64]"
+Key = tuple[int, str, str, int]
+
+
+@dataclass(slots=True)
+class TensorMoment:
+    """A look at tensors, and those before it: the evidence of rules on tensors. It is changed by the next look.
+
+    Attributes:
+        line: The last look.
+        names: The log's table of names.
+        steps: (looks) attempted step of each look, the newest at the end.
+        tensors: Index of each row's name in the log's table.
+        roles: Each row's role.
+        parts: Each row's part.
+        calls: Each row's call.
+        formats: Each row's format; null where it is not known.
+        measures: (`MEASURES`, rows, `LOOKS`), the newest look at the end; NaN where it was not measured.
+        seen: How many looks there were, at most `LOOKS`.
+        of_steps: The steps of the same optimizer before the last look; None where none are known.
+    """
+
+    line: DetailTable
+    steps: NDArray[np.int64]
+    tensors: list[int]
+    roles: NDArray[np.str_]
+    parts: list[str]
+    calls: list[int]
+    formats: list[str | None]
+    measures: Matrix
+    seen: int = 0
+    names: tuple[str, ...] = ()
+    of_steps: StepMoment | None = None
+    _of_role: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    _eight_bit: NDArray[np.int64] | None = None
+
+    def name(self, row: int) -> str:
+        """Returns the name of a row's tensor, or of its module; "" where the log's table lacks it."""
+        index = self.tensors[row]
+        return self.names[index] if index < len(self.names) else ""
+
+    def rows(self, role: str) -> NDArray[np.int64]:
+        """Returns the rows of tensors in a role that the last look has."""
+        found = self._of_role.get(role)
+        if found is None:
+            found = self._of_role[role] = np.flatnonzero(self.roles == role)
+        return found
+
+    def add_rows(self, keys: Sequence[Key], formats: Sequence[str | None]) -> None:
+        """Makes a row for each of some tensors, without a look yet."""
+        tensors, roles, parts, calls = zip(*keys, strict=True)
+        self.tensors += tensors
+        self.parts += parts
+        self.calls += calls
+        self.formats += formats
+        self.roles = np.concatenate([self.roles, np.array(roles, dtype=self.roles.dtype)])
+        new = np.full((len(MEASURES), len(keys), LOOKS), np.nan)
+        self.measures = np.concatenate([self.measures, new], axis=1)
+        self._of_role.clear()
+        self._eight_bit = None
+
+    def begin(self, step: int) -> None:
+        """A look at another step: what was seen last is the one before."""
+        self.measures[:, :, :-1] = self.measures[:, :, 1:]
+        self.measures[:, :, -1] = np.nan
+        self.steps[:-1] = self.steps[1:]
+        self.steps[-1] = step
+        self.seen = min(self.seen + 1, LOOKS)
+
+    def eight_bit(self) -> NDArray[np.int64]:
+        """Returns the rows of tensors in a format of 8 bits or less, whose scale is its own."""
+        if self._eight_bit is None:
+            self._eight_bit = np.flatnonzero([one is not None and one.startswith(_NARROW) for one in self.formats])
+        return self._eight_bit
+
+    def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
+        """Returns (rows, looks) of a measure, the newest at the end; NaN where it was not measured."""
+        matrix = self.measures[MEASURES.index(measure), :, LOOKS - self.seen :]
+        return matrix if rows is None else matrix[rows]
+
+
+class TensorCourses:
+    """Keeps the last looks of one optimizer's tensors."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Key, int] = {}
+        self._addresses: tuple[tuple[int | str, ...], ...] = ()
+        self._of_addresses: list[int] = []
+        self._step: int | None = None
+        self.moment = TensorMoment(
+            line=table_of(DetailLine(step=0)),
+            steps=np.zeros(LOOKS, np.int64),
+            tensors=[],
+            roles=np.array([], dtype="U20"),
+            parts=[],
+            calls=[],
+            formats=[],
+            measures=np.empty((len(MEASURES), 0, LOOKS)),
+        )
+
+    def hear(self, line: DetailTable) -> None:
+        """A look more; several lines of one step are one look."""
+        moment = self.moment
+        if line.step != self._step:
+            moment.begin(line.step)
+            self._step = line.step
+        moment.line = line
+        if line.tensors:
+            rows = self._rows_of(line)
+            moment.measures[:, rows, -1] = np.frombuffer(line.measures).reshape(len(MEASURES), -1)
+
+    def _rows_of(self, line: DetailTable) -> list[int]:
+        addresses = (line.tensors, line.roles, line.parts, line.calls)
+        if addresses != self._addresses:  # most looks are at the same tensors as the last
+            keys = list(zip(*addresses, strict=True))
+            new: dict[Key, str | None] = {}
+            for key, one in zip(keys, line.formats, strict=True):
+                if key not in self._rows:
+                    new.setdefault(key, one)
+            if new:
+                self.moment.add_rows(list(new), list(new.values()))
+                self._rows |= {key: at for at, key in enumerate(new, start=len(self._rows))}
+            self._addresses, self._of_addresses = addresses, [self._rows[key] for key in keys]
+        return self._of_addresses
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """How the courses of tensors differ of late from what they were.
+
+    Attributes:
+        by: (rows) robust deviations by which the mean rate of the last looks is above those before; 0 where
+            too few were seen.
+        rate: (rows) mean rate of the last looks, in e-folds a look.
+    """
+
+    by: Matrix
+    rate: Matrix
+
+
+def breaks(values: Matrix, floor: float, new: int = NEW, *, least: float) -> Break:
+    """Returns how the growth of positive values has changed of late.
+
+    Rates of the logarithm from look to look; the mean of the last ones against the median of at most `MOST_BEFORE`
+    before, in robust deviations of one rate, times the root of their number (the deviation of a mean).
+
+    Args:
+        values: (rows, looks), evenly spaced.
+        floor: Deviation of a rate that is assumed at least.
+        new: The last rates.
+        least: Robust deviations that are asked for: where it is certain that there are fewer, there are 0.
+    """
+    found = Break(np.zeros(len(values)), np.zeros(len(values)))
+    values = values[:, -(1 + new + MOST_BEFORE) :]
+    if values.shape[1] < 1 + new + LEAST_BEFORE or not len(values):
+        return found
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # no rate is above the logarithm of this, and the last ones together are not
+        widest = values.max(axis=1) / values.min(axis=1)
+        some = np.flatnonzero(~(widest < np.exp(_SURELY * least * floor / np.sqrt(new) / (1 + 1 / new))))
+        if not len(some):
+            return found
+        rates = np.diff(np.log(values[some]), axis=1)
+        before, last = rates[:, :-new], rates[:, -new:].mean(axis=1)
+        middle = medians(before)
+        deviation = np.maximum(_ROBUST * medians(np.abs(before - middle[:, None])), floor)
+        by = (last - middle) / deviation * np.sqrt(new)
+    found.by[some] = np.nan_to_num(by, nan=0.0, posinf=0.0, neginf=0.0)
+    found.rate[some] = np.nan_to_num(last)
+    return found
+
+
+def medians(values: Matrix) -> Matrix:
+    """Returns the median of each row, NaN where it has a NaN; `np.median` takes thrice as long for short rows."""
+    ordered, count = np.sort(values, axis=1), values.shape[1]
+    middle: Matrix = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+    middle[np.isnan(ordered[:, -1])] = np.nan
+    return middle
+
+
+def slope(steps: Sequence[int] | NDArray[np.int64], values: Matrix) -> Matrix:
+    """Returns the slope of each row by least squares, in units a step; NaN in a row with a NaN."""
+    at = np.asarray(steps, dtype=np.float64)
+    at = at - at.mean()
+    spread = float(at @ at) or 1.0
+    result: Matrix = (values - values.mean(axis=1, keepdims=True)) @ at / spread
+    return result
+
+
+# Weights whose norm has begun to grow or to shrink as it has not before: what two rules share.
+
+
+FLOOR = 0.003
+"""Deviation of a rate that is assumed at least, in e-folds a look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBreak:
+    """A weight that departs.
+
+    Attributes:
+        row: Its row.
+        by: Robust deviations, positive.
+        looks: The last looks over which it is seen best.
+        before: Norm before them.
+        now: Norm at the last.
+    """
+
+    row: int
+    by: float
+    looks: int
+    before: float
+    now: float
+
+
+def moved_first(moment: TensorMoment, found: WeightBreak) -> str:
+    """Returns what left the usual first over the looks of a break and shortly before: the settings only if they did."""
+    steps = moment.of_steps
+    if steps is None:
+        return "weights"
+    since = int(moment.steps[-1 - found.looks])
+    return steps.first("optimizer" if steps.rising else "weights", since=since)
+
+
+def weight_breaks(moment: TensorMoment, *, sign: int, least: float, share: float, change: float) -> list[WeightBreak]:
+    """Returns the weights that depart, the one that does so most first.
+
+    Args:
+        moment: The looks.
+        sign: 1 for those that grow, -1 for those that shrink.
+        least: Robust deviations.
+        share: Of the norm of all weights that one must have or have had: a bias that starts at zero grows by any
+            factor, and matters to none.
+        change: Of the norm within the last looks, as an e-fold.
+    """
+    rows = moment.rows("parameter")
+    norms = moment.values("norm", rows)
+    if not len(rows) or norms.shape[1] < 2:
+        return []
+    size = np.nan_to_num(norms[:, -1])
+    found: dict[int, WeightBreak] = {}
+    for new in range(1, NEW + 1):
+        if norms.shape[1] < 1 + new:
+            break
+        broken = breaks(norms, FLOOR, new, least=least)
+        was = np.nan_to_num(norms[:, -1 - new])
+        large = np.maximum(size, was) >= share * np.sqrt((size**2).sum())
+        hit = large & (sign * broken.by >= least) & (sign * broken.rate * new >= change)
+        for row in map(int, np.flatnonzero(hit)):
+            by = float(sign * broken.by[row])
+            if row not in found or by > found[row].by:
+                found[row] = WeightBreak(
+                    row=int(rows[row]), by=by, looks=new, before=float(was[row]), now=float(size[row])
+                )
+    return sorted(found.values(), key=lambda one: -one.by)

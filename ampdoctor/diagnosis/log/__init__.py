@@ -1,1 +1,0 @@
-"""Rules on the training log beside a checkpoint."""

@@ -1,1 +1,0 @@
-"""Rules on an optimizer's saved state."""

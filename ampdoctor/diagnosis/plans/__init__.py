@@ -1,1 +1,0 @@
-"""Rules on the batch of a step on another cluster."""

@@ -1,1 +1,0 @@
-"""What each layer can be computed in."""

@@ -1,1 +1,0 @@
-"""Rules on measured ranges and on loss scales."""

@@ -1,0 +1,332 @@
+"""Rules on a forward in half beside the same in fp32: operations, gradients, stale copies of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, register
+from ampdoctor.diagnosis.replay.nonfinite import HELP
+from ampdoctor.diagnosis.replay.scale_choice import range_finding, where_at
+from ampdoctor.evidence.location import Phase, Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_WARNING, Threshold, Thresholds
+from ampdoctor.evidence.trace import Amplified, Comparison, ParameterBeside, StepEvent
+
+FORWARD_DEPARTS = Threshold(
+    code="AMP208",
+    name="departs",
+    default=0.125,
+    unit="relative L2 error",
+    why="Error of an op's result against the forward in fp32 that is wrong, where its inputs have at most an eighth of "
+    "it: 0.3 to 1.3 where positions, timesteps, ids or sums do not fit the format; in three steps of 21 architectures "
+    "in fp16, bf16 and pure bf16 no op comes above 0.03, and attention over loud logits to 0.09.",
+)
+FORWARD_ALONE = Threshold(
+    code="AMP208",
+    name="alone",
+    default=0.1,
+    unit="relative L2 error",
+    why="Error of a single parameter's gradient from which a step is looked at closely (as AMP207.relative_error for "
+    "all of them together).",
+)
+FORWARD_PRECISION = register(
+    "AMP208",
+    "forward-precision",
+    "A finite value of the forward is far from what it is in fp32",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(FORWARD_DEPARTS, FORWARD_ALONE),
+)
+
+SLIGHT = 1e-5
+"""Share of the norm of all gradients below which a parameter's own is not looked at: of a gradient whose true value is
+zero (the bias of a key projection) fp32 leaves 1e-7 and less, and its distance from fp32's says nothing."""
+CLEARLY_NEARER = 4.0
+"""Factor by which a change has to bring the gradients that are far from fp32's nearer to it: it then explains fifteen
+sixteenths of their squared error."""
+NAMED = 16
+"""Parameters that the evidence names."""
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+def far_alone(
+    comparison: Comparison, thresholds: Thresholds, known: Mapping[str, float] = NOTHING
+) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters whose own gradients are far from fp32's, the farthest first.
+
+    Args:
+        comparison: Of one step.
+        thresholds: How far is far (AMP208).
+        known: Errors that were looked at before, by name; a parameter that is not farther does not count.
+    """
+    least = SLIGHT * comparison.gradient_norm
+    far = [p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_ALONE]]
+    return tuple(sorted((p for p in far if error_of(p) > known.get(p.name, 0.0)), key=error_of, reverse=True))
+
+
+def error_of(parameter: ParameterBeside) -> float:
+    """Relative L2 error of a parameter's gradient; inf where fp32 has none."""
+    return parameter.error / parameter.expected if parameter.expected else math.inf
+
+
+def together(parameters: Sequence[ParameterBeside]) -> float:
+    """Relative L2 error of several parameters' gradients together."""
+    expected = math.hypot(*(p.expected for p in parameters))
+    return math.hypot(*(p.error for p in parameters)) / expected if expected else math.inf
+
+
+def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds) -> tuple[Amplified, ...]:
+    """Returns the ops whose results are wrong, one for each op whose rounding is behind it, in the order of the ops.
+
+    Args:
+        amplified: What was seen of a step.
+        thresholds: How far is far (AMP208).
+    """
+    first: dict[object, Amplified] = {}
+    for one in amplified:
+        if one.error > thresholds[FORWARD_DEPARTS]:
+            first.setdefault((one.source.module, one.source.op, one.source.source), one)
+    return tuple(first.values())
+
+
+def forward_precision_finding(comparison: Comparison, one: Amplified, far: Sequence[ParameterBeside]) -> Finding:
+    """The finding; its place is the op whose rounding is behind it.
+
+    Args:
+        comparison: The step beside fp32.
+        one: The op whose result is wrong.
+        far: The parameters whose gradients are far from fp32's for it.
+    """
+    names = [p.name for p in far]
+    own = "the loss code" if one.source.phase == "loss" else "the model's own forward"
+    module = f"module {one.source.module}" if one.source.module else own
+    suffers = (
+        f"{one.where.op}{f' in module {one.where.module}' if one.where.module not in ('', one.source.module) else ''}"
+    )
+    makes = f"{suffers} makes of it" if one.where != one.source else "makes"
+    whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
+    return Finding(
+        code=FORWARD_PRECISION.code,
+        name=FORWARD_PRECISION.name,
+        severity="error",
+        cause="forward_precision",
+        where=one.source,
+        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
+        f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
+        f"{together(far):.0%} (relative L2)",
+        evidence={
+            "departs": one.error,
+            "inputs_depart": one.before,
+            "at_op": one.where.op,
+            "at_module": one.where.module,
+            "rounding": one.rounding,
+            "format": one.dtype,
+            "parameters": names[:NAMED],
+            "parameters_count": len(names),
+            "gradients_depart": together(far),
+            "gradient_error": comparison.gradient_error,
+        },
+        help=HELP["forward_precision"],
+    )
+
+
+# AMP207: in half precision the run departs from fp32, and no loss scale explains it.
+
+
+GRADIENTS_DEPART = Threshold(
+    code="AMP207",
+    name="relative_error",
+    default=0.1,
+    unit="relative L2 error",
+    why="Error of the gradients that nothing explains: beyond it runs were seen to fail (as AMP301.error_bad).",
+)
+GRADIENTS_WRONG = Threshold(
+    code="AMP207",
+    name="wrong",
+    default=0.5,
+    unit="relative L2 error",
+    why="And from which it is an error, where each step comes back as it was and rounding the weights moves the "
+    "gradients less: half of what the optimizer gets is another gradient. Of bisect-nan.",
+)
+DEPARTS_IN_HALF = register(
+    "AMP207",
+    "departs-in-half",
+    "In half precision the run departs from fp32, and no loss scale explains it",
+    worst="error",
+    commands=RECOMMENDED,
+    thresholds=(GRADIENTS_DEPART, GRADIENTS_WRONG),
+)
+
+
+def unexplained(
+    comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS, *, comes_back: bool = False
+) -> Finding | None:
+    """The gradients are far from fp32's, and no rule says why.
+
+    A warning, as chaos and hidden state look the same; an error where neither is left.
+
+    Args:
+        comparison: Of one step.
+        thresholds: How far is far (AMP207).
+        comes_back: The step has no hidden state; whoever asks knows how far rounding alone goes.
+    """
+    if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
+        return None
+    return Finding(
+        code=DEPARTS_IN_HALF.code,
+        name=DEPARTS_IN_HALF.name,
+        severity="error" if comes_back and comparison.gradient_error > thresholds[GRADIENTS_WRONG] else "warning",
+        where=Where(step=comparison.step, phase="backward"),
+        message=f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
+        "L2), and nothing that was looked at explains it",
+        evidence={
+            "gradient_error": comparison.gradient_error,
+            "gradient_ratio": comparison.gradient_ratio,
+            "loss": comparison.loss,
+            "reference_loss": comparison.reference_loss,
+        },
+        help="Part of the gradient is lost or belongs to another state: check cancellation (a difference of large "
+        "numbers), accumulation, and random draws or counters that the replay cannot rewind.",
+    )
+
+
+def departs(
+    harm: str,
+    *,
+    nonfinite: str | None,
+    step: int | None,
+    relative_error: float | None,
+    precision: str,
+    prescription: Prescription | None,
+    settled: bool = False,
+) -> Finding:
+    """AMP207.
+
+    Args:
+        harm: What is wrong, a clause.
+        nonfinite: What is not finite; None where the gradients are only far from fp32's, or a step is skipped.
+        step: Where; None for an error over all steps.
+        relative_error: Of the weight gradients.
+        precision: The run's own.
+        prescription: The change.
+        settled: Steps after the skipped one are taken: the scaler may only not have found its level.
+    """
+    advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
+    return range_finding(
+        DEPARTS_IN_HALF,
+        "note" if settled else "error" if step is not None else "warning",
+        f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
+        where=where_at(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
+        evidence={"nonfinite": nonfinite, "relative_error": relative_error},
+        prescription=prescription,
+    )
+
+
+def _phase_of(nonfinite: str | None) -> Phase:
+    kind = (nonfinite or "grad").partition(":")[0]
+    return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
+
+
+# AMP210: forwards use the half copies that autocast made of the weights before the weights were written.
+
+
+STALE_BETTER = Threshold(
+    code="AMP210",
+    name="better",
+    default=2.0,
+    unit="factor",
+    lowest=1.0,
+    highest=1e6,
+    why="Factor by which copies that are made anew must lower the gradients' error before the kept ones are blamed (as "
+    "AMP301.better): measured 100 and more where it is their doing, 1 where rounding is.",
+)
+STALE_CASTS = register(
+    "AMP210",
+    "stale-casts",
+    "Autocast's copies of the weights are older than the weights",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(STALE_BETTER,),
+)
+ADVICE = (
+    "Enter torch.autocast anew for each forward, and leave it before the weights are written (optimizer.step(), a "
+    "swap, an average, a clipping); or call torch.clear_autocast_cache() after each write, or give torch.autocast "
+    "cache_enabled=False."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OldCopies:
+    """Half copies that a forward read after their weights were written.
+
+    Attributes:
+        where: The write, at the user's line.
+        writer: What wrote the weights, as the subject and verb of a sentence.
+        weight: Name of the first weight.
+        weights: Number of weights.
+        used_at: The first forward that read an old copy: "FILE:LINE", else its module; "" where neither is known.
+    """
+
+    where: Where
+    writer: str
+    weight: str
+    weights: int
+    used_at: str
+
+
+def may_be_stale(events: Sequence[StepEvent]) -> bool:
+    """Does an optimizer step while autocast keeps its casts, and does another update follow in the same step?"""
+    steps = [event for event in events if event.kind == "optimizer_step"]
+    return any(event.casts_kept for event in steps[:-1])
+
+
+def stale_casts_finding(
+    step: int,
+    error: float,
+    anew: float | None,
+    old: OldCopies,
+    prescription: Prescription | None = None,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+) -> Finding | None:
+    """The gradients are those of old weights, by as much as the writes have moved them: for small updates a note.
+
+    Args:
+        step: The step.
+        error: Relative L2 error of its gradients, beside fp32's; where `anew` is None beside those with new copies.
+        anew: The error with copies that are made anew at each use; None where the step cannot run in fp32.
+        old: What was read after it was written.
+        prescription: The change.
+        thresholds: By how much the error must fall.
+    """
+    if not error > (thresholds[STALE_BETTER] * anew if anew is not None else 0.0):
+        return None
+    others = f" and {old.weights - 1} more" if old.weights > 1 else ""
+    away = (
+        f"{error:.2g} away from those with copies that are made anew (relative L2)"
+        if anew is None
+        else f"{error:.2g} away from fp32's (relative L2), and {anew:.2g} with copies that are made anew"
+    )
+    figures = {"gradient_error": error} | ({} if anew is None else {"gradient_error_with_new_casts": anew})
+    return Finding(
+        code=STALE_CASTS.code,
+        name=STALE_CASTS.name,
+        severity=_severity(error, thresholds),
+        cause="stale_casts",
+        where=old.where,
+        message=f"step {step}: {old.writer} inside an autocast context ({old.weight}{others}), and the forwards after "
+        f"that in the same context use the half copies of the old weights: the gradients are {away}",
+        evidence={**figures, "weights": old.weights, "used_at": old.used_at},
+        help=ADVICE,
+        prescription=prescription,
+    )
+
+
+def _severity(error: float, thresholds: Thresholds) -> Severity:
+    """An error from where runs were seen to fail (AMP207), a warning from where gradients deserve a look (AMP301)."""
+    if error > thresholds[GRADIENTS_DEPART]:
+        return "error"
+    return "warning" if error > thresholds[ERROR_WARNING] else "note"

@@ -1,0 +1,406 @@
+"""Rules on gradients that underflow: in the whole (AMP301), and of single parameters (AMP304)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
+from ampdoctor.diagnosis.replay.nonfinite import HELP, Cause
+from ampdoctor.diagnosis.replay.scale_choice import range_finding
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.run_facts import RangeFigures
+from ampdoctor.evidence.thresholds import (
+    DEFAULT_THRESHOLDS,
+    ERROR_BAD,
+    ERROR_NOTE,
+    ERROR_WARNING,
+    FLUSHED,
+    Threshold,
+    Thresholds,
+)
+from ampdoctor.evidence.trace import Comparison, Flush, ParameterBeside
+
+ZEROED_SHARE = Threshold(
+    code="AMP301",
+    name="zeroed_share",
+    default=0.5,
+    unit="share",
+    why="Share of the squared error that flushed elements make up, where it is underflow: most of it; rounding makes "
+    "up the rest. Of bisect-nan.",
+)
+ZEROED = Threshold(
+    code="AMP301",
+    name="zeroed",
+    default=0.1,
+    unit="share",
+    why="Or the share of elements that are flushed: what is left of the others is then subnormal and as far off "
+    "(0.93 in a collapsed run, below 1e-3 in healthy ones). Of bisect-nan.",
+)
+SHARE_WARNING = Threshold(
+    code="AMP301",
+    name="share_warning",
+    default=0.3,
+    unit="share",
+    why="Share of flushed activation gradients with which 12-block transformers trained a little worse (30 to 45 %; "
+    "with 19 % as well as in fp32). Of profile, where no step in fp16 measured the error.",
+)
+SHARE_BAD = Threshold(
+    code="AMP301",
+    name="share_bad",
+    default=0.7,
+    unit="share",
+    why="And with which they did not learn (70 to 84 %).",
+    above=SHARE_WARNING,
+)
+CLEARLY_BETTER = Threshold(
+    code="AMP301",
+    name="better",
+    default=2.0,
+    unit="factor",
+    lowest=1.0,
+    highest=1e6,
+    why="Factor by which another loss scale must lower the error before the present one is blamed. Of recommend.",
+)
+GRADIENT_UNDERFLOW = register(
+    "AMP301",
+    "gradient-underflow",
+    "Gradients are lost below fp16's range",
+    worst="error",
+    commands=MEASURED,
+    thresholds=(
+        FLUSHED,
+        ERROR_NOTE,
+        ERROR_WARNING,
+        ERROR_BAD,
+        ZEROED_SHARE,
+        ZEROED,
+        SHARE_WARNING,
+        SHARE_BAD,
+        CLEARLY_BETTER,
+    ),
+)
+
+LOSSY = 1e-2
+"""Share of flushed activation gradients from which weight gradients lose more than their own histogram shows."""
+
+
+LEAST_SHARE = 1e-2
+"""Share of the squared error below which flushed elements explain nothing, however many they are. Where underflow is
+behind an error, what flushes and what survives beside it as a subnormal are off by as much, at most 2^-25: the flushed
+make up about as much of the error as of the elements. That is a tenth of `ZEROED`, for values that spread over many
+binades; a half ResNet with branches that are almost switched off had 0.35 of its elements and 1.6e-7 of its error."""
+
+
+def severity_of_error(relative_error: float, thresholds: Thresholds) -> Severity | None:
+    """How bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
+    if relative_error > thresholds[ERROR_BAD]:
+        return "error"
+    if relative_error > thresholds[ERROR_WARNING]:
+        return "warning"
+    return "note" if relative_error > thresholds[ERROR_NOTE] else None
+
+
+def underflow_seen(
+    now: Mapping[str, float],
+    then: Mapping[str, float] | None,
+    scale: float,
+    prescription: Prescription | None,
+    thresholds: Thresholds,
+) -> Finding | None:
+    """AMP301 from a replay.
+
+    Args:
+        now: `relative_error`, `activation_grad`, `weight_grad` (flushed shares) as replayed with the run's own scaling.
+        then: The same with the recommended one; None where that was not replayed.
+        scale: The run's loss scale.
+        prescription: The change.
+        thresholds: What counts as lost, and as harmful.
+    """
+    error = now["relative_error"]
+    severity = severity_of_error(error, thresholds)
+    if severity is None or (then is not None and error < thresholds[CLEARLY_BETTER] * then["relative_error"]):
+        return None
+    if max(now["activation_grad"], now["weight_grad"]) <= thresholds[FLUSHED]:
+        return None  # an error without lost elements is rounding, which no scale changes
+    return range_finding(
+        GRADIENT_UNDERFLOW,
+        severity,
+        f"at a loss scale of {scale:g}, {now['activation_grad']:.2%} of the activation gradients and "
+        f"{now['weight_grad']:.2%} of the weight gradients that are not zero become zero; the weight gradients are "
+        f"{error:.2g} away from fp32's (relative L2)",
+        cause="grad_underflow",
+        evidence={"loss_scale": scale, "now": dict(now), "with_the_change": None if then is None else dict(then)},
+        prescription=prescription,
+    )
+
+
+def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
+    """Of flushed activation gradients, where their effect was not measured."""
+    if flushed > thresholds[SHARE_BAD]:
+        return "error"
+    return "warning" if flushed > thresholds[SHARE_WARNING] else None
+
+
+def _worse(first: Severity | None, second: Severity | None) -> Severity | None:
+    order = ("error", "warning", "note")
+    return next((severity for severity in order if severity in (first, second)), None)
+
+
+def underflow_expected(
+    activation: RangeFigures,
+    weight: RangeFigures,
+    scale: float,
+    bf16: RangeFigures,
+    thresholds: Thresholds,
+    *,
+    measured: float | None = None,
+) -> Finding | None:
+    """AMP301 from histograms, and from shadow steps where there are any: the error of histograms is a lower bound.
+
+    Args:
+        activation: Activation gradients in fp16 at the run's loss scale.
+        weight: Weight gradients likewise.
+        scale: That scale.
+        bf16: Activation gradients in bf16.
+        thresholds: What counts as lost, and as harmful.
+        measured: Relative error of the weight gradients in the shadow steps at this scale; None without any.
+    """
+    # a normal number is rounded by 2^-11 at most: an error above the note's is that of zeros and of subnormals
+    harmful = not weight.overflowed and weight.relative_error > thresholds[ERROR_NOTE]
+    if activation.flushed <= thresholds[FLUSHED] and not harmful:
+        return None
+    if measured is not None and (harmful or activation.flushed > LOSSY):
+        severity = severity_of_error(measured, thresholds)
+    else:
+        known = severity_of_error(weight.relative_error, thresholds) if harmful else None
+        severity = _worse(known, _severity_of_share(activation.flushed, thresholds) if measured is None else None)
+    return range_finding(
+        GRADIENT_UNDERFLOW,
+        severity or "note",
+        f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
+        f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
+        f"(bf16: {bf16.flushed:.2%}){_kept_in_part(weight) if harmful else ''}",
+        cause="grad_underflow",
+        evidence={
+            "loss_scale": scale,
+            "activation_grad_flushed": activation.flushed,
+            "weight_grad_flushed": weight.flushed,
+            "weight_grad_subnormal": weight.subnormal,
+            "weight_grad_relative_error": weight.relative_error,
+            "weight_grad_relative_error_measured": measured,
+            "bf16_activation_grad_flushed": bf16.flushed,
+        },
+    )
+
+
+def _kept_in_part(weight: RangeFigures) -> str:
+    return (
+        f"; {weight.subnormal:.2%} of the weight gradients keep fewer bits, and rounding leaves these gradients "
+        f"{weight.relative_error:.2g} away from what they are (relative L2)"
+    )
+
+
+def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Severity | None:
+    """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None.
+
+    Args:
+        comparison: Of one step.
+        thresholds: What matters (AMP301).
+    """
+    if comparison.gradient_error <= thresholds[ERROR_WARNING]:
+        return None
+    many = comparison.zeroed >= thresholds[ZEROED] and comparison.zeroed_share >= LEAST_SHARE
+    if comparison.zeroed_share < thresholds[ZEROED_SHARE] and not many:
+        return None
+    return "error" if comparison.gradient_error > thresholds[ERROR_BAD] else "warning"
+
+
+def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> bool:
+    """The gradients depart from fp32 by more than rounding does, or by what is asked for.
+
+    Args:
+        comparison: Of one step.
+        thresholds: Of underflow (AMP301), whose op the look is to find.
+    """
+    return not comparison.gradient_error <= min(ERROR_WARNING.default, thresholds[ERROR_WARNING])
+
+
+def underflow_finding(comparison: Comparison, where: Where, severity: Severity, flushed: float | None) -> Finding:
+    """The finding for gradients that underflow.
+
+    Args:
+        comparison: Of the step.
+        where: The op that flushes, where one was seen.
+        severity: From `underflow`.
+        flushed: Share of its result that it flushes.
+    """
+    scale = next((event.scale for event in comparison.events if event.scale is not None), None)
+    scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
+    return Finding(
+        code=GRADIENT_UNDERFLOW.code,
+        name=GRADIENT_UNDERFLOW.name,
+        severity=severity,
+        cause="grad_underflow",
+        where=where,
+        message=f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
+        f"are "
+        f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        evidence={
+            "zeroed_grad_fraction": comparison.zeroed,
+            "gradient_error": comparison.gradient_error,
+            "zeroed_share_of_error": comparison.zeroed_share,
+            "scale": scale,
+            "flushed_at_op": flushed,
+        },
+        help=HELP["grad_underflow"],
+    )
+
+
+def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Severity) -> Finding:
+    """At the first op of the backward that flushes most of its result, else at the one that flushes the most."""
+    first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
+    return underflow_finding(comparison, first.where, severity, first.fraction)
+
+
+# AMP304: parameters get no gradient, step after step, and in fp32 they do; the total does not show them.
+
+
+STARVED_LOST = Threshold(
+    code="AMP304",
+    name="lost",
+    default=0.95,
+    unit="share",
+    why="Share of the norm of a parameter's gradient in fp32 that lies in elements which are zero here, in every step: "
+    "1 where it gets nothing at all.",
+)
+STARVED_PARAMETERS = register(
+    "AMP304",
+    "starved-parameters",
+    "Parameters get no gradient, and in fp32 they do",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(STARVED_LOST,),
+)
+
+NAMED = 16
+"""Parameters that the evidence names."""
+
+
+def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that get nothing in any of these steps, and would move in fp32; as in the first of them.
+
+    The first steps in which fp32 gives a parameter nothing either do not count for it: behind a layer that begins at
+    zero, nothing arrives before that layer has moved.
+
+    Args:
+        compared: The steps.
+        thresholds: How much has to be lost (AMP304).
+    """
+    share = thresholds[STARVED_LOST]
+    first: dict[str, ParameterBeside] = {}
+    fed: set[str] = set()
+    for step in compared:
+        for parameter in step.parameters:
+            if _is_starved(parameter, share):
+                first.setdefault(parameter.name, parameter)
+            elif parameter.nonzero or parameter.name in first:
+                fed.add(parameter.name)
+    return tuple(parameter for name, parameter in first.items() if name not in fed)
+
+
+def shown_in(compared: Sequence[Comparison], parameters: Sequence[ParameterBeside]) -> tuple[Comparison, ...]:
+    """Returns the steps in which fp32 gives one of the parameters something.
+
+    Args:
+        compared: The steps.
+        parameters: The parameters.
+    """
+    names = {parameter.name for parameter in parameters}
+    return tuple(step for step in compared if any(p.nonzero and p.name in names for p in step.parameters))
+
+
+def _is_starved(parameter: ParameterBeside, share: float) -> bool:
+    lost = parameter.flushed > 0 and parameter.flushed_error >= share * parameter.expected
+    return lost and parameter.meant_to_move > 0
+
+
+def severity_of_starved(names: Sequence[str], held: Mapping[str, Sequence[str]]) -> Severity:
+    """Error where all that one module trains gets nothing, else a warning.
+
+    Args:
+        names: The starved parameters.
+        held: The names of the parameters with a gradient in fp32, by the module that owns them.
+    """
+    whole = any(all(name in names for name in own) for own in held.values())
+    return "error" if whole else "warning"
+
+
+def owners(parameters: Sequence[ParameterBeside]) -> dict[str, list[str]]:
+    """Returns the names of parameters by the module that owns them."""
+    by_module: defaultdict[str, list[str]] = defaultdict(list)
+    for parameter in parameters:
+        by_module[parameter.name.rpartition(".")[0]].append(parameter.name)
+    return dict(by_module)
+
+
+def common_module(names: Sequence[str]) -> str:
+    """Returns the innermost module that holds all of these parameters."""
+    paths = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def starved_finding(
+    compared: Sequence[Comparison],
+    parameters: Sequence[ParameterBeside],
+    flush: Flush | None,
+    saturated: Where | None = None,
+) -> Finding:
+    """The finding for parameters that are starved: one, as they share a cause.
+
+    Args:
+        compared: The steps that it rests on.
+        parameters: As they are in the first of them.
+        flush: The op of the backward whose result is zero and should not be, if one was seen.
+        saturated: The op whose derivative is zero for what the forward has rounded, and for no scale is another.
+    """
+    first, names = compared[0], [p.name for p in parameters]
+    scale = next((event.scale for event in first.events if event.scale is not None), None)
+    scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
+    module = common_module(names)
+    where = Where(step=first.step, phase="backward", module=module, tensor=names[0] if len(names) == 1 else None)
+    cause: Cause = "grad_underflow" if saturated is None else "forward_precision"
+    largest = max(parameters, key=lambda p: p.expected)
+    who = names[0] if len(names) == 1 else f"{len(names)} parameters of {module or 'the model'}"
+    several = len(names) > 1
+    steps = f"in all {len(compared)} steps that were compared" if len(compared) > 1 else "in the step that was compared"
+    said = f"{who} {'get' if several else 'gets'} no gradient {scaled}, {steps}, and in fp32 "
+    much = f"{'they do' if several else 'it does'} (norm {largest.expected:.2g} of {first.gradient_norm:.2g})"
+    if saturated is not None:
+        much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
+    return Finding(
+        code=STARVED_PARAMETERS.code,
+        name=STARVED_PARAMETERS.name,
+        severity=severity_of_starved(names, owners(first.parameters)),
+        cause=cause,
+        where=saturated or (where if flush is None else flush.where),
+        message=f"step {first.step}: {said}{much}",
+        evidence={
+            "parameters": names[:NAMED],
+            "parameters_count": len(names),
+            "steps": [step.step for step in compared],
+            "gradient_norm_in_fp32": largest.expected,
+            "flushed": largest.flushed,
+            "nonzero_in_fp32": largest.nonzero,
+            "all_gradients_norm": first.gradient_norm,
+            "scale": scale,
+            "flushed_at_op": None if flush is None else flush.fraction,
+        },
+        help=HELP[cause],
+    )

@@ -1,0 +1,303 @@
+"""State that is wrong before the first step of a replay: values, and the optimizer's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.replay.nonfinite import HELP, STATE_CODES, birth_numbers, sentence_of
+from ampdoctor.diagnosis.scan.optimizer import (
+    LONGER_UPDATE,
+    STEP_LIMITS,
+    length_at,
+    severity_of_standing,
+    standing_words,
+)
+from ampdoctor.diagnosis.scan.optimizer import SECOND_MOMENT_FLUSHED as FLUSHED
+from ampdoctor.diagnosis.scan.optimizer import STEP_COUNTERS as COUNTERS
+from ampdoctor.diagnosis.scan.tensors import FP16_OVERFLOW_AT, MAX_LISTED
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.run_facts import FlushedMoment, HalfCounter
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.trace import Birth, TensorStats
+
+_BESIDE = "beside:"
+_THROUGH_HALF = (
+    "Copy it from the model, and validate a copy (copy.deepcopy(average).half()) or under autocast, which casts no "
+    "weight in place."
+)
+_LOST = "Look at the code that writes to it, and copy it from the model: an average of Inf or NaN never recovers."
+_SHOWN = 3
+
+
+def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
+    """A tensor that is non-finite before the first step.
+
+    Args:
+        kind: "param", "buffer" or "optimizer_state".
+        where: Its address, phase "checkpoint".
+        stats: Its numbers.
+    """
+    code = STATE_CODES[kind]
+    count = stats.nans + stats.infs
+    return Finding(
+        code=code,
+        name=rules()[code].name,
+        severity="error",
+        cause="bad_checkpoint",
+        where=where,
+        message=f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
+        evidence={
+            "nans": stats.nans,
+            "infs": stats.infs,
+            "dtype": stats.dtype,
+            "shape": list(stats.shape),
+            "finite_amax": stats.amax,
+        },
+        help=HELP["bad_checkpoint"],
+        prescription=Prescription(
+            kind="code",
+            value=f"replace {where.tensor}",
+            status="not_run",
+            reason="only an earlier checkpoint has the lost values",
+            detail="Resume from a checkpoint in which this tensor is finite.",
+        ),
+    )
+
+
+def impossible_finding(where: Where, stats: TensorStats, negatives: int, lowest: float) -> Finding:
+    """A tensor that is negative where it is a mean of squares.
+
+    Args:
+        where: Its address, phase "checkpoint".
+        stats: Its numbers.
+        negatives: Elements below zero.
+        lowest: The least of them.
+    """
+    message = f"{where.tensor} ({where.op}) cannot be negative, and {negatives} values are, down to {lowest:.4g}"
+    return _state_finding("AMP106", where, message, {"negatives": negatives, "lowest": lowest, **_size(stats)})
+
+
+def saturated_finding(where: Where, stats: TensorStats, at_max: int) -> Finding:
+    """A weight that a conversion clamped to fp16's largest number.
+
+    Args:
+        where: Its address, phase "checkpoint".
+        stats: Its numbers.
+        at_max: Elements of exactly that magnitude.
+    """
+    message = f"{where.tensor} ({where.op}) holds {at_max} values of exactly 65504, fp16's largest: they were clamped"
+    return _state_finding("AMP107", where, message, {"at_max": at_max, **_size(stats)})
+
+
+def _state_finding(code: str, where: Where, message: str, evidence: Mapping[str, Any]) -> Finding:
+    return Finding(
+        code=code,
+        name=rules()[code].name,
+        severity="error",
+        cause="bad_checkpoint",
+        where=where,
+        message=message,
+        evidence=evidence,
+        help=HELP["bad_checkpoint"],
+    )
+
+
+def _size(stats: TensorStats) -> dict[str, Any]:
+    return {"dtype": stats.dtype, "shape": list(stats.shape), "finite_amax": stats.amax}
+
+
+def harms_beside_alone(birth: Birth) -> bool:
+    """Nothing of the model is harmed, and the op is a cast to half or stands in the code after the backward."""
+    if not birth.harms or not all(harm.startswith(_BESIDE) for harm in birth.harms):
+        return False
+    return _casts_to_half(birth) or birth.after_backward
+
+
+def beside_finding(birth: Birth) -> Finding:
+    """The finding for one birth of `harms_beside_alone`.
+
+    Args:
+        birth: With its harms.
+    """
+    names = [harm.removeprefix(_BESIDE) for harm in birth.harms]
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    cast = _casts_to_half(birth)
+    deed = ", which was cast to fp16 and back" if cast else ""
+    message = f"{sentence_of(birth, 'forward_overflow')}; it stays in {shown}, beside the model{deed}"
+    where = Where(
+        step=birth.where.step,
+        phase=birth.where.phase,
+        module=birth.where.module,
+        op=birth.where.op,
+        nonfinite=birth.where.nonfinite,
+        source=birth.where.source,
+        tensor=names[0],
+    )
+    return _beside_finding(where, message, {**birth_numbers(birth, ())}, cast=cast)
+
+
+def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
+    """The finding for a tensor beside a model that was seen to be finite after one step and is not after a later one.
+
+    Args:
+        name: Of the tensor.
+        stats: Its numbers.
+        since: The last step after which it was seen to be finite.
+        step: The first after which it is not.
+        twin: The model's tensor of its name, and its largest magnitude, where that is finite.
+    """
+    cast = twin is not None and not stats.nans and twin[1] >= FP16_OVERFLOW_AT
+    message = (
+        f"{name}, beside the model, was finite after step {since} and holds {stats.nans + stats.infs} non-finite "
+        f"values after step {step}"
+    )
+    if cast and twin is not None:
+        message += (
+            f", and {twin[0]} of the model is finite and reaches {twin[1]:.6g}, beyond fp16's largest number, 65504: "
+            "the copy was cast to fp16 and back"
+        )
+    where = Where(
+        step=step,
+        phase="optimizer",
+        module=name.rpartition(".")[0],
+        tensor=name,
+        nonfinite="nan" if stats.nans else "inf",
+    )
+    evidence = {
+        "nans": stats.nans,
+        "infs": stats.infs,
+        "dtype": stats.dtype,
+        "shape": list(stats.shape),
+        "finite_after": since,
+        "nonfinite_after": step,
+    }
+    return _beside_finding(where, message, evidence, cast=cast)
+
+
+def _beside_finding(where: Where, message: str, evidence: dict[str, object], *, cast: bool) -> Finding:
+    code = "AMP114" if cast else "AMP101"
+    return Finding(
+        code=code,
+        name=rules()[code].name,
+        severity="error",
+        where=where,
+        message=message,
+        evidence=evidence,
+        help=_THROUGH_HALF if cast else _LOST,
+        prescription=Prescription(
+            kind="code",
+            value="cast a copy, not the average itself" if cast else f"mend what writes to {where.tensor}",
+            status="not_run",
+            reason="the change is in the run's own code",
+            detail=_THROUGH_HALF if cast else _LOST,
+        ),
+    )
+
+
+def _casts_to_half(birth: Birth) -> bool:
+    return birth.kernel in ("aten._to_copy", "aten.copy_") and any(stats.dtype == "float16" for stats in birth.outputs)
+
+
+# Optimizer state that cannot be, as the first replayed step shows it (AMP502, AMP504).
+
+
+def flushed_finding(found: Sequence[FlushedMoment], thresholds: Thresholds) -> Finding | None:
+    """Second moments of zero that make the first step too long; None where they do not.
+
+    Args:
+        found: Of each parameter that has such moments.
+        thresholds: By which factor an update is too long (AMP502).
+    """
+    sick = [moment for moment in found if _times(moment) >= thresholds[LONGER_UPDATE]]
+    if not sick:
+        return None
+    worst = max(sick, key=_times)
+    starved, elements = sum(m.starved for m in sick), sum(m.elements for m in sick)
+    times = "infinitely" if math.isinf(_times(worst)) else f"{_times(worst):.3g} times"
+    where = Where(
+        step=0,
+        phase="checkpoint",
+        module=sick[0].module,
+        op=f"optimizer_state:{sick[0].entry}",
+        tensor=sick[0].name,
+    )
+    return Finding(
+        code=FLUSHED.code,
+        name=FLUSHED.name,
+        severity="error",
+        cause="bad_checkpoint",
+        where=where,
+        also=tuple(_place(m.name, m.module, where.op) for m in sick[1:]),
+        message=f"{starved} of {elements} second moments are zero before the first step where the first moment is not, "
+        f"which {sick[0].dtype} does not explain: the first update of {worst.name} is {times} as long as with its "
+        "optimizer state begun anew",
+        evidence={
+            "starved": starved,
+            "elements": elements,
+            "largest_first_moment": max(m.largest for m in sick),
+            "epsilon": worst.epsilon,
+            "tensors": len(sick),
+            "listed": [
+                {"tensor": m.name, "starved": m.starved, "of": m.elements, "update": m.update, "fresh_update": m.fresh}
+                for m in sick[:MAX_LISTED]
+            ],
+        },
+        help=FLUSHED.page.action,
+    )
+
+
+def _times(moment: FlushedMoment) -> float:
+    if moment.update is None or moment.fresh is None:
+        return 0.0
+    return moment.update / moment.fresh if moment.fresh else math.inf if moment.update else 0.0
+
+
+def counter_finding(found: Sequence[HalfCounter], thresholds: Thresholds) -> Finding | None:
+    """Step counters in a half format: that they stand still, or else, as a note, that they will.
+
+    Args:
+        found: All of them; the report names those that stand, if there are any.
+        thresholds: How far off an update has to be (AMP504).
+    """
+    if not found:
+        return None
+    standing = [counter for counter in found if counter.stands]
+    shown = standing or list(found)
+    lengths = [length_at(counter.count, counter.betas) for counter in standing]
+    length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
+    first = shown[0]
+    severity = severity_of_standing(length, first.dtype, thresholds) if standing else "note"
+    if standing:
+        words = standing_words(first.dtype, first.count, length)
+        message = f"{words[0].lower()}{words[1:].rstrip('.')}"
+    else:
+        limit = STEP_LIMITS[first.dtype]
+        message = f"steps are counted in {first.dtype}: the count is {first.count:g} and will stop at {limit:g}"
+    where = Where(step=0, phase="checkpoint", module=first.module, op="optimizer_state:step", tensor=first.name)
+    return Finding(
+        code=COUNTERS.code,
+        name=COUNTERS.name,
+        severity=severity,
+        cause="bad_checkpoint" if severity == "error" else None,
+        where=where,
+        also=tuple(_place(counter.name, counter.module, where.op) for counter in shown[1:]),
+        message=message,
+        evidence={
+            "dtype": first.dtype,
+            "step": first.count,
+            "limit": STEP_LIMITS[first.dtype],
+            "after_first_step": first.after,
+            "after_first_step_in_fp32": first.widened,
+            "update_length": length,
+            "counters": len(shown),
+        },
+        help=COUNTERS.page.action,
+    )
+
+
+def _place(name: str, module: str, op: str | None) -> Where:
+    return Where(step=0, phase="checkpoint", module=module, op=op, tensor=name)

@@ -1,0 +1,609 @@
+"""A value that became non-finite in a replay: which cause, in which words, and the finding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ampdoctor.diagnosis.catalogue import REPLAYED, register, rules
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import LOST, Birth, Operand, Sightings, StepOutcome, TensorStats, Trace
+
+# Which cause: the ordered table, decided from the numbers at a birth and never from the name of an op.
+
+
+Cause = Literal[
+    "bad_checkpoint",
+    "scaler_misuse",
+    "stale_casts",
+    "bad_data",
+    "invalid_op",
+    "kernel_defect",
+    "forward_overflow",
+    "forward_precision",
+    "backward_overflow",
+    "grad_overflow",
+    "scaler_collapse",
+    "grad_underflow",
+    "optimizer_precision",
+]
+_LOW_PRECISION = ("float16", "bfloat16", "float8")
+STATE = ("param", "buffer", "optimizer_state")
+"""Origins of a birth that a checkpoint brought along."""
+_OVERFLOWS: Mapping[str, Cause] = {
+    "backward": "backward_overflow",
+    "scaler": "backward_overflow",
+    "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
+}
+CODES: Mapping[Cause, str] = {
+    "bad_checkpoint": "AMP101",
+    "bad_data": "AMP204",
+    "invalid_op": "AMP202",
+    "kernel_defect": "AMP202",
+    "forward_overflow": "AMP201",
+    "forward_precision": "AMP208",
+    "backward_overflow": "AMP203",
+    "grad_overflow": "AMP405",
+    "scaler_collapse": "AMP406",
+    "scaler_misuse": "AMP407",
+    "stale_casts": "AMP210",
+    "grad_underflow": "AMP301",
+    "optimizer_precision": "AMP501",
+}
+"""The rule that reports a cause; state found bad has a rule for each kind (`STATE_CODES`)."""
+STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimizer_state": "AMP103"}
+HELP: Mapping[Cause, str] = {
+    "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
+    "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
+    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
+    "1e-7).",
+    "kernel_defect": "Try another kernel: attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), "
+    "torch.backends.cudnn.enabled = False, torch.backends.mkldnn.enabled = False (oneDNN), or the op written in "
+    "torch's own; fp32 and another shape run another kernel too. Report it with the shapes and the dtype.",
+    "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
+    "forward.",
+    "forward_precision": "Compute this in fp32, and count (positions, ids, steps) in integers; no loss scale helps a "
+    "forward.",
+    "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
+    "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
+    "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
+    "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
+    "stale_casts": "Enter autocast anew for each forward.",
+    "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
+    "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
+    "format's tiny; clip gradients whose squares overflow.",
+}
+OPERAND_HELP: Mapping[str, str] = {
+    "unwritten": "Write the whole of it, or make it with torch.zeros; torch.use_deterministic_algorithms(True) fills "
+    "what torch.empty gives with NaN, and so shows what is left of it.",
+    "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, masked ones too), or "
+    "mask with a finite number.",
+    "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",
+    "infinity": "Mask after this op, or write a finite number (torch.finfo(x.dtype).min) in place of the infinity.",
+}
+"""What helps against an operand, by `Operand.made_by`, where that is more than to guard it."""
+FUSED: Mapping[tuple[str, str], str] = {
+    ("aten.log", "aten.softmax"): "torch.nn.functional.log_softmax (or cross_entropy)",
+    ("aten.log", "aten.sigmoid"): "torch.nn.functional.logsigmoid (or binary_cross_entropy_with_logits)",
+    ("aten.log", "aten.exp"): "torch.logsumexp (or softplus)",
+}
+"""One function in place of an op and of the one that made its operand, which rounds nothing to 0 or 1 between them."""
+MISUSE_ADVICE: Mapping[str, str] = {
+    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "gradient clipping": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
+    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
+    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "GradScaler.scale": "scale each loss once: add its parts up first, scaler.scale(loss + penalty).backward()",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
+    "leaves gradients there",
+    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
+    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
+    "loss",
+    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
+    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
+    "optimizer.step again": "remove the second call: scaler.step(optimizer) makes the update, or leaves it out where "
+    "gradients overflowed; one update for each backward",
+}
+"""The change that the user has to write, by the `Where.op` of a finding of AMP407."""
+
+
+def cause_of(birth: Birth) -> Cause:
+    """The first row of the table that holds for a birth.
+
+    Args:
+        birth: With its recomputation in float64 where there is one.
+
+    Returns:
+        The cause; whether a backward overflow is the loss scale's doing is for a replay at a lower scale to show.
+    """
+    if birth.origin in STATE:
+        return "bad_checkpoint"
+    if birth.origin == "grad":
+        return "scaler_misuse"
+    if birth.origin == "constant":
+        return "invalid_op"  # written down as it is: nothing overflowed
+    if birth.origin == "data" or _casts_the_batch(birth):
+        return "bad_data"
+    if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
+        return "optimizer_precision"
+    return _cause_of_numbers(birth)
+
+
+def _cause_of_numbers(birth: Birth) -> Cause:
+    """The rows for what an op computed of finite inputs, or of infinities that were meant."""
+    overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
+    verdict = birth.recomputed
+    made_by = None if birth.operand is None else birth.operand.made_by
+    if made_by in ("unwritten", "unseen", "any") or (verdict is not None and verdict.returns is False):
+        return "kernel_defect"
+    if verdict is None:
+        return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+    beyond = verdict.finite and verdict.amax > verdict.limit
+    if beyond or verdict.overflow:  # inside the op, or beyond float64
+        return overflow
+    if not verdict.finite or made_by in LOST:
+        return "invalid_op"
+    # finite and in range in float64: where nothing that was lost is found, and no partial result is too large
+    return overflow if verdict.overflow is None and birth.where.nonfinite == "inf" else "kernel_defect"
+
+
+def _casts_the_batch(birth: Birth) -> bool:
+    """The batch itself does not fit the compute format: it is cast straight from the loader and overflows."""
+    return (
+        birth.kernel == "aten._to_copy"
+        and birth.where.phase in ("forward", "loss")
+        and any((t.name or "").startswith("batch") for t in birth.inputs)
+    )
+
+
+def help_for(birth: Birth, cause: Cause) -> str:
+    """Returns what to do about a birth: for its operand if that is known, else for its cause."""
+    operand = birth.operand
+    if birth.origin == "constant" and birth.where.nonfinite == "nan" and birth.where.op == "aten.lift_fresh":
+        return "Write a finite number there, or find out why the code marks these elements with NaN."
+    if operand is None or cause not in ("invalid_op", "kernel_defect", "bad_data"):
+        return HELP[cause]
+    fused = FUSED.get((birth.where.op or "", operand.op or ""))
+    if fused is not None and birth.where.phase in ("forward", "loss"):
+        return f"Use {fused} in place of the two ops. {HELP[cause]}"
+    return OPERAND_HELP.get(operand.made_by, HELP[cause])
+
+
+def batch_may_be_at_fault(birth: Birth) -> bool:
+    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it.
+
+    Nor does what the code writes down: an infinite mask is there for every batch, whichever of them shows its harm.
+    """
+    operand = birth.operand
+    if birth.where.phase not in ("forward", "loss", "backward") or birth.origin == "constant":
+        return False
+    if operand is not None and operand.made_by in ("infinity", "added_up"):
+        return False
+    return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
+
+
+def batch_is_at_fault(birth: Birth) -> bool:
+    """The operand is the batch's own, or none is known; one that the formula makes of sound data is the formula's."""
+    operand = birth.operand
+    made_by = "data" if operand is None else operand.made_by.partition(":")[0]
+    return batch_may_be_at_fault(birth) and made_by in ("data", "masked_target", "empty_input")
+
+
+def culprits(trace: Trace) -> tuple[Birth, ...]:
+    """The births behind a step's harm, worst first: the first element is the one to name.
+
+    An infinity that the user wrote down (a mask) is a culprit only where nothing else is: it may lie on the path of
+    another birth's values, and a fully masked row shows as an op of its own.
+    """
+    harmful = [birth for birth in trace.births if birth.harms]
+    computed = [birth for birth in harmful if birth.origin != "constant"]
+    return tuple(sorted(computed or harmful, key=_how_bad))
+
+
+def _how_bad(birth: Birth) -> tuple[bool, int]:
+    """Loss or state harmed before gradients alone; then the earliest."""
+    return all(sink.startswith("grad:") for sink in birth.harms), birth.order
+
+
+def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
+    """One birth for each place in the code: calls and micro-batches of the same line are one culprit.
+
+    Args:
+        births: Worst first; so is the result.
+    """
+    places: dict[tuple[object, ...], Birth] = {}
+    for birth in births:
+        where = birth.where
+        place: tuple[object, ...] = (
+            (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+            if where.phase != "optimizer"
+            else (where.phase, where.op, where.source)  # an update treats all tensors alike
+        )
+        places.setdefault(
+            ("grad",) if birth.origin == "grad" else place, birth
+        )  # what is not cleared, is not as a whole
+    return tuple(places.values())
+
+
+def excess_binades(birth: Birth) -> float | None:
+    """By how many binades a birth's value is beyond its format; None where that is not what happened."""
+    verdict = birth.recomputed
+    if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
+        return None
+    return math.log2(verdict.amax / verdict.limit)
+
+
+def fitting_scale(births: Sequence[Birth], scale: float) -> float:
+    """The loss scale, in whole halvings, at which what overflowed in a backward fits its format.
+
+    Args:
+        births: The overflows.
+        scale: The loss scale at which they overflowed.
+    """
+    excess = max((excess_binades(birth) or 0.0 for birth in births), default=0.0)
+    return math.ldexp(abs(scale), -math.ceil(excess))
+
+
+def derivative_beyond(birth: Birth) -> bool:
+    """The derivative itself, and not what it is multiplied with, is beyond the format: 1/x of a tiny x.
+
+    The result in float64 is larger than any input by more than the format's largest number.
+    """
+    verdict = birth.recomputed
+    largest = max((stats.amax for stats in birth.inputs), default=0.0)
+    return verdict is not None and verdict.finite and verdict.amax > verdict.limit * largest > 0
+
+
+def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
+    """Only gradients are harmed, and each birth is a backward value beyond its format.
+
+    A gradient penalty runs a backward inside its loss, which then overflows with it; what the run's code copies of
+    its gradients does as well.
+    """
+    if any(not sink.startswith(("grad:", "beside:")) and sink != "loss" for sink in sightings.sinks):
+        return False
+    return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
+
+
+def _overflows(birth: Birth) -> bool:
+    """Beyond its format by some binades, or inside the op: smaller inputs would fit."""
+    verdict = birth.recomputed
+    return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
+
+
+def past_the_scaler(outcome: StepOutcome) -> bool:
+    """An optimizer stepped, and the scaler's own `step` was not asked."""
+    return outcome.optimizer_steps > 0 and not any(event.kind == "step" for event in outcome.events)
+
+
+# A birth in one sentence: the place, the deed, and the numbers behind it.
+
+
+_STATE = ("param", "buffer", "optimizer_state")
+_MEANT = {
+    "masked_row": "a whole row of its operand is masked",
+    "infinity": "infinities meet in it that were meant",
+    "added_up": "infinities that were meant to mask are added up in it",
+    "masked_target": "a class that is to be learned is masked",
+    "empty_input": "an input is empty",
+}
+"""What is wrong, by `Operand.made_by`, where the operand's value says nothing more."""
+_HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def place(where: Where) -> str:
+    """The place in words: for messages."""
+    if where.phase == "data":
+        return f"batch {where.step}"
+    if where.module:
+        return f"module {where.module}"
+    return {
+        "forward": "the model's own forward",
+        "loss": "the loss code",
+        "optimizer": "the optimizer's step",
+        "scaler": "the scaler",
+    }.get(where.phase, "the model's own forward or the loss code")
+
+
+def sentence_of(birth: Birth, cause: Cause) -> str:
+    """What was born where, and why, with the numbers that decide it.
+
+    Args:
+        birth: The culprit.
+        cause: As the finding names it.
+    """
+    where = birth.where
+    what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
+    if birth.origin != "op":
+        return _uncomputed(birth, what)
+    if birth.operand is not None and birth.operand.made_by == "unseen":
+        return (
+            f"step {where.step}, {where.phase}: what {_deed(birth)} in {_place(birth)} made was finite, and holds "
+            f"{what} when it is next read: code that torch does not see (Triton, ctypes, NumPy) wrote it"
+        )
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
+    if cause == "kernel_defect":
+        return f"{text}: {_defect(birth)}"
+    over = excess_binades(birth)
+    verdict = birth.recomputed
+    if verdict is not None and over is not None:
+        wider = ", and float32's" if verdict.finite32 is False and _format(birth) in _HALVES else ""
+        return (
+            f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s "
+            f"{verdict.limit:.5g}{wider}"
+        )
+    if verdict is not None and verdict.overflow:
+        return f"{text}: " + (
+            f"a partial result inside the op goes beyond {_format(birth)}, though the whole is {verdict.amax:.4g}"
+            if verdict.finite
+            else "the result is beyond float64 as well"
+        )
+    if birth.operand is not None and verdict is not None and verdict.finite and birth.operand.made_by in LOST:
+        lost = f"{birth.operand.float64:.10g} is {birth.operand.here:g} in {_format(birth)}"
+        return f"{text}, but not in float64: a constant inside the op is lost, {lost}"
+    if birth.operand is not None and (verdict is None or not verdict.finite):
+        return f"{text}: {_operand(birth.operand)}"
+    if verdict is not None and not verdict.finite:
+        return f"{text}, and in float64 as well: {_poison(birth)}"
+    if cause == "optimizer_precision":
+        return f"{text}: the state's format loses what the update divides by"
+    return text
+
+
+_LITERAL = "aten.lift_fresh"
+"""What torch makes of a number that is assigned (`x[0] = nan`)."""
+
+
+def _defect(birth: Birth) -> str:
+    """What is wrong with a kernel."""
+    verdict = birth.recomputed
+    if birth.operand is not None and birth.operand.made_by == "unwritten":
+        return "it shows memory that no op has written"
+    if verdict is not None and verdict.returns is False:
+        return "run again on the same inputs it is finite: the kernel shows memory that it has not written, or races"
+    if verdict is not None and not verdict.finite:
+        return "this kernel gives it for every input that was tried, in float64 as well"
+    amax = "" if verdict is None else f" ({verdict.amax:.4g} in float64, of {_format(birth)}'s {verdict.limit:.5g})"
+    return f"this kernel gives {_kind(birth)} where the arithmetic is finite and in range{amax}"
+
+
+def _kind(birth: Birth) -> str:
+    return "NaN" if birth.where.nonfinite == "nan" else "an infinity"
+
+
+def _uncomputed(birth: Birth, what: str) -> str:
+    """What the run brought along, or wrote down."""
+    where = birth.where
+    if birth.origin == "data":
+        return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
+    if birth.origin in _STATE:
+        return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
+    if birth.origin == "grad":
+        return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)}"
+    return (
+        f"{text} writes {what} down"
+        if birth.kernel or where.op == _LITERAL
+        else f"{text} reads {what} that was there before"
+    )
+
+
+def _operand(operand: Operand) -> str:
+    """What is wrong with the operand, and who made it so."""
+    here = "not finite" if operand.here is None else f"{operand.here:.6g}"
+    maker = "" if operand.op is None else operand.op
+    if operand.source is not None:
+        maker += f" at {operand.source.file}:{operand.source.line}"
+    if operand.float64 is not None and operand.made_by in ("flushed", "flushed_epsilon", "rounded_to_one"):
+        first = {
+            "flushed_epsilon": f"flushed {operand.amax:.4g} to 0 in {operand.dtype}",
+            "flushed": f"flushed up to {operand.amax:.4g} to 0 in {operand.dtype}",
+            "rounded_to_one": f"rounded to 1 in {operand.dtype} what is {operand.amax:.10g} in float64",
+        }[operand.made_by]
+        return f"its operand is {here} (in float64 {operand.float64:.10g}), because {maker or 'an op'} {first}"
+    meant = _MEANT.get(operand.made_by)
+    if meant is not None:
+        return f"{meant}{f' ({maker})' if maker else ''}"
+    if operand.made_by == "number":
+        return f"a number among its arguments is {here}, which Python code made (a learning rate, a factor)"
+    if operand.made_by == "computed":
+        return f"its operand is {here}, and {maker or 'the op'} makes that in float64 as well"
+    if operand.made_by == "constant":
+        return f"its operand is {here}, which the code writes{f' ({maker})' if maker else ''}"
+    kind, _, name = operand.made_by.partition(":")
+    whose = {"data": "the batch", "param": "the parameter", "buffer": "the buffer", "grad": "the gradient of"}
+    whose["gradient"] = "the backward"
+    return (
+        f"its operand is {here}, which came from {whose.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
+    )
+
+
+def _place(birth: Birth) -> str:
+    return "the code after the backward" if birth.after_backward else place(birth.where)
+
+
+def _deed(birth: Birth) -> str:
+    """The op; for a cast also what it casts, where that has a name."""
+    named = next((stats.name for stats in birth.inputs if stats.name), None)
+    if named is None or birth.kernel != "aten._to_copy":
+        return birth.where.op or birth.kernel
+    return f"{birth.where.op} (the cast of {named.replace(':', ' ')} to {_format(birth)})"
+
+
+def _format(birth: Birth) -> str:
+    return birth.outputs[0].dtype if birth.outputs else "the format"
+
+
+def _operands(birth: Birth) -> str:
+    return "infinite inputs" if any(stats.infs for stats in birth.inputs) else "finite inputs"
+
+
+def _poison(birth: Birth) -> str:
+    if any(stats.infs for stats in birth.inputs):
+        return "infinities that were meant meet (a row that is masked as a whole, or inf - inf)"
+    if any(0 in stats.shape for stats in birth.inputs):
+        return "an input is empty"
+    if any(stats.zeros for stats in birth.inputs):
+        return "an input holds zeros where the op or its derivative needs none"
+    return "the inputs are outside the op's domain"
+
+
+DEPARTURE = Threshold(
+    code="AMP201",
+    name="departure",
+    default=1 / 16,
+    unit="share",
+    why="Share of itself by which a finite value made from an overflow is off: inf -> rsqrt -> 0 is off by 1, inf -> "
+    "tanh -> 1 by 0, and a few roundings to bf16 by 2^-9 each.",
+)
+FORWARD_OVERFLOW = register(
+    "AMP201",
+    "forward-overflow",
+    "An activation is beyond the compute format's range",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(DEPARTURE,),
+)
+INVALID_OP = register(
+    "AMP202",
+    "invalid-op",
+    "An op makes NaN of finite inputs: its operand or its kernel is wrong",
+    worst="error",
+    commands=REPLAYED,
+)
+BACKWARD_OVERFLOW = register(
+    "AMP203", "backward-overflow", "A gradient is beyond the compute format's range", worst="error", commands=REPLAYED
+)
+BAD_DATA = register(
+    "AMP204", "bad-data", "The batch is non-finite, or beyond the compute format", worst="error", commands=REPLAYED
+)
+
+_BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
+
+
+def finding_of_birth(
+    birth: Birth,
+    *,
+    cause: Cause | None = None,
+    severity: Severity = "error",
+    prescription: Prescription | None = None,
+    others: Sequence[Birth] = (),
+) -> Finding:
+    """The finding for one birth.
+
+    Args:
+        birth: The culprit.
+        cause: Where a replay showed more than the birth alone (a lower scale cures, no scale does).
+        severity: As the harm is.
+        prescription: The cure, replayed.
+        others: Further births of the same step that harm independently.
+    """
+    decided = cause or cause_of(birth)
+    code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
+    return Finding(
+        code=code,
+        name=rules()[code].name,
+        severity=severity,
+        message=sentence_of(birth, decided),
+        cause=decided,
+        where=birth.where,
+        evidence=birth_numbers(birth, others),
+        help=_help(birth, decided),
+        prescription=prescription,
+    )
+
+
+def _help(birth: Birth, cause: Cause) -> str:
+    beyond = birth.recomputed is not None and birth.recomputed.finite32 is False
+    return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else help_for(birth, cause)
+
+
+def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
+    """Returns the figures behind a birth, as evidence of a finding; `others` are told together with it."""
+    verdict = birth.recomputed
+    numbers: dict[str, Any] = {
+        "kernel": birth.kernel,
+        "origin": birth.origin,
+        "inputs": [_shown(stats) for stats in birth.inputs],
+        "outputs": [_shown(stats) for stats in birth.outputs],
+        "harmed": list(birth.harms[:8]),
+        "harmed_count": len(birth.harms),
+    }
+    if verdict is not None:
+        numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
+        numbers["excess_binades"] = excess_binades(birth)
+        if verdict.overflow is not None:
+            numbers["overflows_inside"] = verdict.overflow
+        if verdict.returns is False:
+            numbers["comes_again"] = False
+        if verdict.finite32 is not None:
+            numbers["float32"] = {"finite": verdict.finite32, "amax": verdict.amax32}
+    if birth.operand is not None:
+        numbers["operand"] = _shown_operand(birth.operand)
+    if birth.departs and not birth.harms:
+        numbers["departs"] = birth.departs
+    if others:
+        numbers["also"] = [
+            {
+                "phase": b.where.phase,
+                "module": b.where.module,
+                "op": b.where.op,
+                "nonfinite": b.where.nonfinite,
+                **({"tensor": b.where.tensor} if b.origin == "data" and b.where.tensor else {}),
+            }
+            for b in others[:8]
+        ]
+        numbers["also_count"] = len(others)
+    return numbers
+
+
+def _shown_operand(operand: Operand) -> dict[str, Any]:
+    source = operand.source
+    return {
+        "made_by": operand.made_by,
+        "op": operand.op,
+        "module": operand.module,
+        "source": None if source is None else {"file": source.file, "line": source.line},
+        "dtype": operand.dtype,
+        "here": operand.here,
+        "float64": operand.float64,
+        "fraction": operand.fraction,
+        "amax": operand.amax,
+    }
+
+
+def _shown(stats: TensorStats) -> dict[str, Any]:
+    return {
+        "name": stats.name,
+        "dtype": stats.dtype,
+        "shape": list(stats.shape),
+        "amax": stats.amax,
+        "nans": stats.nans,
+        "infs": stats.infs,
+        "zeros": stats.zeros,
+    }
+
+
+def is_absorbed(birth: Birth) -> bool:
+    """Was an infinity computed that is gone before it reaches the loss, a gradient or the run's state?"""
+    return birth.origin == "op" and birth.where.nonfinite == "inf" and not birth.harms
+
+
+def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
+    """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
+
+    Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh
+    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. It is asked only where the gradients depart from fp32
+    as well.
+
+    Args:
+        trace: Of the step.
+        thresholds: How far is far (AMP201).
+    """
+    most = thresholds[DEPARTURE]
+    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > most)

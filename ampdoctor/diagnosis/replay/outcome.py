@@ -1,0 +1,303 @@
+"""Rules on the replay itself: not reproduced, not deterministic, not finite in fp32 either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ampdoctor.diagnosis.catalogue import MEASURED, REPLAYED, register
+from ampdoctor.diagnosis.replay.scale_choice import range_finding, where_at
+from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import Birth
+
+NORMS_IN_A_ROW = Threshold(
+    code="AMP902",
+    name="norms",
+    default=2,
+    unit="entries",
+    lowest=1,
+    highest=1_000_000,
+    why="Gradient norms at a log's end that are not finite, from which it says that the run fails: a loss scale that "
+    "was just tried gives one.",
+)
+NOT_REPRODUCED = register(
+    "AMP902",
+    "not-reproduced",
+    "The run is known to fail, and did not fail here",
+    worst="note",
+    commands=REPLAYED,
+    thresholds=(NORMS_IN_A_ROW,),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFailure:
+    """Something outside the replay says that the run fails.
+
+    Attributes:
+        why: What says so, in words.
+        step: The first global step at which it does; None where that is not known.
+    """
+
+    why: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """The circumstances of a replay in which nothing failed.
+
+    Attributes:
+        steps: Optimizer steps that were replayed.
+        device: Where ("cpu", "cuda:0").
+        policy: Whose autocast list ("cuda", "native").
+        precision: The compute format ("fp16").
+        scaled: An enabled GradScaler was at work.
+        torch: torch's version.
+        checkpoint: A checkpoint was loaded.
+        global_step: Optimizer steps that the checkpoint had done; None where it does not say.
+        lacks: What of the run's state the checkpoint did not hold ("optimizer").
+        file_scaler: The scaler's state in the checkpoint; None where there is none.
+        compared: How many of the steps were held beside fp32, where the user wanted fewer than all; else None.
+        option: The option that says how many steps are replayed.
+        placed: The batches begin where the checkpoint was saved.
+    """
+
+    steps: int
+    device: str
+    policy: str
+    precision: str
+    scaled: bool
+    torch: str
+    checkpoint: bool = False
+    global_step: int | None = None
+    lacks: tuple[str, ...] = ()
+    file_scaler: ScalerState | None = None
+    compared: int | None = None
+    option: str = "--steps"
+    placed: bool = False
+
+
+def known_failure(
+    log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> KnownFailure | None:
+    """What says that the run fails; None where nothing does.
+
+    A loss that is not finite is a failure. Gradient norms that are not are one only in a row (AMP902.norms), where
+    no finite one follows: a GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale
+    below 1 that an overflow has just lowered is on its way down; one that has settled there may train well.
+
+    Args:
+        log: The training log beside the checkpoint.
+        scaler: The scaler's state in the checkpoint.
+        said: The user says so (`--expect-failure`).
+        thresholds: How many norms in a row say so (AMP902).
+    """
+    entries = sorted(log, key=lambda entry: entry.step)
+    lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
+    if lost is not None:
+        return KnownFailure(why=f"its log has a loss of {lost.loss} at step {lost.step}", step=lost.step)
+    unrecovered: list[LogEntry] = []
+    for entry in entries:
+        if entry.grad_norm is not None:
+            unrecovered = [] if math.isfinite(entry.grad_norm) else [*unrecovered, entry]
+    if len(unrecovered) >= thresholds[NORMS_IN_A_ROW]:
+        first = unrecovered[0]
+        return KnownFailure(
+            why=f"its log has gradient norms of {first.grad_norm} from step {first.step} on", step=first.step
+        )
+    if scaler is not None and 0 < scaler.scale < 1 and scaler.growth_tracker == 0:
+        return KnownFailure(why=f"its checkpoint's loss scale has come down to {scaler.scale:g}")
+    return KnownFailure(why="so the user says") if said else None
+
+
+def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
+    """The note that says why a clean replay is no health, and what to change to see the failure.
+
+    Args:
+        known: What says that the run fails.
+        here: How it was replayed.
+    """
+    differs = differences(known, here)
+    return Finding(
+        code=NOT_REPRODUCED.code,
+        name=NOT_REPRODUCED.name,
+        severity="note",
+        where=Where(step=max(here.steps - 1, 0), phase="loss"),
+        message=f"the run is known to fail ({known.why}), but {here.steps} "
+        f"step{'' if here.steps == 1 else 's'} of it stayed finite here",
+        evidence={
+            "known_from": known.why,
+            "failing_step": known.step,
+            "global_step": here.global_step,
+            "steps": here.steps,
+            "device": here.device,
+            "policy": here.policy,
+            "precision": here.precision,
+            "torch": here.torch,
+            "differences": list(differs),
+            **({} if here.compared is None else {"compared": here.compared}),
+        },
+        help="What differs here: " + "; ".join(differs) + ".",
+    )
+
+
+def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
+    """What differs, or may differ, between the replay and the run that failed: each a clause, the likeliest first."""
+    found = [] if here.compared is None else [_comparison(here.compared)]
+    found.append(_steps(known, here))
+    if not here.checkpoint:
+        found.append("the weights are as the factory makes them, not as they were when it failed (--checkpoint)")
+    found += [f"the checkpoint holds no {part}" for part in here.lacks]
+    found.append(_data(here))
+    if here.file_scaler is not None and not here.scaled:
+        found.append(f"it was trained with a GradScaler, in fp16, and is replayed in {here.precision} without one")
+    if here.device != "cpu":
+        found.append(f"the device is {here.device} of this machine")
+    elif here.policy == "cuda":
+        found.append(
+            "the device is a CPU that casts as CUDA's autocast does: what only a GPU's kernel does is not seen"
+        )
+    else:
+        found.append("the device is a CPU, with its own autocast list (--policy native)")
+    found.append("one process replays it: what hangs on the number of ranks is not seen")
+    found.append(f"torch is {here.torch}")
+    return tuple(found)
+
+
+def _data(here: Here) -> str:
+    if here.placed:
+        return (
+            f"the data are those that followed step {here.global_step}, as far as the factory gives them in that order"
+        )
+    origin = "" if here.global_step is None else f", not those that followed step {here.global_step}"
+    return f"the data are the first {here.steps} steps' batches of the factory{origin}"
+
+
+def comparison_left_out(report: Report) -> str | None:
+    """The option with which the user has cut the comparison with fp32 short of a failure; None where there is none."""
+    compared = next((one.evidence.get("compared") for one in report.found if one.code == NOT_REPRODUCED.code), None)
+    return None if compared is None else _option(compared)
+
+
+def _option(compared: int) -> str:
+    return "--compare-steps" if compared else "--no-compare"
+
+
+def _comparison(compared: int) -> str:
+    held = f"only {compared} step{' was' if compared == 1 else 's were'}" if compared else "no step was"
+    return f"{held} held beside fp32, where alone a failure shows that stays finite (leave out {_option(compared)})"
+
+
+def _steps(known: KnownFailure, here: Here) -> str:
+    if known.step is None or here.global_step is None:
+        return f"only {here.steps} steps were replayed ({here.option})"
+    first, last = here.global_step + 1, here.global_step + here.steps
+    if known.step < first:
+        return (
+            f"it failed from step {known.step} on, before this checkpoint was saved at step {here.global_step}: one "
+            f"from before step {known.step} starts nearer to it"
+        )
+    if known.step > last:
+        reach = known.step - here.global_step
+        further = f"{here.option} {reach} reaches it"
+        return f"it failed at step {known.step}, and steps {first} to {last} were replayed ({further})"
+    data = "with the data that the factory gives for it" if here.placed else "but not with that step's data"
+    return f"it failed at step {known.step}, which was replayed, {data}"
+
+
+# AMP901: the same step does not come back bit by bit.
+
+
+NONDETERMINISTIC_REPLAY = register(
+    "AMP901",
+    "nondeterministic-replay",
+    "The same step does not come back bit by bit",
+    worst="warning",
+    commands=REPLAYED,
+)
+
+
+def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
+    """The same step gave other bits.
+
+    Args:
+        step: The step.
+        what: The first thing that differed.
+        first: Its largest value (the loss itself) when first seen.
+        second: The same in the replay.
+    """
+    return Finding(
+        code=NONDETERMINISTIC_REPLAY.code,
+        name=NONDETERMINISTIC_REPLAY.name,
+        severity="warning",
+        where=Where(step=step, phase="forward"),
+        message=f"step {step} does not come back bit by bit from the same state and random state: the first "
+        f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
+        evidence={"differs": what or "loss", "first": first, "second": second},
+        help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
+    )
+
+
+# AMP206: the run is not finite in fp32 either.
+
+
+NONFINITE_IN_FP32 = register(
+    "AMP206", "nonfinite-in-fp32", "The run is not finite in fp32 either", worst="error", commands=MEASURED
+)
+
+DIVERGES = (
+    "No precision and no loss scale cures it: lower the learning rate or warm it up, clip the gradients, and look at "
+    "the data and the formula."
+)
+
+
+def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
+    """In fp32 the updates drive the run out of the finite as well, at once or a few steps later.
+
+    Args:
+        birth: Where it left the compute format first.
+        losses: In fp32, of all steps up to the one that is not finite.
+    """
+    last = len(losses) - 1
+    before = losses[last - 1]
+    grew = "" if losses[0] is None or before is None else f" (loss {losses[0]:.3g} in step 0, {before:.3g} before it)"
+    return Finding(
+        code=NONFINITE_IN_FP32.code,
+        name=NONFINITE_IN_FP32.name,
+        severity="error",
+        message=f"step {birth.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
+        "the updates drive the run there, and precision is not the cause",
+        where=Where(step=birth.where.step, phase=birth.where.phase, nonfinite=birth.where.nonfinite),
+        evidence={"fp32_step": last, "fp32_losses": list(losses)},
+        help=DIVERGES,
+        prescription=Prescription(
+            kind="code",
+            value=DIVERGES,
+            status="not_run",
+            detail=DIVERGES,
+            reason="how large a step the run bears is not tried",
+        ),
+    )
+
+
+def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
+    """AMP206: the fp32 reference itself is not finite at these steps."""
+    return range_finding(
+        NONFINITE_IN_FP32,
+        "error",
+        f"step {steps[0]} is not finite in fp32 either (loss, gradients or state): precision is not the cause",
+        where=where_at(steps[0], phase="backward", nonfinite="nan"),
+        evidence={"steps": list(steps)},
+        prescription=Prescription(
+            kind="code",
+            value=NONFINITE_IN_FP32.page.action,
+            status="not_run",
+            detail=NONFINITE_IN_FP32.page.action,
+            reason="what to change depends on what makes the value",
+        ),
+    )

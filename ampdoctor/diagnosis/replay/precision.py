@@ -1,0 +1,496 @@
+"""Which precision a run should have on given hardware, and which of its operations are exceptions."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ampdoctor.diagnosis.replay.scale_choice import FORWARD_HEADROOM, near_limit
+from ampdoctor.diagnosis.replay.updates import all_updates, update_notes, update_remedies
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX
+from ampdoctor.evidence.run_facts import (
+    OVERFLOWED,
+    ModuleFacts,
+    PrecisionAdvice,
+    PrecisionFacts,
+    PrecisionRow,
+    RowPrecision,
+    RunPrecision,
+    Spread,
+)
+from ampdoctor.evidence.targets import Target
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_NOTE, FP32_SHARE, Thresholds
+
+SQUARE_LIMIT = 256.0
+"""From this magnitude on a square is beyond fp16."""
+COARSE_LOGITS = 0.5
+"""Half a unit in the last place of the largest logits from which rounding them moves a weight by exp(0.5), 65 %."""
+_MANTISSA = {"fp16": 10, "bf16": 7}
+
+_SOFTMAXES = frozenset({"softmax", "log_softmax", "safe_softmax", "_safe_softmax"})
+_ATTENTION = "scaled_dot_product_attention"
+_NORMS = frozenset(
+    {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm"}
+    | {"batch_norm", "native_batch_norm", "_native_batch_norm_legit", "instance_norm"}
+)
+_STATISTICS = frozenset(
+    {"mean", "sum", "pow", "square", "var", "std", "var_mean", "norm", "linalg_vector_norm", "rsqrt", "sqrt"}
+)
+_CROSS_ENTROPY = "cross_entropy_loss"
+_LOSSES = frozenset(
+    {_CROSS_ENTROPY, "nll_loss", "nll_loss2d", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
+    | {"huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy", "ctc_loss", "poisson_nll_loss"}
+    | {"cosine_embedding_loss", "margin_ranking_loss", "multi_margin_loss", "soft_margin_loss", "triplet_margin_loss"}
+    | {"hinge_embedding_loss", "multilabel_margin_loss", "cosine_similarity", "logsumexp"}
+)
+_PRODUCTS = frozenset(
+    {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "bilinear", "lstm", "gru", "rnn_tanh"}
+    | {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
+    | {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "rnn_relu", _ATTENTION}
+)
+
+
+def table(
+    facts: PrecisionFacts,
+    half: RowPrecision,
+    islands: Mapping[str, str],
+    eighth: Mapping[str, tuple[RowPrecision, str]],
+) -> Iterator[PrecisionRow]:
+    """The rows of a run in half precision.
+
+    Args:
+        facts: What was measured.
+        half: `fp16` or `bf16`: what is neither kept wide nor taken by FP8.
+        islands: Modules to keep in fp32, with the reason.
+        eighth: What FP8 takes, or leaves, with the reason; {} where it is not chosen.
+    """
+    for module in facts.modules:
+        yield from _own_ops(module, half)
+        if module.name in islands:
+            wide: RowPrecision = "tf32" if facts.target.tf32 and _computes_products(module) else "fp32"
+            tail = "; its products may use TF32" if wide == "tf32" else ""
+            yield _row(module, "", wide, islands[module.name] + tail)
+        elif module.name in eighth:
+            yield _row(module, "", *eighth[module.name])
+        elif _statistics(module) is not None:
+            computed = _statistics(module)
+            yield _row(module, "", "fp32", f"{_norm_reason(computed)}; it computes in {computed} now")
+        elif _computes_products(module):
+            yield _row(module, "", half, f"matrix products: operands in {half}, sums in fp32")
+        elif "embedding" in module.ops:
+            yield _row(module, "embedding", "fp32", "autocast casts no look-up: its rows come out as they are stored")
+    seen = {module.name for module in facts.modules}
+    for name in sorted(islands.keys() - seen):
+        yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=islands[name])
+
+
+def wide_table(facts: PrecisionFacts, wide: RowPrecision, why: str) -> Iterator[PrecisionRow]:
+    """The rows of a run in TF32 or fp32: its products."""
+    for module in facts.modules:
+        if _computes_products(module):
+            yield _row(module, "", wide, why)
+
+
+def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
+    """What to do about logits that half precision cannot tell apart, or cannot hold."""
+    for module in facts.modules:
+        amax = module.logits_amax
+        if amax is None or half not in _MANTISSA:
+            continue
+        name = module.name or "the model or its loss"
+        if amax >= OVERFLOWED:
+            yield f"{name}: logits overflow: scale the queries before the product, or normalise both factors"
+        elif half == "fp16" and amax >= FP16_MAX / 2:
+            yield f"{name}: logits reach {amax:.5g}: scale the queries before the product, or normalise both factors"
+        elif _ulp(amax, half) / 2 >= COARSE_LOGITS and _half_logits(module):
+            yield (
+                f"{name}: logits reach {amax:.5g}, where {half} has steps of {_ulp(amax, half):g}: normalise queries "
+                "and keys, or compute this product in fp32"
+            )
+
+
+def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
+    """Losses that compute in half; of torch's cross entropy under autocast that is the log-softmax, not the sum."""
+    for module in facts.modules:
+        for op, computed in module.ops.items():
+            if op in _LOSSES and computed in _MANTISSA:
+                part, given = ("takes its log-softmax", "logits") if op == _CROSS_ENTROPY else ("computes", "inputs")
+                where = module.name or "the loss"
+                yield f"{_called(op)} in {where} {part} in {computed}: give it {given}.float()"
+
+
+def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
+    """One row for each op of the module's own forward that has a precision of its own."""
+    for op, computed in module.ops.items():
+        kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
+        if op in _NORMS:
+            yield _row(module, op, "fp32", f"{_norm_reason(computed)}; {kept}")
+        elif op == _CROSS_ENTROPY:
+            fmt = computed if computed in _MANTISSA else half
+            bits = f"{fmt} keeps {_MANTISSA[fmt] + 1} bits"
+            yield _row(module, op, "fp32", f"its log-softmax takes the logits' format, now {computed}; {bits}")
+        elif op in _LOSSES:
+            yield _row(module, op, "fp32", f"a sum over the batch, which fp16 ends at 65504; {kept}")
+        elif op in _SOFTMAXES:
+            yield _row(module, op, "fp32", f"exponentials and a sum{_logits(module, half)}; {kept}")
+        elif op == _ATTENTION:
+            inside = "a fused kernel keeps its logits and their softmax in fp32 inside"
+            yield _row(module, op, half, f"{inside}{_logits(module, half)}")
+
+
+def _logits(module: ModuleFacts, half: RowPrecision) -> str:
+    if module.logits_amax is None:
+        return ""
+    if module.logits_amax >= OVERFLOWED:
+        return "; its logits overflow"
+    step = f", where {half} has steps of {_ulp(module.logits_amax, half):.2g}" if half in _MANTISSA else ""
+    return f"; logits reach {module.logits_amax:.3g}{step}"
+
+
+def _ulp(magnitude: float, half: str) -> float:
+    """Distance between neighbours of a half format at a magnitude in its normal range."""
+    if not 0.0 < magnitude < math.inf:
+        return magnitude
+    return 2.0 ** (math.frexp(magnitude)[1] - 1 - _MANTISSA[half])
+
+
+def _half_logits(module: ModuleFacts) -> bool:
+    """The logits themselves are a half tensor: made by a product of the module's own, outside a fused kernel."""
+    products = (module.ops.get(op) for op in _PRODUCTS - {_ATTENTION})
+    return any(op in _SOFTMAXES for op in module.ops) and any(computed in _MANTISSA for computed in products)
+
+
+def _norm_reason(computed: str | None) -> str:
+    if computed == "bf16":
+        return "a mean of squares has 8 bits in bf16"
+    return f"a square is beyond fp16 from |x| = {SQUARE_LIMIT:g} on"
+
+
+def _statistics(module: ModuleFacts) -> str | None:
+    """The half format in which a norm that is written out in ops takes its mean; None where there is none."""
+    if "norm" not in module.type.lower():
+        return None
+    return next((module.ops[op] for op in sorted(_STATISTICS & module.ops.keys()) if module.ops[op] in _MANTISSA), None)
+
+
+def _computes_products(module: ModuleFacts) -> bool:
+    return bool((_PRODUCTS - {_ATTENTION}) & module.ops.keys())
+
+
+def _called(op: str) -> str:
+    return "cross_entropy" if op == _CROSS_ENTROPY else op
+
+
+def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -> PrecisionRow:
+    return PrecisionRow(module=module.name, type=module.type, part=part, precision=precision, reason=reason)
+
+
+# Which of a model's matrix products FP8 can hold, and in which of its formats: by range, shape and place.
+
+
+E4M3_BINADES = math.log2(448.0) + 10.0
+"""18.8: from E4M3's largest value down to 2^-10, up to which it rounds to zero."""
+E5M2_BINADES = math.log2(57344.0) + 17.0
+"""32.8: from E5M2's largest value down to 2^-17."""
+NVFP4_BINADES = math.log2(6.0 / 0.25) + math.log2(448.0) + 9.0
+"""22.4: E2M1 within a block of 16, and the reach of the blocks' E4M3 scales under one scale for the tensor."""
+MARGIN = 1.0
+"""Binades left for a largest value that grows between the step that sets the scale and the one that uses it."""
+SMALLEST = 1024
+"""A smaller matrix loses more time to scaling and casting than FP8 wins (torchao's filters, measured on an H100)."""
+MOST = 0.5
+"""Share of the products' parameters from which FP8 is a choice for the run and not for some layers."""
+
+FORWARD = frozenset({"activation", "weight"})
+BACKWARD = frozenset({"activation_grad"})
+
+_ROUTERS = frozenset({"router", "gate", "switch", "wg"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Fit:
+    """What FP8 would take over.
+
+    Attributes:
+        rows: For each module with a product of its own the precision and the reason.
+        share: Of the parameters of these modules, those that FP8 takes, 0 to 1.
+        nvfp4: How many of the modules lie within NVFP4's reach.
+    """
+
+    rows: Mapping[str, tuple[RowPrecision, str]] = field(default_factory=dict)
+    share: float = 0.0
+    nvfp4: int = 0
+
+
+def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
+    """Judge each product; what FP8 does not take is computed in `other`."""
+    if not facts.target.fp8:
+        return Fp8Fit()
+    products = [m for m in facts.modules if m.gemm_multiple_of_16 is not None]
+    spreads = _by_module(facts.spreads)
+    routed = {m.name for m in facts.modules if "topk" in m.ops}
+    rows: dict[str, tuple[RowPrecision, str]] = {}
+    for place, module in enumerate(products):
+        against = _against(module, routed)
+        if against is None and len(products) > 2 and place in {0, len(products) - 1}:
+            which = "first" if place == 0 else "last"
+            against = f"the {which} product of the model: what it rounds is read from the data or by the loss directly"
+        rows[module.name] = (other, against) if against else _by_range(module.name, spreads, facts.target, other)
+    weight = {m.name: m.parameters for m in products}
+    taken = sum(weight[name] for name, (precision, _) in rows.items() if precision != other)
+    total = sum(weight.values())
+    within = [name for name in rows if _widest(spreads, name, FORWARD | BACKWARD) + MARGIN <= NVFP4_BINADES]
+    return Fp8Fit(rows, taken / total if total else 0.0, len(within))
+
+
+def _against(module: ModuleFacts, routed: set[str]) -> str | None:
+    """Why a product is none for FP8, whatever its range."""
+    owner, _, leaf = module.name.rpartition(".")
+    if "embedding" in module.ops:
+        return "an embedding: a table look-up is no product"
+    if leaf in _ROUTERS and (owner in routed or module.name in routed):
+        return "a router: a rounded score sends a token elsewhere"
+    if not module.gemm_multiple_of_16:
+        return "a dimension of its products is no multiple of 16, which FP8 kernels want"
+    if (module.gemm_smallest or 0) < SMALLEST:
+        return (
+            f"its smallest dimension is {module.gemm_smallest}: below {SMALLEST} scaling and casting cost more than "
+            "FP8 wins"
+        )
+    return None
+
+
+def _by_range(
+    name: str, spreads: Mapping[str, Sequence[Spread]], target: Target, other: RowPrecision
+) -> tuple[RowPrecision, str]:
+    forward = _widest(spreads, name, FORWARD)
+    backward = _widest(spreads, name, BACKWARD)
+    if math.inf in {forward, backward}:
+        return other, "the range of its operands was not measured"
+    said = f"its forward spans {forward:.1f} binades and its gradients {backward:.1f}"
+    if max(forward, backward) + MARGIN <= E4M3_BINADES:
+        return "fp8 e4m3", f"{said}: E4M3 holds {E4M3_BINADES:.1f}, less {MARGIN:g} for drift"
+    if forward + MARGIN <= E4M3_BINADES and backward + MARGIN <= E5M2_BINADES:
+        return "fp8 hybrid", f"{said}: E4M3 holds {E4M3_BINADES:.1f} and E5M2 {E5M2_BINADES:.1f}, less {MARGIN:g} each"
+    beyond = f"{said}: more than E4M3 ({E4M3_BINADES:.1f}) and E5M2 ({E5M2_BINADES:.1f}) hold under one scale"
+    if target.mxfp8:
+        return "mxfp8", f"{beyond}; with a scale for each 32 elements only the spread within a block counts"
+    return other, f"{beyond}, and {target.name} has no MXFP8"
+
+
+def _by_module(spreads: Sequence[Spread]) -> Mapping[str, list[Spread]]:
+    found: defaultdict[str, list[Spread]] = defaultdict(list)
+    for spread in spreads:
+        found[spread.module].append(spread)
+    return found
+
+
+def _widest(spreads: Mapping[str, Sequence[Spread]], name: str, kinds: frozenset[str]) -> float:
+    """Of the module's tensors of these kinds; inf where none was measured."""
+    return max((s.binades for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
+
+
+# Which precision a run should have on given hardware: a decision tree over what was measured.
+#
+# The order of the questions: does the forward fit fp16; does one loss scale serve the gradients; which half format is
+# finer there; do bf16 weights keep their updates; what do TF32 and FP8 add. Nothing here calls a format broken that is
+# not: where both halves do, both are named.
+
+
+PURE_FP16 = (
+    "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "
+    "moments in fp16 lose what is small"
+)
+FORWARD_FLUSHED = 1e-2
+"""Share of the forward's operands that may be taken for zero: 1 % is the level up to which nothing was seen to suffer,
+for gradients; for activations nothing was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp16:
+    """What fp16 takes on the target.
+
+    Attributes:
+        islands: Modules to keep in fp32, with the reason.
+        share: Their share of all parameters.
+        obstacle: Why it does not fit even so; None where it does.
+    """
+
+    islands: Mapping[str, str]
+    share: float
+    obstacle: str | None
+
+
+def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> PrecisionAdvice:
+    """The run's precision on its target, and that of each module.
+
+    Args:
+        facts: What was measured.
+        thresholds: What counts as lost or too many.
+    """
+    fp16 = _fp16(facts, thresholds)
+    precision, why, alternative = _half(facts, fp16, near=bool(_near(facts, thresholds)))
+    eighth = Fp8Fit()
+    rows: Iterator[PrecisionRow]
+    if precision in {"fp16", "bf16"}:
+        half: RowPrecision = "fp16" if precision == "fp16" else "bf16"
+        eighth = fp8_fit(facts, half)
+        chosen = half == "bf16" and eighth.share >= MOST
+        if chosen:
+            precision, alternative = "fp8", "bf16"
+            why = (
+                f"the products that hold {eighth.share:.0%} of the matrices' parameters fit FP8 and are large enough "
+                "to gain; the rest, and all of it should the loss suffer, in BF16"
+            )
+        rows = table(facts, half, fp16.islands if half == "fp16" else {}, eighth.rows if chosen else {})
+        remedies = [*logit_remedies(facts, half), *loss_remedies(facts)]
+    else:
+        wide: RowPrecision = "tf32" if precision == "tf32" else "fp32"
+        mantissa = "operands read with 10 mantissa bits, sums in fp32" if wide == "tf32" else "no narrower format fits"
+        rows = wide_table(facts, wide, mantissa)
+        remedies = []
+    pure_bf16 = facts.pure and facts.own == "bf16"
+    if facts.pure and precision == "fp16":
+        remedies.append(PURE_FP16)
+    return PrecisionAdvice(
+        target=facts.target.name,
+        precision=precision,
+        why=why,
+        alternative=alternative,
+        rows=tuple(rows),
+        remedies=tuple(remedies + list(update_remedies(facts.updates) if pure_bf16 else [])),
+        notes=tuple(_notes(facts, precision, eighth)),
+    )
+
+
+def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
+    """FP16, BF16 or a wide format; why; and what is as good."""
+    target = facts.target
+    wide: RunPrecision = "tf32" if target.tf32 else "fp32"
+    kept = f" with {_listed(fp16.islands)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.islands else ""
+    if fp16.obstacle is None and not target.bf16:
+        return "fp16", f"FP16 fits{_at_scale(facts)}{kept}, and {target.name} has no native BF16", None
+    if fp16.obstacle is None and not fp16.islands:
+        both = f"FP16 and BF16 are both fine: FP16 fits{_at_scale(facts)}{_errors(facts)}"
+        if facts.own == "fp16" or (facts.precision_matters and not target.bf16_backward):
+            own = "and is what the run has" if facts.own == "fp16" else "and is the finer one, which was asked for"
+            return "fp16", f"{both}, {own}; BF16 would need no loss scale", "bf16"
+        return "bf16", f"{both}; BF16 needs no loss scale to look after", "fp16"
+    gradients_only = facts.own == "fp16" and not near
+    if fp16.obstacle is None and (gradients_only or facts.precision_matters):
+        return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither islands nor a loss scale", "bf16"
+    against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.islands.values()))}"
+    if target.bf16 and not facts.precision_matters:
+        return "bf16", f"{against}; BF16 has the range of fp32", None
+    if not target.bf16:
+        return wide, f"{against}, and {target.name} has no native BF16", None
+    return wide, f"{against}, and BF16's 8 bits are too few for what the run needs", "bf16"
+
+
+def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
+    near = _near(facts, thresholds)
+    islands = {name: _reach(amax, thresholds) for name, amax in near.items()}
+    scale = facts.scale
+    for name in scale.unserved if scale is not None else ():
+        islands.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
+    return _Fp16(islands, _share(facts, islands), _obstacle(facts, islands, thresholds))
+
+
+def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thresholds) -> str | None:
+    """Why fp16 does not fit, in a clause."""
+    target, scale, share = facts.target, facts.scale, _share(facts, islands)
+    if not target.fp16:
+        return f"{target.name} has no native fp16"
+    if share > thresholds[FP32_SHARE]:
+        worst = max(_near(facts, thresholds).items(), key=lambda item: (item[1], item[0]), default=None)
+        forward = f": the forward reaches {worst[1]:.5g} in {worst[0] or 'the model'}" if worst is not None else ""
+        return f"FP16 would need {share:.0%} of the parameters in fp32{forward}"
+    if "" in islands:
+        return f"FP16 does not fit the model's own forward or its loss: {islands['']}"
+    if scale is not None and scale.exponent < 0:
+        return f"the largest loss scale that does not overflow fp16 is 2^{scale.exponent}, below 1"
+    if facts.harm is not None and not facts.settled:  # some skipped steps are a scaler at work
+        return f"in an FP16 replay {facts.harm}"
+    if target.flushes_subnormals and facts.forward_flushed > FORWARD_FLUSHED:
+        return f"{target.name} takes {facts.forward_flushed:.1%} of the forward's values for zero in FP16"
+    error, other = facts.fp16_error, facts.bf16_error
+    if error is not None and other is not None and error > max(thresholds[ERROR_NOTE], other):
+        return f"FP16's gradients are expected {error:.2g} away from fp32's at its best loss scale, BF16's {other:.2g}"
+    return None
+
+
+def _near(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, float]:
+    """Largest magnitude of each module whose outputs, or products inside it, are near fp16's limit or beyond."""
+    inside = {m.name: m.product_amax for m in facts.modules if m.product_amax is not None}
+    largest = {
+        name: max(facts.forward.get(name, 0.0), inside.get(name, 0.0)) for name in sorted(facts.forward.keys() | inside)
+    }
+    return {name: amax for name, amax in largest.items() if amax >= near_limit(thresholds)}
+
+
+def _reach(amax: float, thresholds: Thresholds) -> str:
+    if amax >= OVERFLOWED:
+        return "a product in it overflows fp16"
+    binades = thresholds[FORWARD_HEADROOM]
+    within = "a binade" if binades == 1 else f"{binades:g} binades"
+    return f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else f'{within} or less below'} fp16's 65504"
+
+
+def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:
+    """Of the parameters, those of the modules and of what is inside them: an island holds its children."""
+    total = sum(m.parameters for m in facts.modules)
+    inside = tuple(f"{name}." for name in names)
+    held = sum(m.parameters for m in facts.modules if m.name in names or m.name.startswith(inside))
+    measured = held / total if total else 0.0
+    scale = facts.scale
+    return max(measured, scale.share) if scale is not None and scale.unserved else measured
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    shown = [name or "the model" for name in list(names)[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _at_scale(facts: PrecisionFacts) -> str:
+    return f" at a loss scale of 2^{facts.scale.exponent}" if facts.scale is not None else ""
+
+
+def _errors(facts: PrecisionFacts) -> str:
+    if facts.fp16_error is None or facts.bf16_error is None:
+        return ""
+    said = f" (gradients {facts.fp16_error:.2g} away from fp32's against BF16's {facts.bf16_error:.2g}"
+    return said + (", though its backward goes through bf16 there)" if facts.target.bf16_backward else ")")
+
+
+def _notes(facts: PrecisionFacts, precision: RunPrecision, eighth: Fp8Fit) -> Iterator[str]:
+    target = facts.target
+    if not target.bf16:
+        yield (
+            f"{target.name} emulates BF16: torch.cuda.is_bf16_supported() says True there, "
+            "is_bf16_supported(including_emulation=False) says what is native"
+        )
+    if target.flushes_subnormals:
+        yield (
+            f"{target.name} takes fp16 operands below 2^{target.fp16_flush:g} for zero in the forward: "
+            f"{facts.forward_flushed:.2%} of the measured activations; the backward goes through bf16"
+        )
+    if target.tf32:
+        yield 'fp32 products run in TF32 after torch.set_float32_matmul_precision("high"); it is off by default'
+    if target.name == "cpu":
+        yield "a CPU without AVX512_BF16, AMX or Arm's BF16 extension computes BF16 in fp32 and gains nothing"
+    if precision in {"fp16", "bf16"} and target.fp8:
+        yield (
+            f"FP8 would take {eighth.share:.0%} of the parameters of the matrix products; it is proposed from "
+            f"{MOST:.0%} on, over BF16"
+        )
+    if precision == "fp8":
+        yield "an activation counts by the module that makes it: what a product reads is what the one before it wrote"
+        if target.nvfp4 and eighth.nvfp4:
+            yield (
+                f"{eighth.nvfp4} products lie within NVFP4's {NVFP4_BINADES:.1f} binades, but E2M1 has one mantissa "
+                "bit: a matter of a trial, not of range"
+            )
+    if precision in {"bf16", "fp8"} and not (facts.pure and facts.own == "bf16"):
+        yield from update_notes(all_updates(facts.updates))

@@ -1,0 +1,316 @@
+"""Rules on the choice of a loss scale, and on ranges that leave no room for one."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import RECOMMENDED, REPLAYED, Rule, register
+from ampdoctor.diagnosis.scan.between import Course, course
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX
+from ampdoctor.evidence.location import NonFinite, Phase, Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import FP32_SHARE, Threshold, Thresholds
+from ampdoctor.evidence.trace import Headroom
+
+
+def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:
+    """The address of a step or of a module."""
+    return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
+
+
+def range_finding(
+    rule: Rule,
+    severity: Severity,
+    message: str,
+    *,
+    cause: str | None = None,
+    where: Where | None = None,
+    also: tuple[Where, ...] = (),
+    evidence: Mapping[str, Any],
+    prescription: Prescription | None = None,
+) -> Finding:
+    """A finding at step 0 where it is not said where."""
+    return Finding(
+        code=rule.code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=where or where_at(0),
+        also=also,
+        cause=cause,
+        evidence=evidence,
+        help=rule.page.action,
+        prescription=prescription,
+    )
+
+
+# AMP302: activations do not fit fp16.
+
+
+FORWARD_HEADROOM = Threshold(
+    code="AMP302",
+    name="headroom",
+    default=1.0,
+    unit="binades",
+    lowest=0.0,
+    highest=15.0,
+    why="Distance to fp16's 65504 within which activations are reported: one doubling from overflow.",
+)
+FORWARD_RANGE = register(
+    "AMP302",
+    "forward-range",
+    "Activations do not fit fp16",
+    worst="error",
+    commands=RECOMMENDED,
+    thresholds=(FORWARD_HEADROOM,),
+)
+
+
+def near_limit(thresholds: Thresholds) -> float:
+    """Magnitude from which activations are close to overflow in fp16 (AMP302)."""
+    near: float = FP16_MAX / 2.0 ** thresholds[FORWARD_HEADROOM]
+    return near
+
+
+def forward_range(
+    modules: Mapping[str, float], *, broken: str | None, step: int | None, prescription: Prescription | None
+) -> Finding:
+    """AMP302.
+
+    Args:
+        modules: Largest magnitude by module, of those near or beyond the limit.
+        broken: What became non-finite in the fp16 replay; None where it stayed finite.
+        step: The step where it did.
+        prescription: The change.
+    """
+    worst = max(modules, key=lambda name: (modules[name], name), default="")
+    size = f"activations of {worst or 'the model'} reach {modules[worst]:.4g}" if modules else "a value of the forward"
+    tail = f", and in fp16 {broken} is not finite at step {step}" if broken is not None else ""
+    beyond = " does not fit" if not modules else ""
+    return range_finding(
+        FORWARD_RANGE,
+        "error" if broken is not None else "warning",
+        f"{size}{beyond} (fp16 ends at 65504){tail}: no loss scale helps a forward",
+        cause="forward_overflow",
+        where=where_at(step, phase="forward", module=worst, nonfinite="inf" if broken is not None else "none"),
+        also=tuple(where_at(None, phase="forward", module=name) for name in sorted(modules) if name != worst),
+        evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX, "nonfinite": broken},
+        prescription=prescription,
+    )
+
+
+# AMP303: no single loss scale serves all modules.
+
+
+NO_COMMON_SCALE = register(
+    "AMP303",
+    "no-common-scale",
+    "No single loss scale serves all modules",
+    worst="warning",
+    commands=RECOMMENDED,
+    thresholds=(FP32_SHARE,),
+)
+
+
+def no_common_scale(
+    modules: Sequence[str], share: float, scale: float, prescription: Prescription | None, thresholds: Thresholds
+) -> Finding:
+    """AMP303: the modules that the best scale misses, and their share of the parameters."""
+    return range_finding(
+        NO_COMMON_SCALE,
+        "warning" if share > thresholds[FP32_SHARE] else "note",
+        f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
+        f"({share:.1%} of the parameters) lose more than bf16 would",
+        where=where_at(None, phase="backward", module=modules[0]),
+        also=tuple(where_at(None, phase="backward", module=name) for name in modules[1:]),
+        evidence={"modules": list(modules), "share": share, "loss_scale": scale},
+        prescription=prescription,
+    )
+
+
+# AMP405: the loss scale is above what the gradients allow.
+
+
+SCALE_TOO_HIGH = register(
+    "AMP405", "scale-too-high", "The loss scale is above what the gradients allow", worst="error", commands=REPLAYED
+)
+
+
+def scale_too_high(
+    scale: float,
+    wanted: float,
+    *,
+    step: int,
+    harmed: str | None,
+    bound_by: str,
+    prescription: Prescription | None,
+    begun_again: int = 0,
+) -> Finding:
+    """AMP405.
+
+    Args:
+        scale: The run's loss scale at that step.
+        wanted: The recommended one.
+        step: First step that is harmed, or the last that is skipped.
+        harmed: What became non-finite; None where steps are skipped to the end.
+        bound_by: The tensor that forbids more.
+        prescription: The change.
+        begun_again: How often the scale was back at its first value after a skip.
+    """
+    what = "the scaler still skips the last step"
+    if begun_again:
+        what = f"the scaler is made anew {begun_again} times, as in each epoch, and still skips the last step"
+    if harmed is not None:
+        what = f"{harmed} becomes non-finite, and nothing skips the step"
+    found = range_finding(
+        SCALE_TOO_HIGH,
+        "warning" if harmed is None and not begun_again else "error",
+        f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
+        f"{bound_by} fits up to {wanted:g}",
+        cause="grad_overflow",
+        where=where_at(step, phase="backward", nonfinite="inf"),
+        evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
+        prescription=prescription,
+    )
+    return replace(found, help=f"Make the GradScaler once, before the epochs. {found.help}") if begun_again else found
+
+
+# AMP406: no loss scale of 1 or more works.
+
+
+SCALER_COLLAPSE = register(
+    "AMP406", "scaler-collapse", "No loss scale of 1 or more works", worst="error", commands=REPLAYED
+)
+
+
+def no_valid_scale(
+    fits: float, *, bound_by: str, stuck: bool, step: int | None, prescription: Prescription | None
+) -> Finding:
+    """AMP406.
+
+    Args:
+        fits: The largest scale without an expected overflow, below 1.
+        bound_by: The tensor that forbids more.
+        stuck: With the run's own scaling no step is taken at the end, or none was until the scale was below 1.
+        step: The step that shows it.
+        prescription: The change.
+    """
+    return range_finding(
+        SCALER_COLLAPSE,
+        "error" if stuck else "warning",
+        f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
+        cause="scaler_collapse",
+        where=where_at(step, phase="backward", nonfinite="inf" if stuck else "none"),
+        evidence={"largest_that_fits": fits, "bound_by": bound_by},
+        prescription=prescription,
+    )
+
+
+# AMP307: a layer's output grows towards the end of its format.
+
+
+HEADROOM_NEAR = Threshold(
+    code="AMP307",
+    name="near",
+    default=4.0,
+    unit="binades",
+    lowest=0.0,
+    highest=8.0,
+    why="Headroom below which a growth counts. In fp16 that is 4094: outputs that are this large stay so for a whole "
+    "training (massive activations of language models), and one that still grows is past what an initialisation and "
+    "the first steps do.",
+)
+HEADROOM_AHEAD = Threshold(
+    code="AMP307",
+    name="ahead",
+    default=4.0,
+    unit="factor",
+    lowest=0.0,
+    highest=1000.0,
+    why="How many times the steps of its course an output may be away from the limit. A line through 8 steps with "
+    "residuals of s binades is significant from a growth of 2.8 s on; four times as many steps later it has grown by "
+    "11 s and is off by 5 s: the step at which it meets the limit is right within a factor of 2.",
+)
+SHRINKING_HEADROOM = register(
+    "AMP307",
+    "shrinking-headroom",
+    "A layer's output grows towards the end of its format",
+    worst="warning",
+    commands=REPLAYED,
+    thresholds=(HEADROOM_NEAR, HEADROOM_AHEAD),
+)
+
+_SIGNIFICANT = 2.576
+"""Standard deviations of Kendall's S that a growth must exceed, 1 % two-sided. Of 8 steps at most 3 of the 28 pairs may
+fall, of 6 none, and fewer than 6 are never enough."""
+
+
+def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Finding | None:
+    """The finding for outputs that pass the end of their format soon, if they go on as they did (AMP307).
+
+    Args:
+        seen: The largest output of each module near its format's end, of the steps without harm, in their order.
+        thresholds: How near, and how far ahead.
+    """
+    by_module: dict[tuple[str, str], list[Headroom]] = defaultdict(list)
+    for one in seen:
+        by_module[one.module, one.format].append(one)
+    heading = [(way, rows) for rows in by_module.values() if (way := _heading(rows, thresholds)) is not None]
+    if not heading:
+        return None
+    heading.sort(key=lambda pair: (pair[0].meets, pair[1][-1].module))
+    (way, rows), others = heading[0], [rows[-1].module for _, rows in heading[1:]]
+    last = rows[-1]
+    steps = max(1, math.ceil(way.meets - way.until))
+    module = f"module {last.module}" if last.module else "the root module"
+    more = f"; {len(others)} more do so later" if others else ""
+    change = Prescription(
+        kind="fp32_modules",
+        value=[last.module],
+        status="not_run",
+        reason="the overflow lies ahead of the steps that were replayed",
+        detail=f"run {last.module or 'the whole model'} in fp32",
+    )
+    return Finding(
+        code=SHRINKING_HEADROOM.code,
+        name=SHRINKING_HEADROOM.name,
+        severity="warning",
+        message=f"the output of {module} has grown by {way.rate:.2g} binades a step from step {way.since} to step "
+        f"{way.until}, to {last.amax:.4g}: at this rate it passes {last.format}'s {last.limit:.5g} in about {steps} "
+        f"step{'' if steps == 1 else 's'}{more}",
+        where=Where(step=way.until, phase="forward", module=last.module),
+        also=tuple(Where(phase="forward", module=name) for name in others),
+        evidence={
+            "format": last.format,
+            "amax": last.amax,
+            "limit": last.limit,
+            "headroom_binades": last.binades,
+            "binades_per_step": way.rate,
+            "steps_seen": len(rows),
+            "passes_in_steps": steps,
+        },
+        help=SHRINKING_HEADROOM.page.action,
+        prescription=change,
+    )
+
+
+def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> Course | None:
+    """Where an output is heading, if it grows steadily, surely and soon beyond its format."""
+    if rows[-1].binades > thresholds[HEADROOM_NEAR] or not _grows(rows):
+        return None
+    way = course([(row.step, row.amax) for row in rows], rows[-1].limit)
+    if way is None or way.meets - way.until > thresholds[HEADROOM_AHEAD] * (way.until - way.since):
+        return None
+    return way
+
+
+def _grows(rows: Sequence[Headroom]) -> bool:
+    """Mann and Kendall's test: more pairs of steps rise than chance makes."""
+    n = len(rows)
+    rising = sum((after.amax > before.amax) - (after.amax < before.amax) for before, after in combinations(rows, 2))
+    return rising > _SIGNIFICANT * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)

@@ -1,0 +1,285 @@
+"""A run's own loss scaler before its first step: dead, with wrong settings, or overwritten."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import REPLAYED, Rule, register
+from ampdoctor.diagnosis.scan.scaler import COLLAPSED_SCALER as COLLAPSED
+from ampdoctor.diagnosis.scan.scaler import (
+    DEAD_SCALER,
+    FRESH_SCALER,
+    FROZEN_SCALER,
+    SCALER_SETTINGS,
+    dead_words,
+    fresh_scaler,
+    frozen_words,
+    scale_text,
+    scaler_numbers,
+    starting_scale,
+    wrong_settings,
+)
+from ampdoctor.evidence.checkpoint_stats import ScalerState
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
+
+
+def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
+    """A loss scale with which every step does harm, or is skipped where the scale is not finite.
+
+    Args:
+        scale: Before the step; one that came to that in the replay is a collapse, and no fault of what was saved.
+        dead_at: At and below this, 1/scale is not finite in fp32.
+        where: Where its reciprocal is taken, or the checkpoint.
+        cure: A fresh scaler.
+    """
+    return Finding(
+        code=DEAD_SCALER.code,
+        name=DEAD_SCALER.name,
+        severity="error",
+        cause="scaler_collapse" if where.step else "bad_checkpoint",
+        where=where,
+        message=f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is "
+        f"{dead_words(scale)}",
+        evidence={"scale": scale, "dead_at_or_below": dead_at},
+        help="Start from a fresh GradScaler, or one with a sane init_scale.",
+        prescription=cure,
+    )
+
+
+def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) -> Finding:
+    """A checkpoint's loss scale with which every step would do harm, and which the replay does not continue.
+
+    Args:
+        saved: The checkpoint's.
+        own: The scale at which the replay starts; None if it has no scaler.
+        dead_at: At and below this, 1/scale is not finite in fp32.
+    """
+    return Finding(
+        code=DEAD_SCALER.code,
+        name=DEAD_SCALER.name,
+        severity="warning",
+        cause="bad_checkpoint",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale is {saved:g}, with which no step can be right; "
+        f"{starting_scale('the replay', own)}{' instead' if own is not None else ''}",
+        evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
+        help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
+    )
+
+
+def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Finding:
+    """A checkpoint's loss scale that has fallen below 1, and that the run neither continues nor needs.
+
+    Args:
+        lost: The checkpoint's scaler.
+        own: The scale at which the run starts, and takes steps; None if it has no scaler.
+    """
+    return Finding(
+        code=COLLAPSED.code,
+        name=COLLAPSED.name,
+        severity="warning",
+        cause="scaler_collapse",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale has collapsed to {scale_text(lost.scale)}: step after step was skipped "
+        f"before it was saved; {starting_scale('the run', own)}, and takes its steps",
+        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
+        help="Do not load this scaler state: go on without it, from a checkpoint before the collapse where there is "
+        "one.",
+    )
+
+
+def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severity: Severity) -> Finding:
+    """A checkpoint's loss scale that has fallen below 1, where the run's own scaler starts higher.
+
+    Args:
+        saved: The checkpoint's, with which the replay goes on.
+        own: The scale at which the factory's scaler starts.
+        cure: A fresh scaler.
+        severity: That of a scan of the same checkpoint (`collapse_severity`).
+    """
+    return Finding(
+        code=COLLAPSED.code,
+        name=COLLAPSED.name,
+        severity=severity,
+        cause="scaler_collapse",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale has collapsed to {scale_text(saved)}, where the run's own scaler starts "
+        f"at {scale_text(own)}: step after step was skipped before it was saved, and gradients are lost at that scale; "
+        "changes are tried with a fresh scaler",
+        evidence={"checkpoint_scale": saved, "run_scale": own},
+        help="Resume without the scaler's state, from a checkpoint before the collapse where there is one.",
+        prescription=cure,
+    )
+
+
+def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
+    """The scale before the first step, or one that the scaler reaches, has no finite inverse in fp32.
+
+    Args:
+        scale: Before the first step.
+        prescription: The change.
+        reached: That scale is sound; the scaler's settings take it to one that is not.
+    """
+    falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
+    return Finding(
+        code=DEAD_SCALER.code,
+        name=DEAD_SCALER.name,
+        severity="error",
+        message=f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is "
+        "not skipped writes infinities into the weights",
+        cause="scaler_collapse" if reached else "bad_checkpoint",
+        where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
+        evidence={"scale": scale},
+        help=DEAD_SCALER.page.action,
+        prescription=prescription,
+    )
+
+
+# The settings of a run's own scaler: AMP401, AMP403 and AMP404, as of a checkpoint's.
+
+
+def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] = ()) -> Iterator[Finding]:
+    """Everything that is wrong with the scaler with which a replay starts.
+
+    Args:
+        scaler: Its state before step 0.
+        refused: Settings that torch refuses, in whose place `scaler` has others.
+    """
+    if scaler.dead:
+        message = f"the run's loss scale is {dead_words(scaler.scale)}"
+        cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")
+        yield run_scaler_finding(
+            DEAD_SCALER, "error", message, scaler_numbers(scaler), cause="bad_checkpoint", prescription=cure
+        )
+    frozen = frozen_words(scaler)
+    if frozen is not None:
+        yield run_scaler_finding(
+            FROZEN_SCALER, "warning", frozen[0].lower() + frozen[1:].rstrip("."), scaler_numbers(scaler)
+        )
+    yield from _settings(scaler, refused)
+
+
+def _settings(scaler: ScalerState, refused: Sequence[RefusedSetting]) -> Iterator[Finding]:
+    wrong = wrong_settings(scaler)
+    if not wrong and not refused:
+        return
+    said = [f"{r.name}={r.given}, which torch refuses at its first use ({r.raised})" for r in refused]
+    evidence: dict[str, Any] = {**scaler_numbers(scaler), "wrong": [*said, *wrong.values()]}
+    if refused:
+        evidence["refused"] = {r.name: {"given": r.given, "used": r.used, "raised": r.raised} for r in refused}
+    better = {name: FRESH_SCALER[name] for name in wrong if name in FRESH_SCALER} | {r.name: r.used for r in refused}
+    yield run_scaler_finding(
+        SCALER_SETTINGS,
+        "error" if refused else "warning",
+        f"the run's loss scaler has settings that cannot work: {'; '.join([*said, *wrong.values()])}",
+        evidence,
+        cause="scaler_misuse" if refused else None,
+        prescription=_with(better, replayed=bool(refused) and not wrong) if better else None,
+    )
+
+
+def _with(better: Mapping[str, float], *, replayed: bool) -> Prescription:
+    arguments = ", ".join(f"{name}={plain(value)}" for name, value in better.items())
+    return Prescription(
+        kind="scaler",
+        value=dict(better),
+        status="intervention" if replayed else "not_run",
+        reason="the replay ran with it in place of what torch refuses" if replayed else "not replayed by itself",
+        detail=f"GradScaler({arguments})",
+    )
+
+
+def plain(value: float) -> str:
+    """A setting for a sentence."""
+    return str(value) if isinstance(value, int) else f"{value:.10g}"
+
+
+def run_scaler_finding(
+    rule: Rule,
+    severity: Severity,
+    message: str,
+    evidence: Mapping[str, Any],
+    *,
+    cause: str | None = None,
+    prescription: Prescription | None = None,
+) -> Finding:
+    """A finding about the scaler with which a replay starts."""
+    return Finding(
+        code=rule.code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        cause=cause,
+        where=Where(step=0, phase="scaler", op="scaler_state"),
+        evidence=evidence,
+        help=rule.page.action,
+        prescription=prescription,
+    )
+
+
+# AMP411: loading the scaler's state overwrites the run's own settings.
+
+
+SETTINGS_OVERWRITTEN = register(
+    "AMP411",
+    "settings-overwritten",
+    "Loading the scaler's state overwrites the run's own settings",
+    worst="warning",
+    commands=REPLAYED,
+)
+
+LOADED = ("growth_factor", "backoff_factor", "growth_interval")
+"""Settings that `load_state_dict` replaces together with the scale and the count of clean steps (torch's GradScaler);
+the scale is state, and meant to be replaced."""
+
+
+def overwritten_finding(scalers: ResumedScaler) -> Finding | None:
+    """Settings of the run that are lost when it loads the checkpoint's scaler state (AMP411).
+
+    A warning where the replay's loading replaced what the run asks for. A note where the run handed over a scaler that
+    the replay leaves as it is, but which differs from GradScaler's defaults and from the checkpoint: a resumed run that
+    loads the state loses that.
+    """
+    lost: dict[str, dict[str, float]] = {}
+    kept = True
+    for name in LOADED:
+        own, file, now = (getattr(one, name) for one in (scalers.own, scalers.file, scalers.now))
+        if _same(own, file):
+            continue
+        replaced = _same(now, file)
+        meant = name in scalers.asked if scalers.asked is not None else own != FRESH_SCALER[name]
+        if meant and (replaced or scalers.asked is None):
+            lost[name] = {"run": own, "checkpoint": file, "replay": now}
+            kept = kept and not replaced
+    if not lost:
+        return None
+    pairs = " and ".join(
+        f"{name} {plain(of['run'])} (the checkpoint: {plain(of['checkpoint'])})" for name, of in lost.items()
+    )
+    ends = (
+        "a run that loads the checkpoint's scaler state loses that"
+        if kept
+        else "loading the checkpoint's scaler state replaces that"
+    )
+    setters = "; ".join(f"scaler.set_{name}({plain(of['run'])})" for name, of in lost.items())
+    return run_scaler_finding(
+        SETTINGS_OVERWRITTEN,
+        "note" if kept else "warning",
+        f"the run's scaler asks for {pairs}: {ends}",
+        {"settings": lost},
+        prescription=Prescription(
+            kind="code",
+            value=setters,
+            status="not_run",
+            reason="which of the two is meant, only the run's author knows",
+            detail=f"after scaler.load_state_dict(...), if the run's own are meant: {setters}",
+        ),
+    )
+
+
+def _same(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))

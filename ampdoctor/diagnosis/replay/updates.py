@@ -1,0 +1,678 @@
+"""Rules on an optimizer's updates beside fp32's: lost, frozen, stuck, or of another length."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ampdoctor.diagnosis.catalogue import REPLAYED, register
+from ampdoctor.diagnosis.replay.gradients import common_module
+from ampdoctor.diagnosis.replay.nonfinite import HELP
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.run_facts import UpdateFacts
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, ParameterBeside, StateBeside
+
+STALLED = Threshold(
+    code="AMP501",
+    name="stalled",
+    default=0.75,
+    unit="share",
+    why="Share of the elements that move in fp32 and stay, and share of the update that is lost: 0.97 to 1.0 where "
+    "training stands still, 0.42 in a pure fp16 run that learns.",
+)
+OPTIMIZER_PRECISION = register(
+    "AMP501",
+    "optimizer-precision",
+    "Updates or moments are lost in their format",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(STALLED,),
+)
+
+LOST_SHARE = 0.5
+"""Share of the update that may be lost before something is advised."""
+ROUNDS_TO_NEAREST = "torch.optim."
+"""Classes from here add an update to a bf16 weight and round to nearest. Others may round stochastically or keep what
+is lost (Kahan), which an fp32 pass cannot see."""
+REMEDIES = (
+    "keep fp32 weights and let autocast compute in half, or give the optimizer fp32 master weights: no update is lost",
+    "else an optimizer that rounds stochastically, or keeps what rounding loses (Kahan summation)",
+    "torch.optim keeps its moments in the parameters' format, fused and foreach as well: fp32 parameters cure both",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stagnation:
+    """Modules whose updates are lost in their tensors' format.
+
+    Attributes:
+        module: The module that holds them all; the worst of them where only the root does.
+        updates: Their numbers.
+    """
+
+    module: str
+    updates: tuple[ModuleUpdate, ...]
+
+
+def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Stagnation | None:
+    """Returns what does not move though it does in fp32; None where enough of it does.
+
+    Args:
+        comparison: Of one step.
+        thresholds: Which share has to stand still (AMP501).
+    """
+    return stagnation_of(comparison.updates, thresholds)
+
+
+def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
+    """The same of a step's updates alone.
+
+    Over all trained half tensors together, as a key bias whose true gradient is 0 stalls in every healthy run. What no
+    optimizer holds is judged over several steps (AMP508): a running mean that has settled stands still in most of them.
+    """
+    share = thresholds[STALLED]
+    group = [u for u in updates if u.trained and u.moved]
+    moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
+    size = math.fsum(u.size**2 for u in group)
+    lost = math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in group) / size) if size else 0.0
+    still = tuple(u for u in group if u.stalled)
+    if still and stalled > share * moved and lost > share:
+        return Stagnation(_holder(still), still)
+    return None
+
+
+def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that stand still in a step and move in fp32.
+
+    Args:
+        step: The step.
+    """
+    return tuple(p for p in step.parameters if p.meant_to_move and not p.moved)
+
+
+def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
+    """Are updates of half a unit in the last place or less why they stand still? Else the update itself is zero.
+
+    Args:
+        parameters: Those that stand still.
+    """
+    given = [p for p in parameters if p.gradient]  # a clip factor of 0 leaves no gradient to round away
+    return sum(p.beneath for p in given) > LOST_SHARE * sum(p.meant_to_move for p in parameters)
+
+
+def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
+    """The finding for modules that stagnate."""
+    moved = sum(u.moved for u in stagnation.updates)
+    stalled = sum(u.stalled for u in stagnation.updates)
+    return Finding(
+        code=OPTIMIZER_PRECISION.code,
+        name=OPTIMIZER_PRECISION.name,
+        severity="error",
+        cause="optimizer_precision",
+        where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
+        message=f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
+        "do not move "
+        "though they do in fp32: each update is below half a unit in the last place of its weight",
+        evidence={
+            "moved": moved,
+            "stalled": stalled,
+            "stalled_fraction": stalled / moved,
+            "modules": [u.module for u in stagnation.updates[:16]],
+            "modules_count": len(stagnation.updates),
+            "update_lost": max(u.lost for u in stagnation.updates),
+        },
+        help=HELP["optimizer_precision"],
+    )
+
+
+def _holder(updates: tuple[ModuleUpdate, ...]) -> str:
+    """The innermost module that holds all of them; the one with the most lost elements where that is only the root."""
+    paths = [update.module.split(".") for update in updates]
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    if common and common != [""]:
+        return ".".join(common)
+    worst = max(updates, key=lambda u: (u.stalled, u.stalled / u.moved if u.moved else math.inf))
+    return worst.module
+
+
+@dataclass(frozen=True, slots=True)
+class AllUpdates:
+    """All parameters together: shares as in `UpdateFacts`, and the median over parameters of their log2 ratio."""
+
+    stagnant: float
+    lost: float
+    log2_ratio: float | None
+
+
+def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
+    """What bf16 weights would lose of a run's updates; None where nothing moves or nothing was looked at."""
+    moved = sum(u.elements * u.updated for u in updates)
+    size = math.fsum(u.size**2 for u in updates)
+    if not moved or not size:
+        return None
+    ratios = sorted(u.log2_ratio for u in updates if u.log2_ratio is not None)
+    return AllUpdates(
+        stagnant=sum(u.elements * u.updated * u.stagnant for u in updates) / moved,
+        lost=math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in updates) / size),
+        log2_ratio=ratios[len(ratios) // 2] if ratios else None,
+    )
+
+
+def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
+    """AMP501 for a run whose weights are bf16 throughout (no autocast, no fp32 masters), from a pass in fp32.
+
+    Args:
+        updates: Of the parameters. Where an optimizer that is not torch's own stepped one, nothing is said.
+        thresholds: Which share has to stand still (AMP501).
+    """
+    if not all(u.optimizer.startswith(ROUNDS_TO_NEAREST) for u in updates):
+        return None
+    modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)
+    for update in updates:
+        modules[update.name.rpartition(".")[0]].append(update)
+    found = stagnation_of([_module_update(module, parts) for module, parts in modules.items()], thresholds)
+    together = all_updates(updates)
+    if found is None or together is None:
+        return None
+    said = (
+        f"kept in bf16, {together.stagnant:.0%} of the weights that move in fp32 stay as they are, and "
+        f"{together.lost:.0%} of the update is lost: each is below half a unit in the last place of its weight"
+    )
+    finding = stagnation_finding(0, found)
+    return replace(
+        finding,
+        message=said,
+        where=replace(finding.where, step=None),
+        evidence={**finding.evidence, "log2_update_over_weight": together.log2_ratio, "steps": updates[0].steps},
+        prescription=Prescription(
+            kind="dtype",
+            value="float32",
+            status="not_run",
+            reason="foreseen from a pass in fp32",
+            detail=REMEDIES[0],
+        ),
+    )
+
+
+def update_remedies(updates: Sequence[UpdateFacts]) -> Iterator[str]:
+    """For a run in pure bf16: what to do about lost updates; nothing where few are lost."""
+    together = all_updates(updates)
+    if together is not None and together.lost > LOST_SHARE:
+        yield f"{_said(together)}: {REMEDIES[0]}"
+        yield from REMEDIES[1:]
+
+
+def update_notes(together: AllUpdates | None) -> Iterator[str]:
+    """For a run that may become one in bf16: why its weights stay in fp32."""
+    if together is not None and together.lost > LOST_SHARE:
+        yield f"keep the weights in fp32 (autocast): in bf16 {_said(together)}"
+
+
+def _said(together: AllUpdates) -> str:
+    ratio = f" (median |update| / |weight| 2^{together.log2_ratio:.1f})" if together.log2_ratio is not None else ""
+    return f"{together.lost:.0%} of the update would be lost and {together.stagnant:.0%} of the elements stay{ratio}"
+
+
+def _module_update(module: str, parts: Sequence[UpdateFacts]) -> ModuleUpdate:
+    size = math.sqrt(math.fsum(u.size**2 for u in parts))
+    lost = math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in parts))
+    moved = [round(u.elements * u.updated) for u in parts]
+    return ModuleUpdate(
+        module=module,
+        tensors=tuple(u.name for u in parts),
+        moved=sum(moved),
+        stalled=sum(round(n * u.stagnant) for n, u in zip(moved, parts, strict=True)),
+        size=size,
+        lost=lost / size if size else 0.0,
+        trained=True,
+    )
+
+
+# Which tensors a rule is about, over the compared steps; and how a finding names them.
+
+
+SHOWN = 3
+"""Steps in a row, up to the last one that was compared, in which something has to be so."""
+STRAIGHT = 0.75
+"""Share of what fp32's moves of a tensor would add up to if none went back: steps of a mean at rest go to and fro and
+leave 0.58 of it after three, 1 / sqrt(n) in the long run. Measured where something stands still: 0.79 to 1."""
+COINS = 5
+"""Signs beside the first that have to be the same where only few elements say so: a coin does that once in 32."""
+NAMED = 16
+"""Tensors that the evidence names."""
+Beside = TypeVar("Beside", ParameterBeside, StateBeside)
+
+
+def lasting(
+    steps: Sequence[Sequence[Beside]],
+    holds: Callable[[Beside], bool],
+    shows: Callable[[Sequence[Beside]], bool] = lambda _: True,
+    least: int = SHOWN,
+) -> tuple[int, Mapping[str, tuple[Beside, ...]]]:
+    """Returns since when something holds of tensors in each step, as an index, and what these are in each of them.
+
+    Only those for which it begins first: they share a cause, and what begins later may follow from it.
+
+    Args:
+        steps: What was seen of tensors, step by step.
+        holds: What is asked of a tensor in a step.
+        shows: What is asked of it in all of them together.
+        least: In how many steps.
+    """
+    runs: dict[str, list[Beside]] = {beside.name: [] for beside in steps[-1]} if steps else {}
+    going = set(runs)
+    for step in reversed(steps):
+        going &= {beside.name for beside in step if holds(beside)}
+        for beside in step:
+            if beside.name in going:
+                runs[beside.name].append(beside)
+    found = {name: tuple(run[::-1]) for name, run in runs.items() if len(run) >= least and shows(run[::-1])}
+    longest = max(map(len, found.values()), default=0)
+    return len(steps) - longest, {name: run for name, run in found.items() if len(run) == longest}
+
+
+def goes_one_way(run: Sequence[Beside], coins: int = 0) -> bool:
+    """Do fp32's moves of a tensor that stays add up, rather than go to and fro?
+
+    Args:
+        run: The tensor in several steps.
+        coins: So many signs beside the first have to be the same, for what may be at rest.
+    """
+    elements = zip(*(beside.course for beside in run), strict=True)
+    moving = [of for of in elements if any(of)]
+    if moving and all(move == of[0] for of in moving for move in of):
+        return True  # a counter
+    if not moving or len(moving) * (len(run) - 1) < coins:
+        return False
+    whole = math.fsum(abs(move) for of in moving for move in of)
+    return math.fsum(abs(math.fsum(of)) for of in moving) >= STRAIGHT * whole
+
+
+def named(names: Sequence[str], module: str) -> str:
+    """The tensors in words.
+
+    Args:
+        names: Their names.
+        module: What holds them all.
+    """
+    return names[0] if len(names) == 1 else f"{len(names)} tensors of {module or 'the run'} ({names[0]}, ...)"
+
+
+def within(run: Sequence[Comparison], since: int) -> str:
+    """In which steps, in words.
+
+    Args:
+        run: The compared steps.
+        since: Index of the first.
+    """
+    steps = len(run) - since
+    return f"in all {steps} steps that were compared" if not since else f"in the last {steps} of {len(run)} steps"
+
+
+# AMP506: parameters stand still over all compared steps, and in fp32 they move; the total does not show them.
+
+
+FROZEN_SHARE = Threshold(
+    code="AMP506",
+    name="share",
+    default=0.1,
+    unit="share",
+    why="Share of the squared gradient that frozen tensors of several elements own, from which it is an error and no "
+    "note: what standing still costs the loss at first order. 0.0001 to 0.035 for the norm gains of 20 architectures "
+    "in pure bf16.",
+)
+FROZEN_PARAMETERS = register(
+    "AMP506",
+    "frozen-parameters",
+    "Parameters stand still, and in fp32 they move",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(FROZEN_SHARE,),
+)
+
+FROZEN_NOTED = 1e-3
+"""Share of the squared gradient below which nothing is said of tensors of several elements."""
+FROZEN_ALONE = 1e-6
+"""The same of a tensor of one element, a temperature or a logit scale: no other moves in its place. A gradient of a
+thousandth of the run's, as for a step that has converged."""
+
+
+def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that stand still in each of the steps, as they are in the first of them.
+
+    They get a gradient, and fp32 moves them one way, by less than half a unit in the last place: more would be another
+    cause. Those of several elements only where they are all worth a word.
+
+    Args:
+        compared: The steps.
+    """
+    since, runs = lasting([step.parameters for step in compared], _stands_still, goes_one_way)
+    if since:
+        return ()
+    still = [run[0] for run in runs.values()]
+    alone = [p for p in still if p.looked_at == 1 and share_of(compared, [p.name]) >= FROZEN_ALONE]
+    several = [p for p in still if p.looked_at > 1]
+    if share_of(compared, [p.name for p in several]) < FROZEN_NOTED:
+        several = []
+    return tuple(p for p in still if p in alone or p in several)
+
+
+def severity_of_frozen(
+    compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], thresholds: Thresholds
+) -> Severity:
+    """Error where one is a number of its own or their share is large, else a note.
+
+    Args:
+        compared: The steps.
+        parameters: Those that stand still.
+        thresholds: Which share is large (AMP506).
+    """
+    own = any(p.looked_at == 1 for p in parameters)
+    large = share_of(compared, [p.name for p in parameters]) >= thresholds[FROZEN_SHARE]
+    return "error" if own or large else "note"
+
+
+def share_of(compared: Sequence[Comparison], names: Sequence[str]) -> float:
+    """Returns the share of the squared gradient in fp32, over all steps, that is of these parameters.
+
+    Args:
+        compared: The steps.
+        names: Of the parameters.
+    """
+    own = set(names)
+    whole = math.fsum(p.expected**2 for step in compared for p in step.parameters)
+    return math.fsum(p.expected**2 for step in compared for p in step.parameters if p.name in own) / (whole or 1.0)
+
+
+def frozen_finding(
+    compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], severity: Severity, op: str
+) -> Finding:
+    """The finding for parameters that stand still: one, as they share a cause.
+
+    Args:
+        compared: The steps that it rests on.
+        parameters: As they are in the first of them.
+        severity: How bad it is.
+        op: What writes them.
+    """
+    names = [p.name for p in parameters]
+    module = common_module(names)
+    stand = "stands" if len(names) == 1 else "stand"
+    share = share_of(compared, names)
+    far = max(abs(half_units) for p in parameters for half_units in p.course)
+    return Finding(
+        code=FROZEN_PARAMETERS.code,
+        name=FROZEN_PARAMETERS.name,
+        severity=severity,
+        cause="optimizer_precision",
+        where=Where(
+            step=compared[0].step,
+            phase="optimizer",
+            module=module,
+            op=op,
+            tensor=names[0] if len(names) == 1 else None,
+        ),
+        message=f"step {compared[0].step}: {named(names, module)} {stand} still {within(compared, 0)}, and in fp32 "
+        f"{'it moves' if len(names) == 1 else 'they move'}: each update is below half a unit in the last place "
+        f"({far:.2g} of it at most), with {share:.2g} of the squared gradient",
+        evidence={
+            "parameters": names[:NAMED],
+            "parameters_count": len(names),
+            "steps": [step.step for step in compared],
+            "share_of_squared_gradient": share,
+            "largest_update_in_half_units": far,
+        },
+        help=HELP["optimizer_precision"],
+    )
+
+
+def _stands_still(p: ParameterBeside) -> bool:
+    """A gradient arrives, fp32 moves the parameter, nothing moves here; the move rounds away."""
+    return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
+
+
+# AMP508: a buffer, an average or a step counter stands still, and in fp32 it moves.
+
+
+STUCK_STATE = register(
+    "AMP508",
+    "stuck-state",
+    "A buffer, an average or a counter stands still, and in fp32 it moves",
+    worst="error",
+    commands=REPLAYED,
+)
+
+COUNTER_ENDS = {"float16": 2048.0, "bfloat16": 256.0}
+"""From here on a number of this format plus 1 is the number."""
+_OPTIMIZER = "optimizer:"
+
+
+def stuck(compared: Sequence[Comparison]) -> tuple[int, tuple[StateBeside, ...]]:
+    """Returns since which of the steps states stand still, as an index, and each as it is in the first of them.
+
+    fp32 moves them one way. Of an optimizer's state only what counts: a moment may be at rest.
+
+    Args:
+        compared: The steps.
+    """
+    since, runs = lasting([step.states for step in compared], lambda state: not state.moved, _is_stuck)
+    return since, tuple(run[0] for run in runs.values())
+
+
+def counting(compared: Sequence[Comparison]) -> tuple[StateBeside, ...]:
+    """Returns the counters that go up by one here and in fp32, and will stand still; as they are in the last step.
+
+    Args:
+        compared: The steps.
+    """
+    _, runs = lasting([step.states for step in compared], lambda state: bool(state.moved), _by_one)
+    return tuple(run[-1] for run in runs.values())
+
+
+def _is_stuck(run: Sequence[StateBeside]) -> bool:
+    counts = run[0].looked_at == 1 and len({state.course for state in run}) == 1
+    return counts or (run[0].kind != "counter" and goes_one_way(run, COINS))
+
+
+def _by_one(run: Sequence[StateBeside]) -> bool:
+    values = [state.value for state in run]
+    if run[0].looked_at > 1:
+        return False
+    upwards = all(after == before + 1 for before, after in itertools.pairwise(values))
+    return upwards and values[-1].is_integer() and values[-1] < COUNTER_ENDS[run[-1].dtype]
+
+
+def owner_of(name: str) -> str:
+    """Returns the module that a state belongs to; of an optimizer's that of the parameter.
+
+    Args:
+        name: Of the state.
+    """
+    path = name.removeprefix(_OPTIMIZER)
+    return path.rpartition(".")[0].rpartition(".")[0] if name.startswith(_OPTIMIZER) else path.rpartition(".")[0]
+
+
+def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[StateBeside], where: Where) -> Finding:
+    """The finding for states that stand still: one, as they share a cause.
+
+    Args:
+        compared: All compared steps.
+        since: Index of the first in which they do.
+        states: As they are in it.
+        where: What writes them.
+    """
+    names, step = [state.name for state in states], compared[since].step
+    inside = [owner_of(state.name) for state in states if state.kind != "own"]
+    module, common = (inside[0] if inside else ""), common_module([f"{path}." for path in inside])
+    stand = "stands" if len(names) == 1 else "stand"
+    return Finding(
+        code=STUCK_STATE.code,
+        name=STUCK_STATE.name,
+        severity="error",
+        cause="optimizer_precision",
+        where=replace(where, step=step, module=module, tensor=names[0] if len(names) == 1 else None),
+        message=f"step {step}: {named(names, common)} in {states[0].dtype} {stand} still {within(compared, since)}, "
+        f"and in fp32 {'it moves' if len(names) == 1 else 'they move'} one way: what is added is too small beside it",
+        evidence={
+            "tensors": names[:NAMED],
+            "tensors_count": len(names),
+            "steps": [step.step for step in compared[since:]],
+            "dtype": states[0].dtype,
+            "largest_value": max(state.value for state in states),
+            "largest_move_in_half_units": max(abs(move) for state in states for move in state.course),
+        },
+        help=HELP["optimizer_precision"],
+    )
+
+
+def counting_finding(compared: Sequence[Comparison], states: Sequence[StateBeside]) -> Finding:
+    """The note for counters that will stand still: a projection.
+
+    Args:
+        compared: All compared steps.
+        states: The counters, as they are in the last step.
+    """
+    names = [state.name for state in states]
+    most = max(states, key=lambda state: state.value / COUNTER_ENDS[state.dtype])
+    end, last = COUNTER_ENDS[most.dtype], compared[-1].step
+    at = last + int(end - most.value)
+    return Finding(
+        code=STUCK_STATE.code,
+        name=STUCK_STATE.name,
+        severity="note",
+        cause="optimizer_precision",
+        where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
+        message=f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
+        f"before step {last}, and at {end:g} it stands still, from step {at} on if it goes on so",
+        evidence={
+            "tensors": names[:NAMED],
+            "tensors_count": len(names),
+            "steps": [step.step for step in compared],
+            "stands_still_from_step": at,
+        },
+        help=HELP["optimizer_precision"],
+    )
+
+
+# AMP507: the update of single tensors is far from fp32's, though their gradients are right.
+
+
+WRONG_RATIO = Threshold(
+    code="AMP507",
+    name="ratio",
+    default=2.0,
+    unit="factor",
+    lowest=1.0,
+    highest=1e6,
+    why="Factor by which the norm of a tensor's update is longer or shorter than fp32's, in each step: rounding of a "
+    "gradient that is right to a half cannot do it.",
+)
+WRONG_STEP = register(
+    "AMP507",
+    "wrong-step",
+    "An optimizer's step is far too long or too short, and its gradient is right",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(WRONG_RATIO,),
+)
+
+ROUNDED = 4.0
+"""Norms that differ by less than this many roundings of the weight are the weight's own rounding."""
+RIGHT_GRADIENT = 0.5
+"""Relative error of a gradient up to which it is not the cause."""
+
+Far = tuple[ParameterBeside, ...]
+
+
+def far_from(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[int, tuple[Far, ...]]:
+    """Returns since which of the steps updates are wrong, as an index, and each parameter as it is in them.
+
+    Args:
+        compared: The steps.
+        thresholds: How far is far (AMP507).
+    """
+    ratio = thresholds[WRONG_RATIO]
+    least = max(1, min(SHOWN, len(compared)))  # of a right gradient one wrong step is enough, if there is only one
+    since, runs = lasting([step.parameters for step in compared], lambda p: is_far(p, ratio), least=least)
+    return since, tuple(runs.values())
+
+
+def is_far(parameter: ParameterBeside, ratio: float) -> bool:
+    """Is an update of a right gradient too long or too short, above rounding?
+
+    Args:
+        parameter: It, in one step.
+        ratio: By which factor.
+    """
+    p = parameter
+    if not p.moved or not p.expected_update or p.error > RIGHT_GRADIENT * p.expected:
+        return False
+    apart = abs(p.update - p.expected_update) > ROUNDED * p.rounding
+    return apart and not 1 / ratio <= p.update / p.expected_update <= ratio
+
+
+def made_zero(compared: Sequence[Comparison]) -> tuple[int, Far]:
+    """Returns the first step in which parameters with a right gradient stand still, and not for rounding; and these.
+
+    Args:
+        compared: The steps.
+    """
+    for at, step in enumerate(compared):
+        still = tuple(p for p in step.parameters if _is_zero(p))
+        if still:
+            return at, still
+    return 0, ()
+
+
+def _is_zero(p: ParameterBeside) -> bool:
+    right = p.gradient > 0.0 and p.error <= RIGHT_GRADIENT * p.expected
+    return right and p.meant_to_move > 0 and not p.moved and not rounded_away([p])
+
+
+def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequence[Far], op: str) -> Finding:
+    """The finding for updates that are wrong: one, as they share a cause.
+
+    Args:
+        compared: All compared steps.
+        since: Index of the first in which they are.
+        found: The parameters, each as it is in these steps.
+        op: The first op of the optimizer that writes something else than in fp32.
+    """
+    names = [run[0].name for run in found]
+    module = common_module(names)
+    ratios = [p.update / p.expected_update for run in found for p in run]
+    step = compared[since].step
+    worst = max(found, key=lambda run: run[0].expected)
+    return Finding(
+        code=WRONG_STEP.code,
+        name=WRONG_STEP.name,
+        severity="error",
+        cause="optimizer_precision",
+        where=Where(
+            step=step,
+            phase="optimizer",
+            module=module or worst[0].name.rpartition(".")[0],
+            op=op,
+            tensor=names[0] if len(names) == 1 else None,
+        ),
+        message=f"step {step}: the update of {named(names, module)} is {min(ratios):.2g} to {max(ratios):.2g} times as "
+        f"long as in fp32 {within(compared, since)}, and the gradient is right",
+        evidence={
+            "parameters": names[:NAMED],
+            "parameters_count": len(names),
+            "steps": [step.step for step in compared[since:]],
+            "smallest_ratio": min(ratios),
+            "largest_ratio": max(ratios),
+        },
+        help=HELP["optimizer_precision"],
+    )

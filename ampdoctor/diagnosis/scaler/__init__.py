@@ -1,1 +1,0 @@
-"""Rules on the state of a loss scaler."""

@@ -1,0 +1,531 @@
+"""Rules on two checkpoints of one run, and on a series of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import SCANNED, Rule, register
+from ampdoctor.diagnosis.scan.scaler import scale_text
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX, MAX_LISTED, percent
+from ampdoctor.evidence.checkpoint_stats import CheckpointChange, Largest, TensorChange, Trend
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+
+def weights_of(change: CheckpointChange) -> list[TensorChange]:
+    """The weights that have an element."""
+    return [t for t in change.tensors if t.role == "weight" and t.elements]
+
+
+def change_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
+    rule: Rule,
+    severity: Severity,
+    tensor: TensorChange,
+    message: str,
+    evidence: dict[str, Any],
+    change: CheckpointChange,
+    among: Sequence[TensorChange],
+    *,
+    cause: str | None = None,
+) -> Finding:
+    """A finding about all of those `among` which `tensor` is the one to show."""
+    return Finding(
+        code=rule.code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=replace(_place(tensor), global_step=change.new_step),
+        also=tuple(_place(other) for other in among if other is not tensor),
+        cause=cause,
+        evidence=evidence,
+        help=rule.page.action,
+    )
+
+
+def _place(tensor: TensorChange) -> Where:
+    return Where(
+        phase="checkpoint",
+        module=tensor.module,
+        op=f"state:{tensor.entry}",
+        tensor=tensor.address,
+        file=tensor.file,
+    )
+
+
+def row_of(tensor: TensorChange) -> dict[str, Any]:
+    """What became of it, as JSON values."""
+    row: dict[str, Any] = {
+        "tensor": tensor.address,
+        "dtype": tensor.dtype,
+        "unchanged": tensor.unchanged / tensor.elements,
+        "relative_change": tensor.relative_change,
+    }
+    if tensor.reach is not None:
+        row |= {"update_rms": tensor.reach.rms, "lands": tensor.reach.lands, "adds_up": tensor.reach.adds_up}
+    return row
+
+
+def elements_of(tensors: Sequence[TensorChange]) -> int:
+    """Of all together."""
+    return sum(t.elements for t in tensors)
+
+
+# When a figure that grows by a constant factor meets a limit, judged by how it has grown so far.
+
+
+STEADY = 0.75
+"""Least ratio of the later to the earlier rate, in binades a step, of what grows by a constant factor. That has a ratio
+of 1; what grows as any power of the step has at most log2(3/2) / log2(2) = 0.585 over equal times from its first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Where a figure is heading.
+
+    Attributes:
+        rate: Binades a step.
+        meets: Step at which it meets the limit at that rate.
+        since: First step of the course.
+        until: Last step seen.
+    """
+
+    rate: float
+    meets: float
+    since: int
+    until: int
+
+    @property
+    def soon(self) -> bool:
+        """Whether that is within as many steps as were seen."""
+        return self.meets - self.until <= self.until - self.since
+
+
+def course(points: Sequence[tuple[int, float]], limit: float) -> Course | None:
+    """How a steady growth goes on; None where there is none, or it slows down, or the limit has been met.
+
+    The rate is the least-squares slope of log2 over the steps, or that of the later half where it is the smaller one.
+
+    Args:
+        points: (step, positive finite value), ascending; at least two, and three to see a growth slow down.
+        limit: Positive; where the values fall, the one below them.
+    """
+    if len(points) < 2 or points[0][0] == points[-1][0]:
+        return None
+    rising = points[-1][1] >= points[0][1]
+    sign = 1.0 if rising else -1.0
+    line = [(step, sign * math.log2(value)) for step, value in points]
+    left = sign * math.log2(limit) - line[-1][1]
+    earlier, later = _halves(line)
+    if left <= 0 or earlier <= 0 or later < STEADY * earlier:
+        return None
+    rate = min(_slope(line), later)
+    if rate <= 0:
+        return None
+    return Course(rate=sign * rate, meets=line[-1][0] + left / rate, since=line[0][0], until=line[-1][0])
+
+
+def _halves(line: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Rates of the first and of the second half of the time."""
+    (start, first), (end, last) = line[0], line[-1]
+    middle = (start + end) / 2
+    at = last
+    for (left, low), (right, high) in itertools.pairwise(line):
+        if left <= middle <= right and right > left:
+            at = low + (high - low) * (middle - left) / (right - left)
+            break
+    return (at - first) / (middle - start), (last - at) / (end - middle)
+
+
+def _slope(line: Sequence[tuple[int, float]]) -> float:
+    steps = [float(step) for step, _ in line]
+    mean, level = sum(steps) / len(line), sum(value for _, value in line) / len(line)
+    spread = sum((step - mean) ** 2 for step in steps)
+    return sum((step - mean) * (value - level) for step, (_, value) in zip(steps, line, strict=True)) / spread
+
+
+# AMP712: 16-bit weights stand still because updates are rounded away.
+
+
+STILL = Threshold(
+    code="AMP712",
+    name="stalled",
+    default=0.75,
+    unit="share",
+    why="Share of a weight's elements that stay exactly the same, and share of the movement that is lost: AMP501's, "
+    "where it was measured on single updates.",
+)
+WOULD_MOVE = Threshold(
+    code="AMP712",
+    name="would_move",
+    default=0.5,
+    unit="share",
+    why="Share of a weight's elements that exact sums of the updates would change: half, so that standing still is no "
+    "matter of a small learning rate.",
+)
+MOST_STAGNANT = Threshold(
+    code="AMP712",
+    name="most",
+    default=0.5,
+    unit="share",
+    why="Share of all trained elements from which it is an error: most of the model.",
+)
+STAGNANT_WEIGHTS = register(
+    "AMP712",
+    "stagnant-weights",
+    "16-bit weights stand still because updates are rounded away",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(STILL, WOULD_MOVE, MOST_STAGNANT),
+)
+
+_HALF = frozenset({"float16", "bfloat16"})
+
+
+def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
+    """Whether a weight's updates are lost to rounding in its 16-bit format."""
+    reach, still = tensor.reach, thresholds[STILL]
+    return (
+        tensor.pure_half
+        and reach is not None
+        and tensor.unchanged >= still * tensor.elements
+        and reach.adds_up >= thresholds[WOULD_MOVE]
+        and reach.lands <= (1 - still) * reach.adds_up
+    )
+
+
+@STAGNANT_WEIGHTS.judges(CheckpointChange)
+def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
+    if not change.steps or change.steps < 0:
+        return
+    trained = [t for t in weights_of(change) if t.pure_half and t.moments]
+    still = [t for t in trained if stagnates(t, thresholds)]
+    if not still:
+        return
+    share = elements_of(still) / elements_of(trained)
+    matrices = [t for t in still if len(t.shape) >= 2]
+    severity: Severity = (
+        "error" if share >= thresholds[MOST_STAGNANT] and matrices else "warning" if matrices else "note"
+    )
+    worst = max(matrices or still, key=lambda t: (t.elements, t.address))
+    reach = worst.reach
+    assert reach is not None  # noqa: S101 - stagnates() holds
+    message = (
+        f"{len(still)} of {len(trained)} trained {worst.dtype} weights stand still: in {worst.address} "
+        f"{percent(worst.unchanged / worst.elements)} of the values did not change in {change.steps} steps, because "
+        f"an update of {reach.rms:.2g} is less than half the distance to the next {worst.dtype} number for "
+        f"{percent(1 - reach.lands)} of them."
+    )
+    evidence = {
+        "steps": change.steps,
+        "share_of_trained_elements": share,
+        "learning_rate": reach.learning_rate,
+        "tensors": len(still),
+        "listed": [row_of(t) for t in sorted(still, key=lambda t: -t.elements)[:MAX_LISTED]],
+    }
+    yield change_finding(
+        STAGNANT_WEIGHTS, severity, worst, message, evidence, change, still, cause="optimizer_precision"
+    )
+
+
+@STAGNANT_WEIGHTS.judges(CheckpointChange)
+def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
+    """Files without optimizer state: what stands still may be frozen, or copied from fp32 weights that move."""
+    matrices = [t for t in weights_of(change) if t.dtype in _HALF and t.old_dtype == t.dtype and len(t.shape) >= 2]
+    partly = [t for t in matrices if thresholds[STILL] * t.elements <= t.unchanged < t.elements]
+    if any(t.moments for t in change.tensors) or not partly:
+        return
+    if elements_of(partly) < thresholds[MOST_STAGNANT] * elements_of(matrices):
+        return
+    if not change.steps or change.steps < 0:
+        return
+    worst = max(partly, key=lambda t: (t.unchanged / t.elements, t.address))
+    message = (
+        f"In {len(partly)} of {len(matrices)} {worst.dtype} matrices most values did not change in {change.steps} "
+        f"steps ({percent(worst.unchanged / worst.elements)} in {worst.address}): either the updates are lost to "
+        f"rounding, or these are copies of fp32 weights that moved little. Without optimizer state this cannot be told."
+    )
+    evidence = {"steps": change.steps, "tensors": len(partly), "listed": [row_of(t) for t in partly[:MAX_LISTED]]}
+    yield change_finding(STAGNANT_WEIGHTS, "note", worst, message, evidence, change, partly)
+
+
+# AMP713: trained weights did not change at all.
+
+
+IDLE_WOULD_MOVE = Threshold(
+    code="AMP713",
+    name="would_move",
+    default=0.5,
+    unit="share",
+    why="Share of a weight's elements that one update would change: half, as for AMP712.",
+)
+UNMOVED_WEIGHTS = register(
+    "AMP713",
+    "unmoved-weights",
+    "Trained weights did not change at all",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(IDLE_WOULD_MOVE,),
+)
+
+
+@UNMOVED_WEIGHTS.judges(CheckpointChange)
+def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
+    weights = weights_of(change)
+    if not weights or not change.steps or change.steps < 0:
+        return
+    same = [t for t in weights if t.unchanged == t.elements and not t.nonfinite]
+    least = thresholds[IDLE_WOULD_MOVE]
+    idle = [t for t in same if t.moments and t.reach is not None and t.reach.lands >= least]
+    if idle:
+        worst = max(idle, key=lambda t: (t.elements, t.address))
+        message = (
+            f"{len(idle)} of {len(weights)} weights did not change at all in {change.steps} steps, {worst.address} "
+            f"first, although the optimizer holds moments for them and one update would change "
+            f"{percent(worst.reach.lands if worst.reach else 0)} of its values."
+        )
+    elif len(same) == len(weights) and not any(stagnates(t, thresholds) for t in same):
+        worst = max(same, key=lambda t: (t.elements, t.address))
+        message = f"No weight changed between step {change.old_step} and step {change.new_step}."
+    else:
+        return
+    evidence = {"steps": change.steps, "tensors": len(idle or same), "listed": [row_of(t) for t in idle[:MAX_LISTED]]}
+    yield change_finding(UNMOVED_WEIGHTS, "warning" if idle else "note", worst, message, evidence, change, idle or same)
+
+
+# AMP714: the two checkpoints do not hold the same tensors.
+
+
+CHANGED_STRUCTURE = register(
+    "AMP714", "changed-structure", "The two checkpoints do not hold the same tensors", worst="note", commands=SCANNED
+)
+
+
+@CHANGED_STRUCTURE.judges(CheckpointChange)
+def _changed_structure(change: CheckpointChange, _: Thresholds) -> Iterator[Finding]:
+    retyped = {t.address: (t.old_dtype, t.dtype) for t in change.tensors if t.dtype != t.old_dtype and _named(t)}
+    parts = [
+        (("is", "are"), "gone", change.vanished),
+        (("is", "are"), "new", change.appeared),
+        (("has", "have"), "another shape", tuple(change.reshaped)),
+        (("has", "have"), "another dtype", tuple(retyped)),
+    ]
+    said = [
+        f"{len(names)} {verbs[len(names) > 1]} {what} ({names[0]}{' first' if len(names) > 1 else ''})"
+        for verbs, what, names in parts
+        if names
+    ]
+    if not said:
+        return
+    first, *others = (name for _, _, names in parts for name in names)
+    yield Finding(
+        code=CHANGED_STRUCTURE.code,
+        name=CHANGED_STRUCTURE.name,
+        severity="note",
+        message=f"Of the weights and buffers, {'; '.join(said)}, compared with {change.old}.",
+        where=Where(phase="checkpoint", global_step=change.new_step, tensor=first),
+        also=tuple(Where(phase="checkpoint", tensor=name) for name in others),
+        evidence={
+            "vanished": change.vanished[:MAX_LISTED],
+            "appeared": change.appeared[:MAX_LISTED],
+            "reshaped": {name: list(map(list, shapes)) for name, shapes in list(change.reshaped.items())[:MAX_LISTED]},
+            "retyped": dict(list(retyped.items())[:MAX_LISTED]),
+        },
+        help=CHANGED_STRUCTURE.page.action,
+    )
+
+
+def _named(tensor: TensorChange) -> bool:
+    return tensor.role in {"weight", "buffer", "ema"}
+
+
+# AMP710: a weight or buffer grows towards fp16's limit.
+
+
+BEYOND_START = Threshold(
+    code="AMP710",
+    name="start",
+    default=8.0,
+    unit="magnitude",
+    lowest=0.0,
+    highest=65504.0,
+    why="Magnitude above which a growth counts: no initialisation reaches it (the largest of 10^9 normal numbers is "
+    "6.1), so that what grows there no longer grows out of its start.",
+)
+GROWING_RANGE = register(
+    "AMP710",
+    "growing-range",
+    "A weight or buffer grows towards fp16's limit",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(BEYOND_START,),
+)
+
+LEAST_POINTS = 3
+"""Checkpoints that it takes to see whether a growth slows down."""
+
+
+def _growing_finding(rows: Sequence[tuple[str, Largest, float, Course]], step: int | None, unit: str) -> Finding:
+    """The finding for tensors that grow towards fp16's limit.
+
+    Args:
+        rows: Address, latest magnitude, the magnitude at the course's beginning, and the course; at least one.
+        step: Step of the latest checkpoint.
+        unit: What steps count.
+    """
+    address, largest, before, heading = min(rows, key=lambda row: (row[3].meets, row[0]))
+    severity: Severity = "warning" if any(now.cast_by_autocast for _, now, _, _ in rows) else "note"
+    others = f" {len(rows) - 1} more tensors do so later." if len(rows) > 1 else ""
+    message = (
+        f"The largest magnitude of {address} has grown from {before:.4g} at {unit} {heading.since} to "
+        f"{largest.amax:.4g} at {unit} {heading.until}; at this rate it meets fp16's 65504 at about {unit} "
+        f"{math.ceil(heading.meets)}.{others}"
+    )
+    evidence: dict[str, Any] = {
+        "amax": largest.amax,
+        "limit": FP16_MAX,
+        "meets_at": heading.meets,
+        "binades_per_1000": 1000 * heading.rate,
+        "tensors": len(rows),
+        "listed": [
+            {"tensor": name, "amax": now.amax, "amax_before": then, "meets_at": seen.meets}
+            for name, now, then, seen in sorted(rows, key=lambda row: (row[3].meets, row[0]))[:MAX_LISTED]
+        ],
+    }
+    return Finding(
+        code=GROWING_RANGE.code,
+        name=GROWING_RANGE.name,
+        severity=severity,
+        message=message,
+        where=Where(
+            phase="checkpoint",
+            global_step=step,
+            module=largest.module,
+            op=f"state:{largest.entry}",
+            tensor=address,
+            file=largest.file,
+        ),
+        also=tuple(
+            Where(phase="checkpoint", module=now.module, op=f"state:{now.entry}", tensor=name, file=now.file)
+            for name, now, _, _ in rows
+            if name != address
+        ),
+        evidence=evidence,
+        help=GROWING_RANGE.page.action,
+    )
+
+
+@GROWING_RANGE.judges(Trend)
+def _growing_over_time(trend: Trend, thresholds: Thresholds) -> Iterator[Finding]:
+    points = trend.dated
+    if not points:
+        return
+    rows = []
+    for address, now in points[-1].largest.items():
+        amaxes = [(p.step or 0, p.largest[address].amax) for p in points if address in p.largest]
+        seen = _since_start(amaxes, thresholds[BEYOND_START])
+        heading = course(seen, FP16_MAX) if len(seen) >= LEAST_POINTS and seen[-1][1] > seen[0][1] else None
+        if heading is not None and heading.soon:
+            rows.append((address, now, seen[0][1], heading))
+    if rows:
+        yield _growing_finding(rows, points[-1].step, trend.unit)
+
+
+def _since_start(seen: Sequence[tuple[int, float]], start: float) -> list[tuple[int, float]]:
+    """The latest points of a tensor that has left its initialisation; one a step."""
+    kept: list[tuple[int, float]] = []
+    for step, amax in reversed(seen):
+        if amax < start:
+            break
+        if not kept or kept[-1][0] != step:
+            kept.append((step, amax))
+    return kept[::-1]
+
+
+@GROWING_RANGE.judges(CheckpointChange)
+def _growing_between(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
+    steps = change.steps
+    if change.old_step is None or change.new_step is None or not steps or steps < 0:
+        return
+    rows = []
+    for t, before, now in grown_beyond_start(change, thresholds):
+        heading = course([(change.old_step, before), (change.new_step, now)], FP16_MAX)
+        if heading is not None and heading.soon:
+            cast = cast_by_autocast(t.role, t.shape, t.dtype)
+            largest = Largest(amax=now, cast_by_autocast=cast, module=t.module, entry=t.entry, file=t.file)
+            rows.append((t.address, largest, before, heading))
+    if rows:
+        yield _growing_finding(rows, change.new_step, "step")
+
+
+def grown_beyond_start(change: CheckpointChange, thresholds: Thresholds) -> Iterator[tuple[TensorChange, float, float]]:
+    """Tensors that were beyond any initialisation and still grew, with their largest magnitudes before and now."""
+    start = thresholds[BEYOND_START]
+    for t in change.tensors:
+        if t.role not in {"weight", "buffer", "ema"} or t.amax is None or t.old_amax is None:
+            continue
+        if t.old_amax >= start and math.log2(t.amax) > math.log2(t.old_amax):  # by more than its rounding
+            yield t, t.old_amax, t.amax
+
+
+def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether fp16 autocast would cast a tensor, or it is stored in fp16: beyond its range it is then Inf."""
+    return dtype == "float16" or (role == "weight" and len(shape) >= 2 and dtype in {"float32", "float64"})
+
+
+# AMP711: the loss scale keeps falling.
+
+
+SCALE_FALL = Threshold(
+    code="AMP711",
+    name="fall",
+    default=4.0,
+    unit="binades",
+    lowest=0.0,
+    highest=150.0,
+    why="Binades that a loss scale falls before it is called falling: a settled one goes up and down by one or two.",
+)
+FALLING_LOSS_SCALE = register(
+    "AMP711",
+    "falling-loss-scale",
+    "The loss scale keeps falling",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(SCALE_FALL,),
+)
+
+
+@FALLING_LOSS_SCALE.judges(Trend)
+def _falling_loss_scale(trend: Trend, thresholds: Thresholds) -> Iterator[Finding]:
+    points, unit = trend.dated, trend.unit
+    scales = {p.step or 0: p.scale for p in points if p.scale is not None and 0 < p.scale < math.inf}
+    seen = list(scales.items())
+    top = max((scale for _, scale in seen), default=0.0)
+    start = max((at for at, (_, scale) in enumerate(seen) if scale == top), default=0)
+    seen = seen[start:]
+    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < thresholds[SCALE_FALL]:
+        return
+    heading = course(seen, 1.0)
+    if heading is None or not heading.soon:
+        return
+    message = (
+        f"The loss scale has fallen from {scale_text(top)} at {unit} {heading.since} to {scale_text(seen[-1][1])} at "
+        f"{unit} {heading.until}; at this rate it is below 1 at about {unit} {math.ceil(heading.meets)}."
+    )
+    yield Finding(
+        code=FALLING_LOSS_SCALE.code,
+        name=FALLING_LOSS_SCALE.name,
+        severity="warning",
+        message=message,
+        where=Where(phase="checkpoint", global_step=heading.until, op="scaler_state"),
+        evidence={
+            "scales": [{"step": step, "scale": scale} for step, scale in seen],
+            "meets_at": heading.meets,
+            "binades_per_1000": 1000 * heading.rate,
+        },
+        help=FALLING_LOSS_SCALE.page.action,
+    )

@@ -1,0 +1,151 @@
+"""What was looked at in a checkpoint and how near it came to a limit: the body of a healthy report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from ampdoctor.diagnosis.catalogue import codes_in
+from ampdoctor.diagnosis.scan.scaler import shown_scaler
+from ampdoctor.diagnosis.scan.tensors import FP16_MAX, is_mask
+from ampdoctor.evidence.checkpoint_stats import (
+    DEAD_SCALE,
+    RUN_LOG,
+    CheckpointSummary,
+    RoleSummary,
+    TensorRole,
+    TensorSummary,
+)
+from ampdoctor.evidence.report import Check, Finding
+
+_FINITE: tuple[tuple[str, tuple[str, ...], TensorRole], ...] = (
+    ("finite weights", ("AMP101",), "weight"),
+    ("finite buffers", ("AMP102",), "buffer"),
+    ("finite averaged weights", ("AMP101", "AMP114"), "ema"),
+    ("finite optimizer state", ("AMP103",), "moment"),
+    ("finite other tensors", ("AMP108",), "other"),
+)
+_CASTABLE: tuple[tuple[str, TensorRole], ...] = (("weights", "weight"), ("averaged weights", "ema"))
+_OPTIONAL = frozenset({"ema"})
+"""Roles that most checkpoints do not have: without a tensor of them nothing is said."""
+E4M3_BINADES = math.log2(448) + 10
+"""Between the largest number of e4m3 and its flush threshold, 2^-10."""
+E5M2_BINADES = math.log2(57344) + 17
+"""Between the largest number of e5m2 and its flush threshold, 2^-17."""
+
+
+def checks_of(summary: CheckpointSummary, findings: Sequence[Finding]) -> tuple[Check, ...]:
+    """The checks of a scan, in a fixed order.
+
+    Args:
+        summary: The checkpoint.
+        findings: What `diagnose` found in it.
+    """
+    return tuple(_checks(summary, findings))
+
+
+def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
+    if summary.format != RUN_LOG:
+        yield from _of_tensors(summary, findings)
+    yield _scaler(summary, findings)
+    if summary.log:
+        yield Check(
+            name="training log",
+            result=_result({finding.code for finding in findings}, codes_in("scan.log", "scan.log_scale")),
+            headroom={"entries": len(summary.log), "last_step": max(entry.step for entry in summary.log)},
+        )
+
+
+def _of_tensors(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator[Check]:
+    found = {finding.code for finding in findings}
+    roles = {role.role: role for role in summary.roles}
+    for name, codes, role in _FINITE:
+        present = roles.get(role)
+        if present is None and role in _OPTIONAL:
+            continue
+        yield Check(
+            name=name,
+            result=_result({f.code for f in findings for code in codes if _speaks_of(f, code, role)}, codes)
+            if present
+            else "not in the file",
+            headroom={"tensors": present.tensors, "elements": present.elements} if present else {},
+        )
+    yield Check(name="possible values", result=_result(found, ["AMP106", "AMP110", "AMP111", "AMP112"]))
+    yield Check(name="values at the format's maximum", result=_result(found, ["AMP107"]))
+    castable = [t for t in summary.tensors if t.role in {"weight", "buffer", "ema"} and not is_mask(t)]
+    yield Check(
+        name="fp16 range",
+        result=_result(found, ["AMP104"]) if castable else "not in the file",
+        headroom=_binades(castable),
+    )
+    for words, role in _CASTABLE:
+        present = roles.get(role)
+        if present is None and role in _OPTIONAL:
+            continue
+        for name in ("fp16", "bf16"):
+            lossy = any(_speaks_of(finding, "AMP105", role) and name in finding.evidence for finding in findings)
+            yield Check(
+                name=f"{name} cast of the {words}",
+                result="not in the file" if present is None else "found" if lossy else "ok",
+                headroom=_cast(present, name),
+            )
+    yield from _fp8(summary)
+    masks = [t for t in summary.tensors if is_mask(t)]
+    if masks:
+        yield Check(
+            name="masks", result=f"{len(masks)} tensors of zeros and one large value or -Inf were taken for masks"
+        )
+    if summary.optimizers:
+        yield Check(name="optimizer settings and moments", result=_result(found, codes_in("scan.optimizer")))
+
+
+def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:
+    return finding.code == code and finding.evidence.get("role", role) == role
+
+
+def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
+    """How many matrices one scale a tensor brings into fp8: at most 1 % of their nonzero elements would flush."""
+    spans = [t.binades for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2 and t.binades is not None]
+    if not spans:
+        return
+    within = {"e4m3": sum(s <= E4M3_BINADES for s in spans), "e5m2": sum(s <= E5M2_BINADES for s in spans)}
+    beyond = len(spans) - within["e4m3"]
+    yield Check(
+        name="fp8 with a scale for each matrix",
+        result=f"{beyond} of {len(spans)} matrices are too wide for e4m3" if beyond else "ok",
+        headroom={"matrices": len(spans), **within, "widest_binades": max(spans)},
+    )
+
+
+def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
+    found = {finding.code for finding in findings}
+    scaler = shown_scaler(summary, findings)
+    if scaler is None:
+        return Check(name="loss scaler", result="found" if "AMP410" in found else "not in the file")
+    above = math.log2(scaler.scale) - math.log2(DEAD_SCALE) if scaler.scale > 0 and not scaler.dead else None
+    return Check(
+        name="loss scaler",
+        result=_result(found, codes_in("scan.scaler")),
+        headroom={"binades_above_dead": above} if above is not None else {},
+    )
+
+
+def _binades(tensors: Sequence[TensorSummary]) -> dict[str, float]:
+    amax = max((t.amax for t in tensors if t.amax is not None), default=None)
+    return {"binades": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
+
+
+def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:
+    loss = next((c for c in role.casts if c.format == name), None) if role else None
+    if loss is None:
+        return {}
+    return {
+        "flushed": loss.flushed,
+        "subnormal": loss.subnormal,
+        "overflowed": loss.overflowed,
+        "relative_error": loss.relative_error,
+    }
+
+
+def _result(found: set[str], codes: Iterable[str]) -> str:
+    return "found" if found.intersection(codes) else "ok"

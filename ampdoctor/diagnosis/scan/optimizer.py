@@ -1,0 +1,422 @@
+"""Rules on a checkpoint's optimizers: settings, second moments, step counters, epsilon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, MAX_LISTED
+from ampdoctor.evidence.checkpoint_stats import (
+    CheckpointSummary,
+    OptimizerGroup,
+    OptimizerSummary,
+    StarvedMoment,
+    TensorSummary,
+)
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
+"""Moments whose root divides the update: Adam's, RMSprop's and Adadelta's, Adagrad's."""
+
+
+def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
+    summary: CheckpointSummary,
+    optimizer: OptimizerSummary,
+    rule: Rule,
+    severity: Severity,
+    message: str,
+    evidence: dict[str, object],
+    *,
+    op: str = "optimizer_state:param_groups",
+    cause: str | None = None,
+) -> Finding:
+    """A finding about an optimizer as a whole."""
+    return checkpoint_finding(
+        summary,
+        rule,
+        severity,
+        message,
+        evidence={"optimizer": optimizer.path, **evidence},
+        phase="optimizer",
+        op=op,
+        cause=cause,
+    )
+
+
+# AMP505: optimizer settings that cannot be right.
+
+
+OPTIMIZER_SETTINGS = register(
+    "AMP505", "optimizer-settings", "Optimizer settings that cannot be right", worst="error", commands=SCANNED
+)
+
+
+@OPTIMIZER_SETTINGS.judges(CheckpointSummary)
+def _optimizer_settings(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for optimizer in summary.optimizers:
+        yield from _settings_of(summary, optimizer)
+
+
+def _settings_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
+    ruinous, odd = [], []
+    for group in optimizer.groups:
+        ruinous += _ruinous(group)
+        odd += _odd(group)
+    zeros = [t for t in summary.tensors if t.role == "moment" and t.entry in DIVIDING_MOMENTS and t.zeros]
+    if zeros and any(group.epsilon == 0 for group in optimizer.groups):
+        ruinous.append(f"eps is 0 and the second moment of {zeros[0].name} has zeros, so its update is 0 / 0")
+    for severity, wrong in (("error", ruinous), ("warning", odd)):
+        clauses = list(dict.fromkeys(wrong))
+        if clauses:
+            grade: Severity = "error" if severity == "error" else "warning"
+            cause = "bad_checkpoint" if grade == "error" else None
+            message = f"The optimizer's settings cannot be right: {'; '.join(clauses)}."
+            yield optimizer_finding(
+                summary, optimizer, OPTIMIZER_SETTINGS, grade, message, {"wrong": clauses}, cause=cause
+            )
+
+
+def _ruinous(group: OptimizerGroup) -> list[str]:
+    """Settings that put NaN or Inf into the weights with the next step."""
+    named = (("lr", group.learning_rate), ("eps", group.epsilon), ("weight_decay", group.weight_decay))
+    clauses = [f"{name} is {value}" for name, value in named if value is not None and not math.isfinite(value)]
+    clauses += [f"a beta is {beta:g}" for beta in group.betas if not beta < 1]
+    return clauses
+
+
+def _odd(group: OptimizerGroup) -> list[str]:
+    named = (("lr", group.learning_rate), ("eps", group.epsilon), ("weight_decay", group.weight_decay))
+    clauses = [f"{name} is {value:g}, below 0" for name, value in named if value is not None and -math.inf < value < 0]
+    clauses += [f"a beta is {beta:g}, below 0" for beta in group.betas if beta < 0]
+    return clauses
+
+
+# AMP502: a second moment was flushed to zero where the first was not.
+
+
+LARGEST_UPDATE = Threshold(
+    code="AMP502",
+    name="update",
+    default=100.0,
+    unit="learning rates",
+    lowest=1.0,
+    highest=1e12,
+    why="Length of one update: Adam's own are about 3 at most, and one of 100 undoes 100 steps.",
+)
+MANY_STARVED = Threshold(
+    code="AMP502",
+    name="starved",
+    default=1e-3,
+    unit="share",
+    why="Share of the elements from which it is an error and no warning: a thousandth, our default.",
+)
+LONGER_UPDATE = Threshold(
+    code="AMP502",
+    name="longer",
+    default=2.0,
+    unit="factor",
+    lowest=1.0,
+    highest=1e6,
+    why="Length of a replayed first update over that with the state begun anew, which is one learning rate an element: "
+    "twice is what no settled state of the same gradients gives.",
+)
+SECOND_MOMENT_FLUSHED = register(
+    "AMP502",
+    "second-moment-flushed",
+    "A second moment was flushed to zero where the first was not",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(LARGEST_UPDATE, MANY_STARVED, LONGER_UPDATE),
+)
+
+_SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
+"""Smallest normal number of the formats in which only a conversion loses an ordinary square; below it squares may be
+flushed, as processors can be told to."""
+
+
+def explained(betas: Sequence[float], smallest: float) -> float | None:
+    """Returns the largest first moment beside a second one of zero that rounding in its own format explains.
+
+    Adam's first moment m and second moment v are weighted sums over the same gradients. By Cauchy and Schwarz
+    |m| <= c sqrt(v) with c^2 = (1 - b1)^2 / ((1 - b2)(1 - b1^2 / b2)), where b1^2 < b2: 7.3 for (0.9, 0.999). A v that
+    was rounded to zero in every step has lost at most `smallest` a step, which adds up to smallest / (1 - b2).
+
+    Args:
+        betas: Decay rates of both moments.
+        smallest: The smallest number that the second moment's format holds.
+
+    Returns:
+        The bound on |m|, in units of gradients; None where there is none, because the second moment forgets faster.
+    """
+    if len(betas) != 2:
+        return None
+    first, second = betas
+    if not (0 <= first < 1 and 0 < second < 1 and first * first < second):
+        return None
+    return (1 - first) / (1 - second) * math.sqrt(smallest / (1 - first * first / second))
+
+
+@SECOND_MOMENT_FLUSHED.judges(CheckpointSummary)
+def _second_moment_flushed(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    for optimizer in summary.optimizers:
+        yield from _flushed_of(summary, optimizer, thresholds)
+
+
+def _flushed_of(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    epsilons = [group.epsilon for group in optimizer.groups if group.epsilon is not None]
+    maxima = any(t.role == "moment" and t.entry == "max_exp_avg_sq" for t in summary.tensors)
+    if not epsilons or maxima or not math.isfinite(max(epsilons)) or max(epsilons) < 0:
+        return
+    epsilon = max(epsilons)
+    harmful = thresholds[LARGEST_UPDATE] * epsilon
+    sick = [m for m in optimizer.starved if m.largest > harmful and not _by_itself(m, optimizer)]
+    if not sick:
+        return
+    first, worst = sick[0], max(sick, key=lambda moment: moment.largest)
+    starved, examined = sum(m.starved for m in sick), sum(m.examined for m in optimizer.starved)
+    size = f"up to {worst.largest / epsilon:.2g}" if epsilon else "infinitely many"
+    wide = first.dtype in _SMALLEST
+    lost = f" {first.dtype} does not lose squares of that size: they were in fp16 once." if wide else ""
+    among = f" in {len(sick)} tensors, {first.name} first," if len(sick) > 1 else ""
+    message = (
+        f"{starved} of {examined} second moments in {worst.dtype} are zero where the first moment is not:{among} "
+        f"{worst.name} has {worst.largest:.2g} over eps {epsilon:g} there, an update of {size} learning rates.{lost}"
+    )
+    evidence = {
+        "epsilon": epsilon,
+        "largest_first_moment": worst.largest,
+        "starved": starved,
+        "examined": examined,
+        "tensors": len(sick),
+        "listed": [_moment_row(moment) for moment in sick[:MAX_LISTED]],
+    }
+    yield checkpoint_finding(
+        summary,
+        SECOND_MOMENT_FLUSHED,
+        "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
+        message,
+        evidence=evidence,
+        phase="optimizer",
+        module=first.module,
+        op=f"optimizer_state:{first.entry}",
+        tensor=_moment_place(first).tensor,
+        file=first.file,
+        also=map(_moment_place, sick[1:]),
+        cause="bad_checkpoint" if wide else "optimizer_precision",
+        prescription=Prescription(
+            kind="optimizer",
+            value={"reset_state": [moment.name for moment in sick[:MAX_LISTED]]},
+            status="not_run",
+            reason=NOT_REPLAYED,
+            detail="Drop the optimizer state of these parameters, and keep second moments in fp32 or bf16.",
+        ),
+    )
+
+
+def _by_itself(moment: StarvedMoment, optimizer: OptimizerSummary) -> bool:
+    """Whether the format that the file has it in loses such squares itself, or the optimizer is none that keeps both.
+
+    A narrow one loses them while it trains: how large the first moment is, is then judged by the update alone.
+    """
+    smallest = _SMALLEST.get(moment.dtype)
+    if smallest is None:
+        return False
+    bounds = [explained(group.betas, smallest) for group in optimizer.groups]
+    return not bounds or any(bound is None or moment.largest <= bound for bound in bounds)
+
+
+def _moment_place(moment: StarvedMoment) -> Where:
+    return Where(
+        phase="optimizer",
+        module=moment.module,
+        op=f"optimizer_state:{moment.entry}",
+        tensor=f"{moment.group}.{moment.name}" if moment.group else moment.name,
+        file=moment.file or None,
+    )
+
+
+def _moment_row(moment: StarvedMoment) -> dict[str, str | int | float]:
+    return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
+
+
+# AMP504: the optimizer's step counters stand still or disagree.
+
+
+WRONG_UPDATE = Threshold(
+    code="AMP504",
+    name="update",
+    default=0.1,
+    unit="share",
+    why="Share of its length by which every update is off from which a counter that stands still is an error: the "
+    "error from which training was measurably worse (as AMP301.error_bad).",
+)
+STEP_COUNTERS = register(
+    "AMP504",
+    "step-counters",
+    "The optimizer's step counters stand still or disagree",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(WRONG_UPDATE,),
+)
+
+STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
+"""Whole number to which 1 can no longer be added: 2 to the number of significant bits."""
+
+
+def length_at(count: float, betas: Sequence[float]) -> float:
+    """Returns the length of Adam's updates where the counter stands still, over what it should be; 1.0 is right.
+
+    Adam multiplies by sqrt(1 - b2^n) / (1 - b1^n), which goes to 1 as its averages settle; it stays what it is at the
+    count at which n stops.
+
+    Args:
+        count: Where the counter stands.
+        betas: Decay rates of both moments; others than two are no Adam's, and 1.0 is returned.
+    """
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or count <= 0:
+        return 1.0
+    first, second = (1.0 if beta == 0 else -math.expm1(count * math.log(beta)) for beta in betas)  # 1 - beta^count
+    return math.sqrt(second) / first if first else math.inf  # a count that is no number of steps: freed memory
+
+
+def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> Severity:
+    """How bad a counter is that stands still.
+
+    Args:
+        length: As `length_at` gives it.
+        dtype: The counter's format, without "torch.".
+        thresholds: From which error on it is one.
+    """
+    off = abs(length - 1)
+    if off >= thresholds[WRONG_UPDATE]:
+        return "error"
+    return "warning" if off > 1 / STEP_LIMITS[dtype] else "note"  # below that the format itself rounds as much
+
+
+def standing_words(dtype: str, count: float, length: float) -> str:
+    """What a counter that stands still does, as a sentence."""
+    return (
+        f"Steps are counted in {dtype}, which cannot add 1 to {STEP_LIMITS[dtype]:g}: the count stands still at "
+        f"{count:g}, and Adam's bias correction with it, so that updates are {length:.3g} times as long as they should "
+        "be for ever."
+    )
+
+
+@STEP_COUNTERS.judges(CheckpointSummary)
+def _step_counters(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    for optimizer in summary.optimizers:
+        yield from _in_half(summary, optimizer, thresholds)
+        yield from _disagreeing(summary, optimizer)
+
+
+def _in_half(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    if not optimizer.steps:
+        return
+    last = optimizer.steps[-1][0]
+    for dtype in optimizer.step_dtypes:
+        limit = STEP_LIMITS.get(dtype)
+        if limit is None:
+            continue
+        stored = [t for t in summary.tensors if t.entry == "step" and t.dtype == dtype]
+        counters = [counter for counter in stored if _is_of(counter, optimizer, summary)]
+        lengths = [1.0 if _widened(group) else length_at(last, group.betas) for group in optimizer.groups]
+        length = max(lengths, key=lambda one: abs(one - 1), default=1.0)
+        stands = last >= limit and not all(map(_widened, optimizer.groups))
+        severity = severity_of_standing(length, dtype, thresholds) if stands else "note"
+        if stands:
+            message = standing_words(dtype, last, length)
+        else:
+            ends = f"Steps are counted in {dtype}, which cannot add 1 to {limit:g}: the count is {last:g}"
+            widened = ", and torch loads it as fp32 for a fused or capturable optimizer, rounded as it is"
+            message = f"{ends}{' and will stop there' if last < limit else widened}."
+        places = [_counter_place(counter) for counter in counters] or [
+            Where(phase="optimizer", op="optimizer_state:step")
+        ]
+        yield checkpoint_finding(
+            summary,
+            STEP_COUNTERS,
+            severity,
+            message,
+            evidence={
+                "optimizer": optimizer.path,
+                "dtype": dtype,
+                "step": last,
+                "limit": limit,
+                "update_length": length,
+                "counters": len(counters),
+            },
+            phase="optimizer",
+            module=places[0].module,
+            op="optimizer_state:step",
+            tensor=places[0].tensor,
+            file=places[0].file,
+            also=places[1:],
+            cause="bad_checkpoint" if severity == "error" else None,
+        )
+
+
+def _disagreeing(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
+    if len(optimizer.steps) < 2:
+        return
+    first, last = optimizer.steps[0][0], optimizer.steps[-1][0]
+    parameters = sum(count for _, count in optimizer.steps)
+    behind = parameters - optimizer.steps[-1][1]
+    message = (
+        f"Parameters have not taken the same number of steps: {behind} of {parameters} have taken fewer than "
+        f"{last:g}, one of them {first:g}. They joined late, had no gradient at times, or were skipped."
+    )
+    evidence: dict[str, object] = {
+        "steps": [{"step": step, "parameters": count} for step, count in optimizer.steps[-MAX_LISTED:]]
+    }
+    yield optimizer_finding(summary, optimizer, STEP_COUNTERS, "note", message, evidence, op="optimizer_state:step")
+
+
+def _widened(group: OptimizerGroup) -> bool:
+    """Whether torch loads its counters as fp32, whatever they were saved in (torch 2.13, `load_state_dict`)."""
+    return group.fused or group.capturable
+
+
+def _is_of(counter: TensorSummary, optimizer: OptimizerSummary, summary: CheckpointSummary) -> bool:
+    own = {counter.group, f"{counter.file}:{counter.group}"}
+    return counter.role == "other" and (len(summary.optimizers) == 1 or optimizer.path in own)
+
+
+def _counter_place(counter: TensorSummary) -> Where:
+    return Where(
+        phase="optimizer",
+        module=counter.module,
+        op="optimizer_state:step",
+        tensor=f"{counter.group}.{counter.name}" if counter.group else counter.name,
+        file=counter.file or None,
+    )
+
+
+# AMP503: the optimizer's epsilon is zero in its format.
+
+
+EPSILON_LOST = register(
+    "AMP503", "epsilon-lost", "The optimizer's epsilon is zero in its format", worst="warning", commands=SCANNED
+)
+
+
+@EPSILON_LOST.judges(CheckpointSummary)
+def _epsilon_lost(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for optimizer in summary.optimizers:
+        yield from _epsilon_of(summary, optimizer)
+
+
+def _epsilon_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
+    lost = [g for g in optimizer.groups if g.epsilon is not None and 0 <= g.epsilon <= FP16_FLUSH_AT and not g.fused]
+    squares = [t for t in summary.tensors if t.role == "moment" and t.entry in DIVIDING_MOMENTS]
+    weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
+    halves = [all(t.dtype == "float16" for t in tensors) for tensors in (squares, weights) if tensors]
+    if not lost or len(halves) < 2 or not all(halves):
+        return
+    message = (
+        f"eps {lost[0].epsilon:g} becomes zero in fp16, in which weights and second moments are kept: "
+        "where a gradient's square flushes to zero, the update is 0 / 0 or infinite."
+    )
+    yield optimizer_finding(summary, optimizer, EPSILON_LOST, "warning", message, {"epsilon": lost[0].epsilon})

@@ -1,0 +1,650 @@
+"""Rules on a checkpoint's loss scaler, and the history of its scale in the log beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
+from ampdoctor.diagnosis.scan.tensors import FP16_FLUSH_AT, FP16_MAX
+from ampdoctor.evidence.checkpoint_stats import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.evidence.location import NonFinite
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
+    {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+)
+"""GradScaler's own defaults."""
+LOGGED_NORMS = 10
+"""Latest gradient norms of the log whose median stands for the run's."""
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale for people: "65536", "2^-18", "0.3"."""
+    if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5 and not 1 <= scale <= 2**24:
+        return f"2^{math.frexp(scale)[1] - 1}"
+    return f"{scale:.10g}"
+
+
+def starting_scale(what: str, own: float | None) -> str:
+    """Where a run starts: "the run starts at 65536", or "the run has no scaler"."""
+    return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
+
+
+def living(summary: CheckpointSummary) -> Iterator[ScalerState]:
+    """The scalers that are not dead: of a dead one, nothing else is worth a word."""
+    return (scaler for scaler in summary.scalers if not scaler.dead)
+
+
+def is_static(scaler: ScalerState) -> bool:
+    """Whether both factors are 1: a fixed scale, which neither grows nor backs off."""
+    return scaler.growth_factor == scaler.backoff_factor == 1
+
+
+def scaler_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
+    summary: CheckpointSummary,
+    scaler: ScalerState,
+    rule: Rule,
+    severity: Severity,
+    message: str,
+    evidence: Mapping[str, Any],
+    *,
+    cause: str | None = None,
+    born: NonFinite = "none",
+    prescription: Prescription | None = None,
+) -> Finding:
+    """A finding about one of a checkpoint's scalers."""
+    return checkpoint_finding(
+        summary,
+        rule,
+        severity,
+        message,
+        evidence={**scaler_numbers(scaler), **evidence},
+        op="scaler_state",
+        born=born,
+        tensor=scaler.key,
+        file=scaler.file,
+        cause=cause,
+        prescription=prescription,
+    )
+
+
+def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored state.") -> Prescription:
+    """The change to a GradScaler with its own defaults."""
+    return Prescription(kind="scaler", value=dict(FRESH_SCALER), status="not_run", reason=NOT_REPLAYED, detail=detail)
+
+
+def without_a_scale() -> Prescription:
+    """The change where a scale has fallen below 1: what overflows at a scale of 1 does so under a fresh one as well.
+
+    A file does not show whether values overflow or batches were bad, which no format cures.
+    """
+    alone = "If you must stay in fp16: a fresh scaler, once what overflows at a scale of 1 is mended."
+    return Prescription(
+        kind="dtype",
+        value="bfloat16",
+        status="not_run",
+        reason=NOT_REPLAYED,
+        detail="train in bf16, without a GradScaler; if bad batches made the scale fall, leave those out instead "
+        "(ampdoctor bisect-nan shows which)",
+        alternatives=(fresh_scaler(alone),),
+    )
+
+
+def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
+    """A scaler's state as JSON values."""
+    return {
+        "scale": scaler.scale,
+        "growth_factor": scaler.growth_factor,
+        "backoff_factor": scaler.backoff_factor,
+        "growth_interval": scaler.growth_interval,
+        "growth_tracker": scaler.growth_tracker,
+    }
+
+
+def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerState | None:
+    """Which of a checkpoint's scalers its report shows: a GAN has one for each of its two models.
+
+    The one that the worst of the findings on scalers speaks of, else the one that is nearest to its death.
+
+    Args:
+        summary: The checkpoint.
+        findings: What the rules found in it, the worst first.
+    """
+    of = {(scaler.key, scaler.file or None): scaler for scaler in reversed(summary.scalers)}
+    told = (of.get((f.where.tensor or "", f.where.file)) for f in findings if f.where.op == "scaler_state")
+    spoken_of = next((scaler for scaler in told if scaler is not None), None)
+    return spoken_of or min(summary.scalers, key=lambda s: -math.inf if s.dead else s.scale, default=None)
+
+
+# AMP404: loss scaler settings that are accepted but cannot work.
+
+
+SCALER_SETTINGS = register(
+    "AMP404",
+    "scaler-settings",
+    "Loss scaler settings that are accepted but cannot work",
+    worst="error",
+    commands=SCANNED,
+)
+
+
+def wrong_settings(scaler: ScalerState) -> dict[str, str]:
+    """By GradScaler argument (or "growth_tracker"): what cannot work about it, as a clause."""
+    wrong = {}
+    if not 0 < scaler.backoff_factor < 1 and not is_static(scaler):
+        wrong["backoff_factor"] = f"backoff_factor {scaler.backoff_factor:g} is not between 0 and 1"
+    if not 1 <= scaler.growth_factor < math.inf:
+        wrong["growth_factor"] = f"growth_factor {scaler.growth_factor:g} is not a number of at least 1"
+    if scaler.growth_interval <= 0:
+        wrong["growth_interval"] = f"growth_interval {scaler.growth_interval} never comes round"
+    if scaler.scale < 0:
+        wrong["init_scale"] = f"scale {scale_text(scaler.scale)} is negative"
+    if scaler.growth_tracker < 0:
+        wrong["growth_tracker"] = f"the count of clean steps {scaler.growth_tracker} is negative"
+    return wrong
+
+
+@SCALER_SETTINGS.judges(CheckpointSummary)
+def _scaler_settings(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for scaler in living(summary):
+        yield from _settings_of(summary, scaler)
+
+
+def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    wrong = list(wrong_settings(scaler).values())
+    if wrong:
+        message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
+        yield scaler_finding(summary, scaler, SCALER_SETTINGS, "warning", message, {"wrong": wrong})
+
+
+# AMP401: the loss scaler is dead.
+
+
+DEAD_SCALER = register(
+    "AMP401", "dead-scaler", "The loss scaler is dead", worst="error", commands=SCANNED, ruins_checkpoint=True
+)
+
+
+def dead_words(scale: float) -> str:
+    """What a dead scale does, as the rest of a sentence about it."""
+    if math.isfinite(scale):
+        return (
+            f"{scale_text(scale)}, so 1/scale is infinite: the next step without an overflow writes Inf or NaN into "
+            "the weights"
+        )
+    return f"{scale_text(scale)}: every step is skipped for ever"
+
+
+@DEAD_SCALER.judges(CheckpointSummary)
+def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for scaler in summary.scalers:
+        if scaler.dead:
+            yield scaler_finding(
+                summary,
+                scaler,
+                DEAD_SCALER,
+                "error",
+                f"The loss scale is {dead_words(scaler.scale)}.",
+                {"limit": DEAD_SCALE},
+                cause="bad_checkpoint",
+                born="nan" if math.isnan(scaler.scale) else "inf",
+                prescription=fresh_scaler(),
+            )
+
+
+# AMP402: the loss scale has fallen below 1.
+
+
+COLLAPSED_ERROR = Threshold(
+    code="AMP402",
+    name="relative_error",
+    default=2e-2,
+    unit="relative error",
+    why="Rounding error of a typical gradient from which a scale below 1 is an error: from there on training was "
+    "measurably worse (as AMP301.error_warning).",
+)
+FALLING = Threshold(
+    code="AMP402",
+    name="falls",
+    default=4,
+    unit="back-offs",
+    lowest=1,
+    highest=1000,
+    why="Back-offs below 1 from which a scale that is falling still is an error: at 1 nothing is scaled, and gradients "
+    "that overflow at a sixteenth of themselves exceed a million (as AMP723.in_a_row).",
+)
+COLLAPSED_SCALER = register(
+    "AMP402",
+    "collapsed-scaler",
+    "The loss scale has fallen below 1",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(COLLAPSED_ERROR, FALLING),
+    ruins_checkpoint=True,
+)
+
+JUST_FALLEN = 10
+"""Clean steps since the last change up to which a scale is falling: where nearly every step overflows, there are fewer
+between two back-offs; a scale at rest has gone any number of steps up to the growth interval, and so seldom as few."""
+_SELDOM = 20
+"""Of a growth interval those steps are at most one in so many."""
+FP16_SPACING = 2.0**-24
+"""Distance between neighbours in fp16's subnormal zone; its rounding error has a standard deviation of this over
+sqrt(12)."""
+
+
+def typical_gradient(log: Iterable[LogEntry], weights: int) -> float:
+    """Magnitude of a gradient element of average size: the gradient's norm spread evenly over the weights.
+
+    Args:
+        log: The training's log. The norm is the median of its last `LOGGED_NORMS` finite positive ones, else 1, where
+            most runs clip.
+        weights: Number of elements that have a gradient.
+    """
+    norms = [e.grad_norm for e in log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
+    norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
+    return norm / math.sqrt(max(weights, 1))
+
+
+def collapse_severity(scaler: ScalerState, element: float, step: int | None, thresholds: Thresholds) -> Severity:
+    """How bad a scale below 1 is: an error where it is falling still, or where what it costs has harmed trainings.
+
+    Args:
+        scaler: The saved scaler; its scale is above 0 and below 1.
+        element: From `typical_gradient`.
+        step: Number of the steps that the training has made; None where nothing says it.
+        thresholds: What harms, and from which fall on (AMP402).
+    """
+    harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_ERROR]
+    return "error" if harmful or _is_falling(scaler, step, thresholds) else "warning"
+
+
+def _error_of(scaler: ScalerState, element: float) -> float:
+    """The relative error with which fp16 rounds an element at the scaler's scale."""
+    return min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
+
+
+def _weights(summary: CheckpointSummary, scaler: ScalerState) -> int:
+    """Number of the weights' elements: of those in the scaler's own file, else of all."""
+    main = [t for t in summary.tensors if t.role == "weight" and not t.group]
+    return sum(t.examined for t in [t for t in main if t.file == scaler.file] or main)
+
+
+@COLLAPSED_SCALER.judges(CheckpointSummary)
+def _collapsed_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    for scaler in living(summary):
+        if 0 < scaler.scale < 1:
+            yield _collapsed_of(summary, scaler, thresholds)
+
+
+def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: Thresholds) -> Finding:
+    weights = _weights(summary, scaler)
+    element = typical_gradient(summary.log, weights)
+    error = _error_of(scaler, element)
+    flushed_below = FP16_FLUSH_AT / scaler.scale
+    falling = _is_falling(scaler, summary.global_step, thresholds)
+    message = (
+        f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
+        f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}"
+        f"{f', and gradients overflowed {_ago(scaler)}' if falling else ''}."
+    )
+    evidence = {
+        "flushed_below": flushed_below,
+        "typical_gradient": element,
+        "relative_error": error,
+        "weights": weights,
+    }
+    return scaler_finding(
+        summary,
+        scaler,
+        COLLAPSED_SCALER,
+        collapse_severity(scaler, element, summary.global_step, thresholds),
+        message,
+        evidence,
+        cause="scaler_collapse",
+        prescription=without_a_scale(),
+    )
+
+
+def _falls_below_one(scaler: ScalerState) -> float:
+    """How many back-offs have brought a scale from 1 to where it is."""
+    if not 0 < scaler.backoff_factor < 1:
+        return 0.0
+    return math.log(scaler.scale) / math.log(scaler.backoff_factor)
+
+
+def _is_falling(scaler: ScalerState, step: int | None, thresholds: Thresholds) -> bool:
+    """Whether the scale has just fallen, and not been given its value by the user, nor grown with the last step."""
+    interval = scaler.growth_interval
+    if _falls_below_one(scaler) < thresholds[FALLING]:
+        return False
+    if step == 0 or (step is not None and interval > 0 and scaler.growth_tracker == step % interval):
+        return False
+    return scaler.growth_tracker <= (min(JUST_FALLEN, interval // _SELDOM) if interval > 0 else JUST_FALLEN)
+
+
+def _ago(scaler: ScalerState) -> str:
+    count = max(scaler.growth_tracker, 0)
+    return "one step ago" if count == 1 else f"{count} steps ago" if count else "in the last step"
+
+
+def _growth(scaler: ScalerState) -> str:
+    """How far the scale is from growing back to 1."""
+    if not 1 < scaler.growth_factor < math.inf or scaler.growth_interval <= 0:
+        return "with its settings it never grows back"
+    doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
+    steps = doublings * scaler.growth_interval - scaler.growth_tracker
+    return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
+
+
+# AMP408: the loss scale is at its floor.
+
+
+SCALE_AT_FLOOR = register(
+    "AMP408", "scale-at-floor", "The loss scale is at its floor", worst="warning", commands=SCANNED
+)
+
+
+@SCALE_AT_FLOOR.judges(CheckpointSummary)
+def _scale_at_floor(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for scaler in living(summary):
+        yield from _at_floor_of(summary, scaler)
+
+
+def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    floor = scaler.min_scale
+    if floor is None or not 0 < scaler.scale <= floor or is_static(scaler):
+        return
+    just = scaler.growth_tracker <= 0
+    message = (
+        f"The loss scale {scale_text(scaler.scale)} is at its floor of {scale_text(floor)}"
+        f"{', where an overflow has just put it' if just else f'; {scaler.growth_tracker} steps went well since'}: "
+        "at the next one it cannot give way."
+    )
+    yield scaler_finding(summary, scaler, SCALE_AT_FLOOR, "warning" if just else "note", message, {"min_scale": floor})
+
+
+# AMP409: the loss scale has nothing to do.
+
+
+HIGHEST_SETTLED = Threshold(
+    code="AMP409",
+    name="scale",
+    default=2.0**33,
+    unit="loss scale",
+    lowest=1.0,
+    highest=2.0**127,
+    why="Above every scale that a framework starts with; Megatron's 2^32 is the highest.",
+)
+SCALE_WITHOUT_BOUND = register(
+    "AMP409",
+    "scale-without-bound",
+    "The loss scale has nothing to do",
+    worst="note",
+    commands=SCANNED,
+    thresholds=(HIGHEST_SETTLED,),
+)
+
+
+@SCALE_WITHOUT_BOUND.judges(CheckpointSummary)
+def _scale_without_bound(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    for scaler in living(summary):
+        yield from _without_bound_of(summary, scaler, thresholds[HIGHEST_SETTLED])
+
+
+def _without_bound_of(summary: CheckpointSummary, scaler: ScalerState, highest: float) -> Iterator[Finding]:
+    if scaler.scale < highest or is_static(scaler):
+        return
+    largest = FP16_MAX / scaler.scale
+    message = (
+        f"The loss scale is {scale_text(scaler.scale)} and no step overflows: either every gradient in fp16 is "
+        f"below {largest:.2g}, or none is computed in fp16, and the scaler has nothing to do."
+    )
+    yield scaler_finding(summary, scaler, SCALE_WITHOUT_BOUND, "note", message, {"largest_gradient": largest})
+
+
+# The history of a loss scale in a training log, in pieces that say something.
+
+
+LEAST_SETTLING = 100
+"""Steps without a backoff that end a first descent (hysteresis and noise make shorter rests on its way), and steps that
+it may take at least, whatever the growth interval."""
+SLOW_REST = 10
+"""Clean steps after which a backoff is a slow one: far above what the gradients bear, nearly every step backs off."""
+SLOW_BACKOFFS = 8
+"""Slow backoffs that no first descent has.
+
+Gradients whose largest values have a power-law tail of index a overflow 2^a times as seldom a binade lower: from one
+step in 10 to one in a growth interval of N are log2(N / 10) / a binades, 7.6 with the default N at a = 1, where norms
+cease to have a mean. Measured in 300 simulated descents each, hysteresis 1 or 2: at most 3 with norms that scatter by
+0.7 binades (log-normal), 7 by 2.5.
+"""
+DEFAULT_INTERVAL = 2000
+"""GradScaler's growth interval."""
+History = list[tuple[LogEntry, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleHistory:
+    """What a log shows of a loss scale.
+
+    Attributes:
+        scaler: The checkpoint's first, else one that the log lets infer; None where it shows too little.
+        starts: The history in pieces, each with a first scale of its own.
+        settled: Of each piece what follows its first descent; [] while that lasts.
+    """
+
+    scaler: ScalerState | None
+    starts: list[History]
+    settled: list[History]
+
+
+def scale_history(summary: CheckpointSummary) -> ScaleHistory:
+    """Read the scale's history off a checkpoint's log."""
+    entries = sorted(summary.log, key=lambda entry: entry.step)
+    history = [(e, e.scale) for e in entries if e.scale is not None and 0 < e.scale < math.inf]
+    scaler = summary.scalers[0] if summary.scalers else _inferred(history)
+    starts = _starts_of(history, scaler)
+    return ScaleHistory(scaler, starts, [_settled_part(one, scaler) for one in starts])
+
+
+def _inferred(history: History) -> ScalerState | None:
+    """A scaler whose interval the log shows: growths come no sooner than that after the change before them.
+
+    None without a growth after another change. Of entries that lie apart, the shortest time that they leave is taken.
+    """
+    interval, changed = math.inf, None
+    for (before, scale), (entry, after) in itertools.pairwise(history):
+        if changed is not None and scale < after <= 2 * scale:
+            interval = min(interval, before.step - changed + 1)
+        if after != scale:
+            changed = entry.step
+    if math.isinf(interval):
+        return None
+    return ScalerState(scale=history[-1][1], growth_interval=max(int(interval), 1))
+
+
+def _starts_of(history: History, scaler: ScalerState | None) -> list[History]:
+    """The history in pieces: a jump up by more than growths can do in that time is another scaler's first scale."""
+    starts: list[History] = [history[:1]] if history else []
+    growth = math.log2(scaler.growth_factor) if scaler is not None and scaler.growth_factor > 1 else 1.0
+    for (before, scale), (entry, after) in itertools.pairwise(history):
+        growths = 1 + (max(entry.step - before.step - 1, 0) // interval_of(scaler))
+        if math.log2(after) - math.log2(scale) > growth * growths * (1 + 1e-6):
+            starts.append([])
+        starts[-1].append((entry, after))
+    return starts
+
+
+def _settled_part(start: History, scaler: ScalerState | None) -> History:
+    """A piece of the history from where its first descent has ended; [] while it lasts.
+
+    It ends with a growth, a long rest, or when there was time for a growth. A fall with clean stretches between many of
+    its backoffs is none: it counts from the first of them. Where entries lie apart, only those between which the scale
+    stays are known to be clean, and a drop between two counts as one backoff.
+    """
+    until = start[0][0].step + max(interval_of(scaler), LEAST_SETTLING)
+    resting = 0
+    slow: list[int] = []
+    settled: int | None = None
+    for index in range(1, len(start)):
+        old, (entry, new) = start[index - 1][1], start[index]
+        if new > old or entry.step >= until:
+            settled = index - 1
+        elif new < old:
+            if start[index - 1][0].step - start[resting][0].step >= SLOW_REST:
+                slow.append(resting)
+            resting = index
+        elif entry.step - start[resting][0].step >= LEAST_SETTLING:
+            settled = resting
+        if settled is not None:
+            break
+    if len(slow) >= SLOW_BACKOFFS:
+        return start[slow[0] :]
+    return [] if settled is None else start[settled:]
+
+
+def interval_of(scaler: ScalerState | None) -> int:
+    """Clean steps after which it grows; torch's own where that is not known."""
+    return scaler.growth_interval if scaler is not None and scaler.growth_interval > 0 else DEFAULT_INTERVAL
+
+
+# AMP403: the loss scale cannot grow any more, by its own counter or by the log.
+
+
+FROZEN_INTERVALS = Threshold(
+    code="AMP403",
+    name="intervals",
+    default=3,
+    unit="growth intervals",
+    lowest=1,
+    highest=1000,
+    why="Growth intervals in a log without a growth or an overflow: a hysteresis that is used up unseen takes one.",
+)
+FROZEN_SCALER = register(
+    "AMP403",
+    "frozen-scaler",
+    "The loss scale cannot grow any more",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(FROZEN_INTERVALS,),
+)
+
+HIGHEST_CAP = 2.0**24
+"""Apex's largest scale: one that stays there, or above, may be at a cap."""
+
+
+def frozen_words(scaler: ScalerState) -> str | None:
+    """Why a scale cannot grow any more, as a sentence; None where it can."""
+    if not 0 < scaler.growth_interval <= scaler.growth_tracker:
+        return None
+    return (
+        f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
+        f"{scaler.growth_interval} are, so not before the next overflow."
+    )
+
+
+@FROZEN_SCALER.judges(CheckpointSummary)
+def _frozen_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    for scaler in living(summary):
+        message = frozen_words(scaler)
+        if message is not None:
+            yield scaler_finding(summary, scaler, FROZEN_SCALER, "warning", message, {})
+    yield from standing_scale(summary, thresholds)
+
+
+def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    """A scale that used to grow and stays where it is, with no overflow to hold it there.
+
+    Only where every step is logged: between two entries it may have grown and lost that again, as in health it does.
+    A scaler that is stored tells it by its own counter.
+    """
+    history = scale_history(summary)
+    if summary.scalers or history.scaler is None or not history.starts:
+        return
+    start, interval = history.starts[-1], history.scaler.growth_interval
+    scale, last = start[-1][1], start[-1][0].step
+    rest = 1
+    while rest < len(start) and start[-rest - 1][1] == scale and start[-rest - 1][0].step == last - rest:
+        rest += 1
+    first = start[-rest][0].step
+    norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and first <= e.step <= last]
+    if (
+        last - first < thresholds[FROZEN_INTERVALS] * interval
+        or scale >= HIGHEST_CAP
+        or not all(map(math.isfinite, norms))
+    ):
+        return
+    yield checkpoint_finding(
+        summary,
+        FROZEN_SCALER,
+        "note",
+        f"The loss scale has stayed at {scale_text(scale)} from step {first} to {last} without an overflow; before, it "
+        f"grew after {interval} steps.",
+        evidence={"scale": scale, "first_step": first, "last_step": last, "growth_interval": interval},
+        phase="scaler",
+        op="scaler_state",
+        global_step=first,
+    )
+
+
+# AMP410: an fp16 training state without a loss scaler.
+
+
+MOSTLY_FLUSHED = Threshold(
+    code="AMP410",
+    name="zeros",
+    default=0.5,
+    unit="share",
+    why="Share of zeros in the first moments of the median matrix from which it is a warning: half, which sparse "
+    "gradients of embeddings do not reach in the median.",
+)
+MISSING_SCALER = register(
+    "AMP410",
+    "missing-scaler",
+    "An fp16 training state without a loss scaler",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(MOSTLY_FLUSHED,),
+)
+
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
+"""State that is zero where no gradient ever arrived."""
+
+
+@MISSING_SCALER.judges(CheckpointSummary)
+def _missing_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    weights = [t for t in summary.tensors if t.role == "weight" and not t.group and len(t.shape) >= 2 and t.examined]
+    moments = [t for t in summary.tensors if t.role == "moment" and t.entry in FIRST_MOMENTS and len(t.shape) >= 2]
+    if not weights or not moments or any(t.dtype != "float16" for t in weights):
+        return
+    if summary.scalers or any(entry.scale is not None for entry in summary.log):
+        return
+    halves = all(t.dtype == "float16" for t in moments)
+    zeros = statistics.median(t.zeros / max(t.counted, 1) for t in moments)
+    flushed = halves and zeros >= thresholds[MOSTLY_FLUSHED]
+    where = (
+        "its moments too, so its gradients were not scaled by a GradScaler, which refuses fp16 weights"
+        if halves
+        else "the state of their scaler was not saved, or their scale is fixed"
+    )
+    message = f"An fp16 model's training state is without a loss scaler: weights are in fp16, and {where}."
+    if flushed:
+        message += f" In half of the matrices at least {100 * zeros:.3g} % of the first moments are exactly zero."
+    yield checkpoint_finding(
+        summary,
+        MISSING_SCALER,
+        "warning" if flushed else "note",
+        message,
+        evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
+        op="scaler_state",
+        file=weights[0].file,
+        cause="grad_underflow" if flushed else None,
+    )

@@ -1,0 +1,669 @@
+"""Rules on a checkpoint's tensors: values that cannot be right; and what findings on tensors share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import NOT_REPLAYED, SCANNED, Rule, checkpoint_finding, register
+from ampdoctor.evidence.checkpoint_stats import CheckpointSummary, IndexSummary, LostNumbers, TensorRole, TensorSummary
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+MAX_LISTED = 20
+"""Tensors that one finding lists in its evidence."""
+MAX_FINDINGS = 20
+"""Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""
+FP16_MAX = 65504.0
+"""fp16's largest finite number."""
+SMALLEST_MASK_FILL = 1e4
+"""Magnitude from which a tensor of zeros and one other magnitude is taken for an additive mask; GPT-2 uses -1e4."""
+_ROLE_WORDS = {
+    "weight": "weights", "buffer": "buffers", "ema": "averaged weights", "moment": "moments", "scaler": "scalers",
+    "other": "tensors",
+}  # fmt: skip
+FP16_FLUSH_AT = 2.0**-25
+"""Magnitude up to which a number becomes zero in fp16."""
+
+
+def address(tensor: TensorSummary | IndexSummary) -> str:
+    """A tensor's name with its group in front ("ema.fc.weight")."""
+    return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
+
+
+def state_place(tensor: TensorSummary | IndexSummary) -> Where:
+    """The address of a tensor of the model's state."""
+    return Where(
+        phase="checkpoint",
+        module=tensor.module,
+        op=f"state:{tensor.entry}",
+        tensor=address(tensor),
+        file=tensor.file or None,
+    )
+
+
+def listed(tensors: Sequence[TensorSummary]) -> list[str]:
+    """Their names, as many as a finding's evidence lists."""
+    return [address(tensor) for tensor in tensors[:MAX_LISTED]]
+
+
+def is_mask(tensor: TensorSummary) -> bool:
+    """Whether a tensor's values are those of an additive attention mask: zeros and one large value, or -Inf."""
+    if tensor.nans or tensor.pos_infs or tensor.role == "moment":
+        return False
+    if tensor.zeros == 0 and tensor.role != "buffer":
+        return False
+    if tensor.neg_infs:
+        return tensor.amax is None
+    return tensor.amax is not None and tensor.amax == tensor.amin and tensor.amax >= SMALLEST_MASK_FILL
+
+
+def rest_finding(
+    summary: CheckpointSummary,
+    rule: Rule,
+    severity: Severity,
+    tensors: Sequence[TensorSummary],
+    are: str,
+    *,
+    nonfinite: bool = False,
+    cause: str | None = "bad_checkpoint",
+    prescription: Prescription | None = None,
+) -> Iterator[Finding]:
+    """One finding for all tensors beyond `MAX_FINDINGS`, which have one each."""
+    rest = tensors[MAX_FINDINGS:]
+    if not rest:
+        return
+    first, alike = rest[0], sum(t.role == rest[0].role for t in summary.tensors)
+    message = (
+        f"{len(rest)} more {_ROLE_WORDS[first.role]} {are}, {label(first)} first; {len(tensors)} of {alike} in all."
+    )
+    evidence = {"role": first.role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
+    yield tensor_finding(
+        summary,
+        rule,
+        severity,
+        first,
+        message,
+        evidence,
+        nonfinite=nonfinite,
+        among=rest,
+        cause=cause,
+        prescription=prescription,
+    )
+
+
+def castable(summary: CheckpointSummary) -> list[list[TensorSummary]]:
+    """Tensors that somebody may cast, by role."""
+    roles = ("weight", "buffer", "ema")
+    return [[t for t in summary.tensors if t.role == role and not is_mask(t)] for role in roles]
+
+
+def tensor_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
+    summary: CheckpointSummary,
+    rule: Rule,
+    severity: Severity,
+    tensor: TensorSummary,
+    message: str,
+    evidence: Mapping[str, Any],
+    *,
+    nonfinite: bool = False,
+    among: Iterable[TensorSummary] = (),
+    cause: str | None = "bad_checkpoint",
+    prescription: Prescription | None = None,
+) -> Finding:
+    """A finding about `tensor`, or about all of those `among` which it is the one to show."""
+    return checkpoint_finding(
+        summary,
+        rule,
+        severity,
+        message,
+        evidence=evidence,
+        module=tensor.module,
+        op=op_of(tensor),
+        born="none" if not nonfinite else "nan" if tensor.nans else "inf",
+        tensor=address(tensor),
+        file=tensor.file,
+        also=(replace(state_place(t), op=op_of(t)) for t in among if t is not tensor),
+        cause=cause,
+        prescription=prescription,
+    )
+
+
+def op_of(tensor: TensorSummary) -> str:
+    """What it is, as a finding's address says it ("state:weight", "optimizer_state:exp_avg")."""
+    in_optimizer = tensor.role == "moment" or (tensor.role == "other" and tensor.entry == "step")
+    return f"{'optimizer_state' if in_optimizer else 'state'}:{tensor.entry}"
+
+
+def label(tensor: TensorSummary) -> str:
+    """What a sentence calls it."""
+    return f"{tensor.entry} of {address(tensor)}" if op_of(tensor).startswith("optimizer_state") else address(tensor)
+
+
+def numbers(tensor: TensorSummary) -> dict[str, Any]:
+    """Its figures as JSON values."""
+    return {
+        "role": tensor.role,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "examined": tensor.examined,
+        "nans": tensor.nans,
+        "pos_infs": tensor.pos_infs,
+        "neg_infs": tensor.neg_infs,
+        "amax": tensor.amax,
+    }
+
+
+def cast_row(tensor: TensorSummary, name: str) -> dict[str, Any]:
+    """What a cast to a format would do to it, as JSON values."""
+    loss = tensor.cast(name)
+    row: dict[str, Any] = {"tensor": address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
+    if tensor.counted < tensor.examined:
+        row |= {"counted": tensor.counted, "examined": tensor.examined}
+    if loss is not None:
+        row |= {
+            "flushed": loss.flushed,
+            "subnormal": loss.subnormal,
+            "overflowed": loss.overflowed,
+            "relative_error": loss.relative_error,
+        }
+    return row
+
+
+def count_of(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
+    """How many they are, in words, as the subject of a sentence."""
+    words = _ROLE_WORDS[tensors[0].role]
+    if len(tensors) == 1:
+        return f"1 {words.removesuffix('s')}{verb and verb + 's'}"
+    return f"{len(tensors)} {words}{verb}"
+
+
+def percent(share: float) -> str:
+    """A share for a sentence."""
+    return f"{100 * share:.3g} %"
+
+
+# AMP104: values beyond fp16's range.
+
+
+BEYOND_FP16 = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
+
+FP16_OVERFLOW_AT = 65520.0
+"""Halfway between `FP16_MAX` and 65536: from here on rounding to nearest gives Inf."""
+
+
+@BEYOND_FP16.judges(CheckpointSummary)
+def _beyond_fp16(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for tensors in castable(summary):
+        beyond = [t for t in tensors if t.amax is not None and t.amax >= FP16_OVERFLOW_AT]
+        if beyond:
+            yield _beyond(summary, beyond)
+
+
+def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Finding:
+    worst = max(beyond, key=lambda t: t.amax or 0.0)
+    cast_by_autocast = any(
+        t.role == "weight" and len(t.shape) >= 2 and t.dtype in {"float32", "float64"} for t in beyond
+    )
+    message = (
+        f"{count_of(beyond)} values beyond fp16, whose largest number is 65504: up to {worst.amax:.4g} in "
+        f"{label(worst)}; a cast to fp16 makes them Inf."
+    )
+    evidence = {
+        "role": worst.role,
+        "amax": worst.amax,
+        "limit": FP16_MAX,
+        "tensors": len(beyond),
+        "listed": [cast_row(t, "fp16") for t in beyond[:MAX_LISTED]],
+    }
+    severity: Severity = "warning" if cast_by_autocast else "note"
+    return tensor_finding(summary, BEYOND_FP16, severity, worst, message, evidence, among=beyond, cause=None)
+
+
+# AMP114: an averaged copy is infinite where the model's own tensor is finite and beyond fp16.
+
+
+AVERAGE_THROUGH_HALF = register(
+    "AMP114",
+    "average-through-half",
+    "An averaged copy was cast to fp16 and is infinite",
+    worst="error",
+    commands=(*SCANNED, "bisect-nan", "run"),
+)
+
+
+def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, TensorSummary]]:
+    """Returns the averaged copies that went through fp16, each with the model's tensor, by the copy's address.
+
+    They hold Inf and no NaN, and the model's tensor of the same name and shape is finite and beyond fp16: an average of
+    finite numbers stays below the largest of them, and is never Inf in the range of fp32 and bf16.
+    """
+    averages = [t for t in summary.tensors if t.role == "ema" and t.infs and not t.nans]
+    if not averages:
+        return {}
+    own = {_bare(t.name): t for t in summary.tensors if t.role in {"weight", "buffer"}}
+    pairs = ((t, _twin(t, own)) for t in averages)
+    return {
+        address(t): (t, twin)
+        for t, twin in pairs
+        if twin is not None and not twin.nonfinite and twin.amax is not None and twin.amax >= FP16_OVERFLOW_AT
+    }
+
+
+def _twin(average: TensorSummary, own: Mapping[str, TensorSummary]) -> TensorSummary | None:
+    """The model's tensor of an averaged copy: the name is the same, or is so without a prefix (`ema.`, `module.`)."""
+    rest = average.name
+    while rest:
+        twin = own.get(_bare(rest))
+        if twin is not None and twin.shape == average.shape:
+            return twin
+        rest = rest.partition(".")[2]
+    return None
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("module.").replace(".", "")  # the average of Stable Diffusion has no dots
+
+
+@AVERAGE_THROUGH_HALF.judges(CheckpointSummary)
+def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    pairs = list(cast_averages(summary).values())
+    for average, twin in pairs[:MAX_FINDINGS]:
+        message = (
+            f"{label(average)}, an averaged copy, holds {average.infs} Inf, and {label(twin)} of the model is finite "
+            f"and reaches {twin.amax:.6g}, beyond fp16's largest number, 65504: the copy was cast to fp16 and back. "
+            f"Copy it from the model, and validate a copy of the average, not the average itself."
+        )
+        evidence = {**numbers(average), "model": address(twin), "model_amax": twin.amax, "limit": FP16_MAX}
+        yield tensor_finding(summary, AVERAGE_THROUGH_HALF, "error", average, message, evidence, nonfinite=True)
+    averages = [average for average, _ in pairs]
+    yield from rest_finding(summary, AVERAGE_THROUGH_HALF, "error", averages, "went through fp16", nonfinite=True)
+
+
+# Numbers outside of tensors that are not finite: which of them are losses of the training, by their names.
+
+
+_WORD = re.compile(r"[a-z]+")
+_OF_TRAINING = frozenset(
+    {
+        "loss", "losses", "train", "training", "total", "avg", "average", "mean", "epoch", "running", "cur", "current",
+        "last", "prev", "step", "batch", "iter", "history", "log", "logs", "sum", "smoothed", "ema", "value",
+    }
+)  # fmt: skip
+"""Words of a training loss's name: `train_loss`, `running_loss`; `loss_scale` and `val_loss` are something else."""
+_HELD_OUT = frozenset({"val", "valid", "validation", "dev", "eval", "evaluation", "test", "best", "min", "lowest"})
+
+
+def is_training_loss(lost: LostNumbers) -> bool:
+    """Whether the numbers are losses of the training, by their name, and the last of them is lost.
+
+    An infinite one counts by its plainest names alone: a best or an earlier loss starts at infinity.
+    """
+    *above, name = re.split(r"[./]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", lost.name)) or [""]
+    if name.isdigit() and above:
+        name = above.pop()
+    words = set(_WORD.findall(name.lower()))
+    around = {word for part in above for word in _WORD.findall(part.lower())}
+    if not words & {"loss", "losses"} or not words <= _OF_TRAINING or around & _HELD_OUT:
+        return False
+    return math.isnan(lost.last) or (math.isinf(lost.last) and not words & {"last", "prev"})
+
+
+# AMP101 to AMP103 and AMP108: what is NaN or infinite, by what it is for.
+
+
+NON_FINITE_WEIGHT = register(
+    "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
+)
+NON_FINITE_BUFFER = register(
+    "AMP102", "non-finite-buffer", "A buffer is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
+)
+NON_FINITE_OPTIMIZER_STATE = register(
+    "AMP103",
+    "non-finite-optimizer-state",
+    "Optimizer state is NaN or infinite",
+    worst="error",
+    commands=SCANNED,
+    ruins_checkpoint=True,
+)
+NON_FINITE_TENSOR = register(
+    "AMP108",
+    "non-finite-tensor",
+    "A tensor or a number of unknown purpose is NaN or infinite",
+    worst="warning",
+    commands=SCANNED,
+    ruins_checkpoint=True,
+)
+
+
+@NON_FINITE_WEIGHT.judges(CheckpointSummary)
+def _weights(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    cast = cast_averages(summary)  # AMP114 says what became of these
+    for role in ("weight", "ema"):
+        yield from _each(summary, NON_FINITE_WEIGHT, [t for t in _sick(summary, role) if address(t) not in cast])
+
+
+@NON_FINITE_BUFFER.judges(CheckpointSummary)
+def _buffers(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    yield from _each(summary, NON_FINITE_BUFFER, _sick(summary, "buffer"))
+
+
+@NON_FINITE_OPTIMIZER_STATE.judges(CheckpointSummary)
+def _optimizer_state(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    states = [
+        t for t in summary.tensors if t.nonfinite and (t.role == "moment" or (t.role == "other" and t.entry == "step"))
+    ]
+    yield from _each(summary, NON_FINITE_OPTIMIZER_STATE, states, prescribe=_without)
+
+
+@NON_FINITE_TENSOR.judges(CheckpointSummary)
+def _others(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    loose = [
+        t
+        for t in summary.tensors
+        if t.role == "other" and t.entry != "step" and (t.examined > 1 or t.nans) and t.nonfinite and not is_mask(t)
+    ]
+    yield from _each(summary, NON_FINITE_TENSOR, loose, severity="warning", cause=None)
+
+
+@NON_FINITE_TENSOR.judges(CheckpointSummary)
+def _numbers(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    told = [one for one in summary.lost if one.nans and not is_training_loss(one)]
+    standing = [one for one in told if math.isnan(one.last)]
+    passed = [one for one in told if not math.isnan(one.last)]
+    if standing:
+        yield _number_finding(summary, standing, "warning")
+    if passed:
+        yield _number_finding(summary, passed, "note")
+
+
+def _sick(summary: CheckpointSummary, role: TensorRole) -> list[TensorSummary]:
+    return [t for t in summary.tensors if t.role == role and t.nonfinite and not _benign_buffer(t)]
+
+
+def _benign_buffer(tensor: TensorSummary) -> bool:
+    """-Inf in a mask, and observers of quantisation before their first batch."""
+    if tensor.nans:
+        return False
+    if tensor.entry.startswith(("min_val", "max_val")):
+        return tensor.infs == tensor.examined
+    return is_mask(tensor) or (tensor.entry.endswith(("mask", "masked_bias", "alibi")) and not tensor.pos_infs)
+
+
+def _each(
+    summary: CheckpointSummary,
+    rule: Rule,
+    tensors: Sequence[TensorSummary],
+    *,
+    severity: Severity = "error",
+    cause: str | None = "bad_checkpoint",
+    prescribe: Callable[[TensorSummary], Prescription | None] = lambda _: None,
+) -> Iterator[Finding]:
+    for tensor in tensors[:MAX_FINDINGS]:
+        copy = ", an averaged copy," if tensor.role == "ema" else ""
+        message = f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
+        figures, cure = numbers(tensor), prescribe(tensor)
+        yield tensor_finding(
+            summary, rule, severity, tensor, message, figures, nonfinite=True, cause=cause, prescription=cure
+        )
+    cure = prescribe(tensors[MAX_FINDINGS]) if len(tensors) > MAX_FINDINGS else None
+    yield from rest_finding(
+        summary, rule, severity, tensors, "are not finite", nonfinite=True, cause=cause, prescription=cure
+    )
+
+
+def _without(tensor: TensorSummary) -> Prescription:
+    """The state dropped, which the optimizer then makes anew."""
+    return Prescription(
+        kind="optimizer",
+        value={"reset_state": [address(tensor)]},
+        status="not_run",
+        reason=NOT_REPLAYED,
+        detail=f"Drop the optimizer state of {tensor.name} before resuming.",
+    )
+
+
+def _counts(tensor: TensorSummary) -> str:
+    parts = ((tensor.nans, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
+    return ", ".join(f"{count} {word}" for count, word in parts if count)
+
+
+def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], severity: Severity) -> Finding:
+    first = lost[0]
+    name = first.name or "the file"
+    which = f"{first.nans} of {first.count} numbers {'is' if first.nans == 1 else 'are'} NaN{_end(first)}"
+    what = f"{name} is NaN" if first.count == 1 else f"In {name}, {which}"
+    places = "one more place" if len(lost) == 2 else f"{len(lost) - 1} more places"
+    more = f", and so are numbers in {places}" if len(lost) > 1 else ""
+    place = Where(phase="checkpoint", op="number", tensor=first.name or None, file=first.file or None)
+    return checkpoint_finding(
+        summary,
+        NON_FINITE_TENSOR,
+        severity,
+        f"{what}{more}.",
+        evidence={
+            "numbers": first.count,
+            "nans": first.nans,
+            "infs": first.infs,
+            "listed": [one.name for one in lost[:MAX_LISTED]],
+        },
+        op="number",
+        born="nan",
+        tensor=first.name or None,
+        file=first.file,
+        also=(replace(place, tensor=one.name or None, file=one.file or None) for one in lost[1:]),
+    )
+
+
+def _end(lost: LostNumbers) -> str:
+    return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"
+
+
+# AMP106: a value that cannot be, a negative variance or second moment.
+
+
+BATCH_NORM_EPSILON = Threshold(
+    code="AMP106",
+    name="epsilon",
+    default=1e-5,
+    unit="magnitude",
+    why="A running_var down to its negative is a warning: torch's default epsilon of BatchNorm keeps the root real.",
+)
+IMPOSSIBLE_VALUE = register(
+    "AMP106",
+    "impossible-value",
+    "A value that cannot be: a negative variance or second moment",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(BATCH_NORM_EPSILON,),
+    ruins_checkpoint=True,
+)
+
+
+@IMPOSSIBLE_VALUE.judges(CheckpointSummary)
+def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    def severity_of(tensor: TensorSummary) -> Severity:
+        harmless = tensor.entry == "running_var" and (tensor.lowest or 0.0) >= -thresholds[BATCH_NORM_EPSILON]
+        return "warning" if harmless else "error"
+
+    negative = [t for t in summary.tensors if t.negatives and t.lowest is not None]
+    for tensor in negative[:MAX_FINDINGS]:
+        lowest = tensor.lowest or 0.0
+        message = (
+            f"{label(tensor)} cannot be negative, and {tensor.negatives} of its {tensor.examined} values are, "
+            f"down to {lowest:.4g}."
+        )
+        evidence = {**numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
+        yield tensor_finding(summary, IMPOSSIBLE_VALUE, severity_of(tensor), tensor, message, evidence)
+    severity: Severity = "error" if "error" in map(severity_of, negative[MAX_FINDINGS:]) else "warning"
+    yield from rest_finding(summary, IMPOSSIBLE_VALUE, severity, negative, "hold negative values, and cannot")
+    below = [t for t in summary.indices if t.lowest < 0]
+    for at, counter in enumerate(below[: MAX_FINDINGS + 1]):
+        others = below[at + 1 :] if at == MAX_FINDINGS else []
+        more = f" {len(others)} more do so." if others else ""
+        yield checkpoint_finding(
+            summary,
+            IMPOSSIBLE_VALUE,
+            "warning",
+            f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.{more}",
+            evidence={"dtype": counter.dtype, "shape": list(counter.shape), "lowest": counter.lowest},
+            module=counter.module,
+            op=f"state:{counter.entry}",
+            tensor=address(counter),
+            file=counter.file,
+            also=map(state_place, others),
+            cause="bad_checkpoint",
+        )
+
+
+# AMP110: a buffer holds finite values that it cannot have.
+
+
+FEW_DISPLACED = Threshold(
+    code="AMP110",
+    name="displaced",
+    default=0.25,
+    unit="share",
+    why="Share of a table of positions that may be out of place before it is taken for a table of another kind.",
+)
+WRONG_BUFFER = register(
+    "AMP110",
+    "wrong-buffer",
+    "A buffer holds finite values that it cannot have",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(FEW_DISPLACED,),
+    ruins_checkpoint=True,
+)
+
+
+@WRONG_BUFFER.judges(CheckpointSummary)
+def _wrong_buffer(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    gammas = {(t.file, t.group, t.module): t for t in summary.tensors if t.entry == "weight" and t.module}
+    for tensor in summary.tensors:
+        if tensor.role not in {"buffer", "ema"} or not tensor.blank or tensor.examined < 2:
+            continue
+        gamma = gammas.get((tensor.file, tensor.group, tensor.module))
+        if tensor.entry == "running_var" and not (gamma is not None and gamma.blank):
+            what = f"all {tensor.examined} running variances of {address(tensor)} are 0"
+            harm = "in evaluation the layer divides by the root of its epsilon alone"
+        elif tensor.entry == "inv_freq":
+            what = f"all {tensor.examined} frequencies of {address(tensor)} are 0"
+            harm = "every position is rotated by nothing"
+        else:
+            continue
+        yield _buffer(summary, tensor, f"{what[0].upper()}{what[1:]}: {harm}.", {"elements": tensor.examined})
+    for table in summary.indices:
+        numel = math.prod(table.shape)
+        if table.displaced and (table.rounded_as or table.displaced <= thresholds[FEW_DISPLACED] * numel):
+            why = f", as a cast to {table.rounded_as} rounds them" if table.rounded_as else ""
+            message = (
+                f"{table.displaced} of the {numel} positions of {address(table)} are not the number of their place"
+                f"{why}: tokens there are given another's position."
+            )
+            yield _buffer(summary, table, message, {"elements": numel, "displaced": table.displaced})
+
+
+def _buffer(
+    summary: CheckpointSummary, tensor: TensorSummary | IndexSummary, message: str, evidence: dict[str, int]
+) -> Finding:
+    return checkpoint_finding(
+        summary,
+        WRONG_BUFFER,
+        "warning",
+        message,
+        evidence={"dtype": tensor.dtype, "shape": list(tensor.shape), **evidence},
+        module=tensor.module,
+        op=f"state:{tensor.entry}",
+        tensor=address(tensor),
+        file=tensor.file,
+        cause="bad_checkpoint",
+    )
+
+
+# AMP112: the model's weights are not in the file.
+
+
+LEAST_ELEMENTS = Threshold(
+    code="AMP112",
+    name="elements",
+    default=1024,
+    unit="elements",
+    lowest=1,
+    highest=1_000_000_000,
+    why="Elements below which a model of zeros is taken for somebody's example.",
+)
+EMPTY_MODEL = register(
+    "AMP112",
+    "empty-model",
+    "The model's weights are not in the file",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(LEAST_ELEMENTS,),
+)
+
+_ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
+"""DeepSpeed's own file of a rank: with ZeRO-3 its weights lie in pieces in the optimizer's files (AMP112)."""
+
+
+@EMPTY_MODEL.judges(CheckpointSummary)
+def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
+    hollow = [t for t in weights if 0 in t.shape and not _ENGINE_FILE.search(t.file)]
+    matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
+    elements = sum(t.examined for t in matrices)
+    if len(hollow) >= 2 and 2 * len(hollow) >= len(weights):
+        message = (
+            f"{len(hollow)} of {len(weights)} weights have no element, {address(hollow[0])} first: they were saved "
+            "without having been gathered from the processes that hold them."
+        )
+        shown = hollow
+    elif len(matrices) >= 2 and all(t.blank for t in matrices) and elements >= thresholds[LEAST_ELEMENTS]:
+        message = f"All {len(matrices)} matrices of the model are exactly zero, {address(matrices[0])} first."
+        shown = matrices
+    else:
+        return
+    worst = shown[0]
+    yield checkpoint_finding(
+        summary,
+        EMPTY_MODEL,
+        "error",
+        message,
+        evidence={"tensors": len(shown), "weights": len(weights), "listed": listed(shown)},
+        module=worst.module,
+        op=f"state:{worst.entry}",
+        tensor=address(worst),
+        file=worst.file,
+        also=map(state_place, shown[1:]),
+        cause="bad_checkpoint",
+    )
+
+
+# AMP109: elsewhere the file needs torch.load's unsafe mode.
+
+
+FOREIGN_OBJECTS = register(
+    "AMP109", "foreign-objects", "Elsewhere the file needs torch.load's unsafe mode", worst="note", commands=SCANNED
+)
+
+MAX_NAMED = 3
+"""Foreign names that a sentence holds."""
+
+
+@FOREIGN_OBJECTS.judges(CheckpointSummary)
+def _foreign_objects(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    names = summary.foreign
+    if not names:
+        return
+    shown = f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}"
+    message = (
+        f"torch.load(weights_only=True) refuses this file: it asks for {shown}. Loading it elsewhere takes "
+        "its unsafe mode, which runs whatever the file says."
+    )
+    yield checkpoint_finding(
+        summary, FOREIGN_OBJECTS, "note", message, evidence={"count": len(names), "names": list(names[:MAX_LISTED])}
+    )

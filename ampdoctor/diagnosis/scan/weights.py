@@ -1,0 +1,268 @@
+"""Rules on a checkpoint's weights: what a cast would lose, what a cast has clamped, what did not move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ampdoctor.diagnosis.catalogue import SCANNED, checkpoint_finding, register
+from ampdoctor.diagnosis.scan.tensors import (
+    FP16_MAX,
+    MAX_FINDINGS,
+    MAX_LISTED,
+    address,
+    cast_row,
+    castable,
+    count_of,
+    is_mask,
+    label,
+    listed,
+    numbers,
+    percent,
+    rest_finding,
+    state_place,
+    tensor_finding,
+)
+from ampdoctor.evidence.checkpoint_stats import CastLoss, CheckpointSummary, TensorSummary
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Threshold, Thresholds
+
+LOSSY_CAST = Threshold(
+    code="AMP105",
+    name="relative_error",
+    default=2.0**-8,
+    unit="relative L2 error",
+    why="A cast that changes a tensor by more is reported: the largest error that bf16 makes in one normal number.",
+)
+ERASED_BY_CAST = Threshold(
+    code="AMP105",
+    name="erased",
+    default=0.5,
+    unit="share",
+    why="Share of a matrix's nonzero elements from which their becoming zero is a warning and no note: half.",
+)
+LOSSY_CAST_RULE = register(
+    "AMP105",
+    "lossy-cast",
+    "A cast to half precision would lose small values",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(LOSSY_CAST, ERASED_BY_CAST),
+)
+
+_HALF = ("fp16", "bf16")
+"""Formats that a cast without a scale is judged for (AMP105); fp8 is never cast to without one."""
+
+
+@LOSSY_CAST_RULE.judges(CheckpointSummary)
+def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    most = thresholds[LOSSY_CAST]
+    for tensors in castable(summary):
+        lossy = [(t, loss) for t in tensors for loss in t.casts if loss.format in _HALF and _loses(loss, most)]
+        if lossy:
+            yield _lossy(summary, lossy, thresholds)
+
+
+def _lossy(
+    summary: CheckpointSummary, lossy: Sequence[tuple[TensorSummary, CastLoss]], thresholds: Thresholds
+) -> Finding:
+    worst, loss = max(lossy, key=lambda pair: pair[1].relative_error)
+    names = sorted({found.format for _, found in lossy}, reverse=True)
+    tensors = list({id(t): t for t, _ in lossy}.values())
+    erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
+    message = (
+        f"A cast to {' or '.join(names)} would change {count_of(tensors, verb='')} by more than "
+        f"{_bound(thresholds[LOSSY_CAST])}, most of all {label(worst)}: in {loss.format} {percent(loss.flushed)} of "
+        f"its nonzero values become zero, {percent(loss.subnormal)} subnormal, relative error "
+        f"{loss.relative_error:.2g}{_sampled(worst)}."
+    )
+    evidence = {"role": worst.role, "tensors": len(tensors)} | {
+        name: [cast_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
+    }
+    severity: Severity = "warning" if erased else "note"
+    return tensor_finding(summary, LOSSY_CAST_RULE, severity, worst, message, evidence, among=tensors, cause=None)
+
+
+def _sampled(tensor: TensorSummary) -> str:
+    """A word on where shares come from, where not every element was counted."""
+    if tensor.counted >= tensor.examined:
+        return ""
+    return f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --exact counts all)"
+
+
+def _bound(most: float) -> str:
+    return "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
+
+
+def _loses(loss: CastLoss, most: float) -> bool:
+    """Overflow in fp16 is AMP104's affair and would drown the rest: its error is infinite."""
+    return loss.relative_error > most and not (loss.format == "fp16" and loss.overflowed)
+
+
+# AMP107: values clamped to the stored format's largest number.
+
+
+SATURATED_8_BIT = Threshold(
+    code="AMP107",
+    name="saturated",
+    default=1 / 16,
+    unit="share",
+    why="Share of an 8-bit tensor's elements at the format's maximum: twice the one in 32 that block scaling leaves.",
+)
+SATURATED_VALUES = register(
+    "AMP107",
+    "saturated-values",
+    "Values clamped to the stored format's largest number",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(SATURATED_8_BIT,),
+)
+
+
+@SATURATED_VALUES.judges(CheckpointSummary)
+def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    share = thresholds[SATURATED_8_BIT]
+    clamped = [
+        t
+        for t in summary.tensors
+        if t.role in {"weight", "buffer", "ema", "moment"} and t.at_max and not is_mask(t) and _too_many(t, share)
+    ]
+    for tensor in clamped[:MAX_FINDINGS]:
+        message = (
+            f"{tensor.at_max} of {tensor.examined} values of {label(tensor)} are exactly {tensor.amax:.6g}, "
+            f"the largest {tensor.dtype} number: they were clamped."
+        )
+        yield tensor_finding(
+            summary, SATURATED_VALUES, "warning", tensor, message, {**numbers(tensor), "at_max": tensor.at_max}
+        )
+    yield from rest_finding(
+        summary, SATURATED_VALUES, "warning", clamped, "were clamped to their format's largest number"
+    )
+    before = [t for t in summary.tensors if _clamped_before(t)]
+    for tensor in before[:MAX_FINDINGS]:
+        message = (
+            f"The largest value of {label(tensor)} is exactly 65504, fp16's largest number, in a {tensor.dtype} "
+            "tensor: it was clamped to fp16 and stored wider."
+        )
+        yield tensor_finding(summary, SATURATED_VALUES, "warning", tensor, message, numbers(tensor))
+    yield from rest_finding(summary, SATURATED_VALUES, "warning", before, "were clamped to fp16 and stored wider")
+
+
+def _clamped_before(tensor: TensorSummary) -> bool:
+    """A matrix or vector of weights whose largest magnitude is fp16's maximum, in a format where that is no limit."""
+    return (
+        tensor.role in {"weight", "ema"}
+        and tensor.dtype in {"float32", "float64"}
+        and tensor.amax == FP16_MAX
+        and tensor.examined > 1
+        and tensor.constant is None
+        and not is_mask(tensor)
+    )
+
+
+def _too_many(tensor: TensorSummary, share: float) -> bool:
+    """Of a float8 tensor this share; of a wider one a single element."""
+    return not tensor.dtype.startswith("float8") or tensor.at_max > share * tensor.examined
+
+
+# AMP111: a weight stands still although gradients arrive.
+
+
+SURE_STEPS = Threshold(
+    code="AMP111",
+    name="steps",
+    default=10,
+    unit="steps",
+    lowest=1,
+    highest=1_000_000,
+    why="Steps after which the first learning rate of a warm-up, 0, is long past.",
+)
+UNMOVED_WEIGHT = register(
+    "AMP111",
+    "unmoved-weight",
+    "A weight stands still although gradients arrive",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(SURE_STEPS,),
+)
+
+_SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""Distance of 1 to the next number."""
+_FLUSHED = {"float64": 2.0**-1075, "float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
+"""Magnitude up to which a number becomes zero."""
+
+
+@UNMOVED_WEIGHT.judges(CheckpointSummary)
+def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    rate, epsilon = _settings(summary, thresholds[SURE_STEPS])
+    if rate is None or epsilon is None:
+        return
+    moments = {(t.name, t.entry): t for t in summary.tensors if t.role == "moment"}
+    stuck: list[tuple[TensorSummary, float]] = []
+    for weight in summary.tensors:
+        value = _initial(weight)
+        if weight.role != "weight" or weight.group or weight.examined < 2 or value is None:
+            continue
+        first, second = moments.get((weight.name, "exp_avg")), moments.get((weight.name, "exp_avg_sq"))
+        if first is None or second is None or first.amax is None or second.amax is None:
+            continue
+        root = math.sqrt(second.amax)
+        update = rate * first.amax / (root + epsilon)
+        if root >= epsilon and update > _invisible(value, weight.dtype):
+            stuck.append((weight, update))
+    if not stuck:
+        return
+    worst, update = stuck[0]
+    value = _initial(worst)
+    message = (
+        f"{_count(stuck)} exactly constant although {'its' if len(stuck) == 1 else 'their'} moments say that gradients "
+        f"arrive: all {worst.examined} values of {address(worst)} are {value:.6g}, and its next update reaches "
+        f"{update:.2g}."
+    )
+    evidence = {"value": value, "update": update, "tensors": len(stuck), "listed": listed([t for t, _ in stuck])}
+    yield checkpoint_finding(
+        summary,
+        UNMOVED_WEIGHT,
+        "warning",
+        message,
+        evidence=evidence,
+        module=worst.module,
+        op=f"state:{worst.entry}",
+        tensor=address(worst),
+        file=worst.file,
+        also=(state_place(weight) for weight, _ in stuck[1:]),
+        cause="bad_checkpoint",
+    )
+
+
+def _initial(weight: TensorSummary) -> float | None:
+    """0 or 1 where all elements are exactly that, which no moved weight is.
+
+    Another shared value says nothing: Adam moves elements in step whose gradients have one sign. Nor does 1 in half,
+    where a step there and back lands on it again.
+    """
+    if weight.blank:
+        return 0.0
+    return 1.0 if weight.constant == 1 and weight.dtype in {"float32", "float64"} else None
+
+
+def _settings(summary: CheckpointSummary, sure: float) -> tuple[float | None, float | None]:
+    """The smallest learning rate and the largest epsilon; None where one is unknown or 0, or the run has just begun."""
+    groups = [group for optimizer in summary.optimizers for group in optimizer.groups]
+    rates = [group.learning_rate for group in groups]
+    epsilons = [group.epsilon for group in groups if group.epsilon is not None]
+    steps = [step for optimizer in summary.optimizers for step, _ in optimizer.steps]
+    if not steps or min(steps) < sure or not epsilons:
+        return None, None
+    if any(rate is None or not 0 < rate < math.inf for rate in rates):
+        return None, None
+    return min(rate for rate in rates if rate is not None), max(epsilons)
+
+
+def _invisible(value: float, dtype: str) -> float:
+    """The largest update that may leave a number as it is."""
+    return max(abs(value) * _SPACING.get(dtype, math.inf), _FLUSHED.get(dtype, math.inf))
+
+
+def _count(stuck: Sequence[object]) -> str:
+    return "1 weight is" if len(stuck) == 1 else f"{len(stuck)} weights are"

@@ -1,1 +1,0 @@
-"""Rules on several checkpoints of one training."""

@@ -1,1 +1,0 @@
-"""Rules on a checkpoint's tensors."""

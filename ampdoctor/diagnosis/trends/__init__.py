@@ -1,1 +1,0 @@
-"""Rules on runs over time."""

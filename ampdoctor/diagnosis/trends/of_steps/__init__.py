@@ -1,1 +1,0 @@
-"""Rules on a run's steps: one file each."""

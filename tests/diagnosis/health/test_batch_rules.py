@@ -1,0 +1,121 @@
+"""Rules on batches: what comes again, and what is unlike all before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.diagnosis.health.lines import judged, steps
+
+BAD = 400
+
+
+def codes(findings):
+    return [(f.code, f.severity, f.where.step) for f in findings]
+
+
+def again(cycle, steps=10_000):
+    """The last batches of so many steps come again, for some steps."""
+    return lambda at, value: BAD - cycle + (at - BAD) % cycle if BAD <= at < BAD + steps else value
+
+
+@pytest.mark.parametrize("cycle", [1, 3, 16])
+def test_the_same_few_batches_again_and_again(cycle):
+    findings = judged(steps(batch_fingerprint=again(cycle)))
+    assert codes(findings) == [("AMP735", "warning", BAD + 3)]
+    assert findings[0].evidence["first"] == "data"
+    assert (findings[0].evidence["cycle"], findings[0].evidence["new_before"]) == (cycle, BAD)
+
+
+def test_batches_that_come_again_in_health():
+    """Epochs in one order or another, few batches from the first step on, each batch twice or in rounds of its own."""
+    repeated = {
+        "epochs": lambda at, _: at % 150,
+        "shuffled epochs": lambda at, _: (at // 150 * 37 + at * 7) % 150,
+        "one batch": lambda at, _: 7,
+        "few": lambda at, _: at % 5,
+        "each twice": lambda at, _: at // 2,
+        "rounds": lambda at, _: at // 40 * 10 + at % 10,
+        "a retry": lambda at, value: value - 1 if at % 50 == 49 else value,
+        "of nobody": lambda at, _: None,
+    }
+    for name, fingerprint in repeated.items():
+        assert (name, judged(steps(1200, batch_fingerprint=fingerprint))) == (name, [])
+
+
+def test_a_skipped_step_that_is_tried_again_is_none():
+    findings = judged(
+        steps(
+            batch_fingerprint=lambda at, value: BAD if BAD <= at < BAD + 8 else value,
+            skipped=lambda at, _: BAD <= at < BAD + 7,
+        )
+    )
+    assert [f.code for f in findings if f.code == "AMP735"] == []
+
+
+def another_unit(at, value):
+    return value * 5 if at >= BAD else value
+
+
+@pytest.mark.parametrize("factor", [5.0, 0.2])
+def test_inputs_in_another_unit(factor):
+    (finding,) = judged(steps(batch_rms=lambda at, value: value * factor if at >= BAD else value))
+    assert codes([finding]) == [("AMP736", "warning", BAD)]
+    assert finding.evidence["rms"] / finding.evidence["usual_rms"] == pytest.approx(factor, rel=0.2)
+
+
+def dark(at, value):
+    """One input more in each step is all zeros."""
+    return min(1.0, value + 0.8 * max(0, at - BAD) / 100)
+
+
+def test_inputs_that_become_zeros_one_after_the_other():
+    findings = judged(steps(batch_zero_share=dark))
+    assert findings[0].code == "AMP736"
+    assert BAD < findings[0].where.step < BAD + 40
+    assert findings[0].evidence["zero_share"] > findings[0].evidence["usual_zero_share"] + 0.08
+
+
+def test_batches_of_all_sizes_that_differ_are_left_alone():
+    """Noise of a factor of two, a drift over the whole run, and the last batch of an epoch, which is small."""
+    wide = steps(2000, batch_rms=lambda at, value: value**20)
+    drifts = steps(2000, batch_rms=lambda at, value: value * math.exp(at / 500))
+    last = steps(
+        2000,
+        batch_elements=lambda at, value: value // 100 if at % 100 == 99 else value,
+        batch_rms=lambda at, value: value * 4 if at % 100 == 99 else value,
+        loss=lambda at, value: value * 6 if at % 100 == 99 else value,
+    )
+    assert judged(wide) == judged(drifts) == judged(last) == []
+
+
+def test_batches_of_another_size_begin_anew():
+    """A loss of longer sequences is another one; a jump that comes later is seen."""
+
+    def longer(at, value):
+        return value * 4 if at >= BAD else value
+
+    def elements(at, value):
+        return value * 4 if at >= BAD else value
+
+    assert judged(steps(900, loss=longer, gradient_norm=longer, batch_elements=elements)) == []
+    (finding,) = judged(
+        steps(
+            900,
+            loss=longer,
+            gradient_norm=lambda at, value: longer(at, value) * (30 if at == 700 else 1),
+            batch_elements=elements,
+        )
+    )
+    assert (finding.code, finding.where.step) == ("AMP720", 700)
+
+
+def test_sizes_that_vary_all_the_time_change_nothing():
+    (finding,) = judged(
+        steps(
+            batch_elements=lambda at, value: value + at % 7,
+            gradient_norm=lambda at, value: value * 20 if at == BAD else value,
+        )
+    )
+    assert (finding.code, finding.where.step) == ("AMP720", BAD)

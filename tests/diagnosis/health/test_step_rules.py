@@ -1,0 +1,407 @@
+"""Rules on steps: each catches a sick run at its step, and says nothing of the healthy ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ampdoctor.diagnosis.health.judge import Judge
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.log_records import LookLine, RunLine
+from ampdoctor.evidence.report import Finding
+from tests.diagnosis.health.lines import judged, steps
+
+BAD = 400
+"""The step at which a sick run falls sick."""
+
+
+def codes(findings, least=("error", "warning", "note")):
+    return [(f.code, f.where.step) for f in findings if f.severity in least]
+
+
+def jump(at, value):
+    return value * 20 if at == BAD else value
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_quiet_run_is_left_alone(seed):
+    assert judged(steps(2000, seed=seed)) == []
+
+
+def test_a_jump_of_the_gradient_is_told_at_its_step_and_once():
+    (found,) = judged(steps(gradient_norm=jump))
+    assert (found.code, found.severity, found.where.step) == ("AMP720", "warning", BAD)
+    assert found.evidence["first"] == "gradient"
+    assert found.evidence["value"] / found.evidence["usual"] == pytest.approx(20, rel=0.5)
+
+
+def test_a_batch_whose_loss_and_gradient_jump_together_is_the_data():
+    (found,) = judged(steps(gradient_norm=jump, loss=jump))
+    assert (found.code, found.evidence["first"]) == ("AMP720", "data")
+
+
+def test_heavy_tails_are_no_jumps():
+    """A norm that goes far now and then has done so before (Student's t with 6 degrees of freedom)."""
+    tails = np.random.default_rng(3).standard_t(6, size=4000)
+    findings = judged(steps(4000, gradient_norm=lambda at, value: float(value * math.exp(0.3 * tails[at]))))
+    assert codes(findings, ("error", "warning")) == []
+
+
+def test_a_jump_in_the_window_does_not_blind_it():
+    findings = judged(steps(900, gradient_norm=lambda at, value: value * 30 if at in {300, 700} else value))
+    assert codes(findings) == [("AMP720", 300), ("AMP720", 700)]
+
+
+def test_a_loss_that_stays_up_is_an_error_and_one_that_returns_is_none():
+    stays = judged(steps(gradient_norm=jump, loss=lambda at, value: value * (3 if at >= BAD else 1)))
+    assert ("AMP721", "error") in [(f.code, f.severity) for f in stays]
+    (error,) = [f for f in stays if f.code == "AMP721"]
+    assert BAD + 15 <= error.where.step <= BAD + 25
+    assert error.evidence["since"] == BAD
+    returns = judged(steps(gradient_norm=jump, loss=lambda at, value: value * (3 if BAD <= at < BAD + 8 else 1)))
+    assert "AMP721" not in [f.code for f in returns]
+
+
+def test_a_gradient_that_rises_a_little_does_not_hide_a_loss_that_jumps():
+    """The norm is far above the usual in deviations, but not beyond what its window has seen: the loss is."""
+    seen = dict.fromkeys(range(0, BAD, 10), 1.6)
+    findings = judged(steps(gradient_norm=lambda at, n: n * (5.0 if at == BAD else seen.get(at, 1)), loss=jump))
+    assert [(f.code, f.where.step, f.evidence["what"]) for f in findings] == [("AMP720", BAD, "loss")]
+
+
+def test_a_norm_that_hardly_ever_moves_may_rise_by_a_third():
+    """Many deviations of a discriminator's norm in its first steps, and no harm."""
+    assert judged(steps(gradient_norm=lambda at, n: 0.3 * (1.38 if at == BAD else 1 + n / 1e3))) == []
+
+
+def stays_up(at, value):
+    return value * 3 if at >= BAD else value
+
+
+def test_a_loss_that_leaps_with_its_learning_rate_is_the_optimizers():
+    """A rate ten times above every one before is no restart, after which a loss is given time to come back."""
+    findings = judged(steps(loss=stays_up, learning_rates=lambda at, _: (1e-1 if at >= BAD else 1e-3,)))
+    assert {(f.code, f.evidence["first"]) for f in findings} >= {("AMP729", "optimizer"), ("AMP721", "optimizer")}
+
+
+def test_a_loss_that_leaps_with_its_weight_decay_is_the_optimizers():
+    findings = judged(steps(loss=stays_up, weight_decays=lambda at, _: (10.0 if at >= BAD else 0.01,)))
+    assert {(f.code, f.evidence["first"]) for f in findings} >= {("AMP729", "optimizer"), ("AMP721", "optimizer")}
+
+
+def test_one_fall_of_the_scale_long_ago_moved_nothing_first():
+    findings = judged(steps(loss=stays_up, gradient_norm=jump, **scale([100])))
+    assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"data"}
+
+
+def test_a_fall_of_the_scale_just_before_is_a_scalers_routine():
+    findings = judged(steps(loss=stays_up, gradient_norm=jump, **scale([BAD - 10])))
+    assert {f.evidence["first"] for f in findings if f.code in {"AMP720", "AMP721"}} == {"data"}
+
+
+def rots(at, value):
+    """A loss that goes back up by a thousandth of itself a step: no step is out of the usual."""
+    return value * 1.004 ** max(0, at - BAD)
+
+
+def test_a_loss_that_creeps_back_to_where_it_began_is_told_once():
+    findings = [f for f in judged(steps(900, loss=rots)) if f.code == "AMP739"]
+    assert [(f.severity, f.evidence["first"]) for f in findings] == [("warning", "data")]
+    assert findings[0].evidence["share"] >= 0.5
+
+
+def test_a_loss_that_gives_back_a_fifth_has_lost_nothing():
+    assert judged(steps(900, loss=lambda at, v: v + 0.4 * min(max(at - BAD, 0) / 400, 1))) == []
+
+
+def test_a_norm_that_has_all_but_gone_may_rise_by_any_factor():
+    """A policy that is solved has no gradient, but for an episode that fails."""
+    gone = lambda at, n: n if at < 200 else 1e-7 * n * (2000 if 450 <= at < 470 else 1)  # noqa: E731
+    assert codes(judged(steps(gradient_norm=gone)), ("error", "warning")) == []
+
+
+def of_returns(at, _):
+    """The loss of a value function that learns of returns which grow, as cart-pole's do: up, and never down."""
+    rng = np.random.default_rng(at)
+    return float((30 + 25 * min(at, 150) / 150) * math.exp(rng.normal(0, 0.04)) * (1.25 if 40 <= at < 80 else 1))
+
+
+@pytest.mark.parametrize("count", [320, 1200])
+def test_a_loss_that_has_never_fallen_may_rise(count):
+    assert codes(judged(steps(count, loss=of_returns)), ("error", "warning")) == []
+
+
+def test_and_its_gradient_may_climb_with_what_it_learns_of():
+    climbs = lambda at, n: n * (20 if 230 <= at < 245 else 1)  # noqa: E731 - as a PPO's did in health
+    assert codes(judged(steps(320, loss=of_returns, gradient_norm=climbs))) == [("AMP720", 230)]
+    later = lambda at, n: climbs(at - 570, n)  # noqa: E731
+    assert "AMP724" in {f.code for f in judged(steps(900, gradient_norm=later))}
+
+
+def test_and_where_it_rises_as_never_before_it_is_told():
+    findings = judged(steps(1200, loss=lambda at, v: of_returns(at, v) * (3 if at >= 900 else 1)))
+    assert "AMP721" in [f.code for f in findings]
+
+
+def test_a_training_that_goes_on_has_fallen_before_its_log_begins():
+    lines = [replace(line, step=line.step + 31_000) for line in steps(loss=lambda at, v: stays_up(at, v / v))]
+    assert "AMP721" in [f.code for f in judged(lines)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_that_is_taken_with_a_gradient_that_is_not_finite(value):
+    findings = judged(steps(gradient_norm=lambda at, norm: value if at == BAD else norm))
+    assert [(f.code, f.severity, f.where.step) for f in findings] == [("AMP722", "error", BAD)]
+
+
+def test_a_loss_that_is_not_finite_is_the_forwards_and_of_a_finite_one_the_gradients():
+    def ill(at, value):
+        return math.nan if at == BAD else value
+
+    (both,) = judged(steps(loss=ill, gradient_norm=ill))
+    assert both.evidence["first"] == "forward"
+    assert "of its batch or its weights" in both.message
+    (alone,) = judged(steps(gradient_norm=ill))
+    assert alone.evidence["first"] == "gradient"
+
+
+def test_a_loss_that_is_not_finite_once_the_rate_has_leapt_is_the_optimizers():
+    rates = {"learning_rates": lambda at, _: (1e-2 if at >= BAD - 2 else 1e-3,)}
+    findings = judged(steps(loss=lambda at, value: math.nan if at == BAD else value, **rates))
+    assert [(f.code, f.evidence["first"]) for f in findings] == [("AMP729", "optimizer"), ("AMP722", "optimizer")]
+
+
+def test_a_skipped_overflow_is_the_scalers_business():
+    assert (
+        judged(steps(gradient_norm=lambda at, n: math.inf if at == BAD else n, skipped=lambda at, _: at == BAD)) == []
+    )
+
+
+def test_one_nan_neither_blinds_nor_freezes():
+    def norm(at, value):
+        return math.nan if at == 200 else jump(at, value)
+
+    assert codes(judged(steps(gradient_norm=norm))) == [("AMP722", 200), ("AMP720", BAD)]
+
+
+def scale(falls):
+    """A scale that is halved at these steps, each of which is skipped."""
+    return {
+        "loss_scale": lambda at, _: 65536.0 * 0.5 ** sum(at > fall for fall in falls),
+        "skipped": lambda at, _: at in falls,
+    }
+
+
+def test_a_scale_that_ratchets():
+    findings = judged(steps(**scale([100, 200, 300, BAD])))
+    assert [(f.code, f.severity, f.where.step) for f in findings] == [("AMP723", "warning", BAD + 1)]
+    assert findings[0].evidence["falls"] == 4
+
+
+@pytest.mark.parametrize(("phase", "first"), [("forward", "forward"), ("data", "data"), ("backward", "scale")])
+def test_what_a_look_has_found_at_the_first_overflow_moved_before_the_scale(phase, first):
+    lines = steps(**scale(range(BAD, BAD + 20)))
+    born = Finding(
+        code="AMP201", name="x", severity="error", message="Is.", where=Where(step=0, phase=phase, nonfinite="inf")
+    )
+    look = LookLine(step=BAD, verdict="sick", findings=(born,))
+    findings = judged([*lines[: BAD + 1], look, *lines[BAD + 1 :]])
+    assert {(f.code, f.evidence["first"]) for f in findings} == {("AMP723", first)}
+
+
+def test_a_look_long_before_has_not_moved_the_scale():
+    lines = steps(**scale(range(BAD, BAD + 20)))
+    born = Finding(
+        code="AMP201", name="x", severity="error", message="Is.", where=Where(step=0, phase="forward", nonfinite="inf")
+    )
+    look = LookLine(step=BAD - 100, verdict="sick", findings=(born,))
+    findings = judged([*lines[: BAD - 99], look, *lines[BAD - 99 :]])
+    assert {(f.code, f.evidence["first"]) for f in findings} == {("AMP723", "scale")}
+
+
+def test_a_scale_that_settles_at_the_start_and_one_that_probes_its_limit():
+    assert judged(steps(**scale([0, 1, 2, 3, 4, 5]))) == []
+    period = 200  # grows, overflows at once, falls
+
+    def now(at, _):
+        return 2048.0 if at % period == 0 and at else 1024.0
+
+    assert judged(steps(2000, loss_scale=now, skipped=lambda at, _: at % period == 0 and at > 0)) == []
+
+
+def test_a_scale_below_one_is_an_error():
+    findings = judged(steps(**scale(range(BAD, BAD + 20))))
+    assert {(f.code, f.severity) for f in findings} == {("AMP723", "warning"), ("AMP723", "error")}
+
+
+@pytest.mark.parametrize(("falls", "worst"), [(19, {"warning"}), (20, {"warning", "error"})])
+def test_a_scale_four_falls_below_one_is_an_error_although_every_other_step_is_taken(falls, worst):
+    findings = judged(steps(**scale(range(BAD, BAD + 2 * falls, 2))))
+    assert {(f.code, f.severity) for f in findings} == {("AMP723", severity) for severity in worst}
+
+
+def at_floor(skipped_for, floor=64.0):
+    """A scale that falls from 65536 to its floor over as many skipped steps, and lies there for those that are left."""
+    skipped = range(BAD, BAD + skipped_for)
+    return {
+        "loss_scale": lambda at, _: max(65536.0 * 0.5 ** sum(at > fall for fall in skipped), floor),
+        "skipped": lambda at, _: at in skipped,
+    }
+
+
+@pytest.mark.parametrize(("skipped_for", "severity"), [(40, "error"), (14, "warning")])
+def test_a_scale_at_its_floor_where_no_step_is_taken_is_an_error(skipped_for, severity):
+    last = judged(steps(**at_floor(skipped_for)))[-1]
+    assert (last.code, last.severity) == ("AMP723", severity)
+    assert ("no step is taken any more" in last.message) == (severity == "error")
+
+
+def climbing(at, value):
+    return value * math.exp(0.06 * max(0, at - BAD))
+
+
+def test_a_norm_that_climbs():
+    findings = judged(steps(gradient_norm=climbing))
+    assert findings[0].code == "AMP724"
+    assert "of which a step counts 5 at most: loss " in findings[0].message
+    assert BAD < findings[0].where.step < BAD + 100
+
+
+def test_a_norm_that_climbs_in_a_warm_up_is_left_alone():
+    def warming(at, _):
+        return (1e-3 * min(1, (at + 1) / 600),)
+
+    assert judged(steps(gradient_norm=climbing, learning_rates=warming)) == []
+
+
+def test_a_learning_rate_that_jumps():
+    findings = judged(steps(learning_rates=lambda at, _: (1e-2 if at >= BAD else 1e-3,)))
+    assert codes(findings) == [("AMP729", BAD)]
+    assert findings[0].evidence["first"] == "optimizer"
+
+
+@pytest.mark.parametrize(("before", "now"), [(0.01, 0.1), (0.01, -0.01), (0.0, 0.01)])
+def test_a_weight_decay_that_jumps(before, now):
+    lines = steps(weight_decays=lambda at, _: (0.0, now if at >= BAD else before))
+    judge = Judge()
+    judge.hear(RunLine(name="made-up", tensors=("w", "b", "g"), optimizers=("AdamW",), groups=(((0, 1), (2,)),)))
+    (finding,) = [found for line in lines for found in judge.hear(line)]
+    assert (finding.code, finding.where.step, finding.where.tensor) == ("AMP729", BAD, "g")
+    assert (finding.evidence["what"], finding.evidence["group"]) == ("weight_decay", 1)
+    assert "parameter group 1 (g)" in finding.message
+
+
+def test_settings_that_change_in_health():
+    """A decay that follows a schedule, or becomes smaller; a group that is unfrozen; a group that is added."""
+    scheduled = steps(weight_decays=lambda at, _: (0.04 + 0.36 * at / 600,))
+    smaller = steps(weight_decays=lambda at, _: (0.0 if at >= BAD else 0.1,))
+    unfrozen = steps(learning_rates=lambda at, _: (1e-3, 1e-3 if at >= BAD else 0.0))
+    added = steps(learning_rates=lambda at, _: (1e-4, 1e-2) if at >= BAD else (1e-4,))
+    for lines in (scheduled, smaller, unfrozen, added):
+        assert judged(lines) == []
+
+
+def test_a_learning_rate_of_another_group_that_jumps():
+    (finding,) = judged(steps(learning_rates=lambda at, _: (1e-3, 1e-2 if at >= BAD else 1e-3)))
+    assert (finding.code, finding.where.step, finding.evidence["group"]) == ("AMP729", BAD, 1)
+
+
+def test_a_norm_that_rises_while_the_loss_falls_is_learning():
+    def falls(at, value):
+        return value * math.exp(-0.05 * max(0, at - BAD))
+
+    findings = judged(steps(500, loss=falls, gradient_norm=climbing))
+    assert codes(findings, ("error", "warning")) == []
+
+
+def test_what_two_optimizers_win_and_lose_is_told_later():
+    """A critic's loss climbs while its generator learns; the same climb of a training of one is told."""
+
+    def won(at, value):
+        return value * math.exp(0.02 * min(max(0, at - BAD), 10))
+
+    alone = judged(steps(loss=won))
+    assert "AMP724" in [f.code for f in alone]
+    other = steps(optimizer=lambda at, _: 1)
+    assert judged([line for pair in zip(steps(loss=won), other, strict=True) for line in pair]) == []
+
+
+def test_a_warm_restart_is_no_jump():
+    def cosine(at, _):
+        return (1e-3 * (1 + math.cos(math.pi * (at % 200) / 200)) / 2 + 1e-6,)
+
+    assert judged(steps(1000, learning_rates=cosine)) == []
+
+
+def test_steps_that_slow_down_are_a_note():
+    findings = judged(steps(seconds=lambda at, value: value * (3 if at >= BAD else 1)))
+    assert [(f.code, f.severity, f.evidence["first"]) for f in findings] == [("AMP730", "note", "hardware")]
+    waits = judged(
+        steps(
+            seconds=lambda at, value: value * (3 if at >= BAD else 1),
+            data_seconds=lambda at, _: 0.25 if at >= BAD else 0.01,
+        )
+    )
+    assert [(f.code, f.evidence["first"]) for f in waits] == [("AMP730", "data")]
+
+
+def test_steps_that_slow_down_little_by_little_are_one_note():
+    findings = judged(steps(1200, seconds=lambda at, value: value * 1.002 ** max(0, at - 300)))
+    assert [(f.code, f.severity) for f in findings] == [("AMP730", "note")]
+
+
+@pytest.mark.parametrize("what", ["batch_elements", "micro_steps"])
+def test_steps_that_have_more_to_do_are_no_slower(what):
+    grown = {what: lambda at, value: value * 4 if at >= BAD else value}
+    assert judged(steps(1200, seconds=lambda at, value: value * (4 if at >= BAD else 1), **grown)) == []
+
+
+def test_memory_that_grows_is_a_note():
+    findings = judged(steps(memory_bytes=lambda at, _: int(1e9 * (1 + max(0, at - 300) / 300))))
+    assert {f.code for f in findings} == {"AMP730"}
+    assert findings[0].evidence["what"] == "memory_bytes"
+
+
+def test_a_loss_that_stands_is_a_note():
+    flat = steps(5000, loss=lambda at, value: 2.0 + 0.01 * math.sin(at), gradient_norm=lambda at, v: v)
+    assert [(f.code, f.severity) for f in judged(flat)] == [("AMP731", "note")]
+    falling = steps(5000, loss=lambda at, value: 5.0 * math.exp(-at / 3000))
+    assert [f.code for f in judged(falling)] == []
+
+
+def test_a_loss_that_falls_at_once_is_a_note():
+    findings = judged(steps(loss=lambda at, value: value * (0.3 if at >= BAD else 1)))
+    assert {(f.code, f.severity) for f in findings} == {("AMP732", "note")}
+
+
+def test_a_change_of_the_batch_is_given_time():
+    def micro(at, _):
+        return 4 if at >= BAD else 1
+
+    findings = judged(steps(micro_steps=micro, gradient_norm=lambda at, value: value * (jump(at, 1))))
+    assert findings == []
+
+
+def test_a_loss_may_be_negative():
+    def loss(at, value):
+        return value - 2.0
+
+    assert judged(steps(2000, loss=loss)) == []
+    sick = judged(steps(loss=lambda at, value: loss(at, value) + (5 if at >= BAD else 0)))
+    assert "AMP721" in [f.code for f in sick]
+
+
+def test_after_a_rollback_the_past_is_not_this_runs():
+    judge = Judge()
+    first, again = steps(300), steps(300, seed=1, gradient_norm=lambda at, value: value * 50)
+    assert [f for line in first + again for f in judge.hear(line)] == []
+
+
+def test_two_optimizers_are_judged_apart_and_named():
+    other = steps(gradient_norm=jump, optimizer=lambda at, _: 1)
+    both = [line for pair in zip(steps(), other, strict=True) for line in pair]
+    (found,) = judged(both)
+    assert found.evidence["optimizer"] == "1"

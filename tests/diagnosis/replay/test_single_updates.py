@@ -1,0 +1,156 @@
+"""Rules on how single tensors are written, at their bounds, on either side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.diagnosis.replay.updates import (
+    counting,
+    counting_finding,
+    far_from,
+    frozen,
+    goes_one_way,
+    owner_of,
+    severity_of_frozen,
+    stuck,
+    stuck_finding,
+)
+from ampdoctor.evidence.location import Where
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.evidence.trace import StateBeside
+from tests.diagnosis.test_silent_rules import FED, held
+
+STEPS = 4
+STILL = replace(
+    FED, name="norm.weight", moved=0, update=0.0, expected=0.5, beneath=FED.meant_to_move, course=(0.4, -0.3)
+)
+"""A fifth of the squared gradient of a step that has `FED` beside it."""
+SCALE = replace(STILL, name="scale", expected=1e-2, looked_at=1, meant_to_move=1, beneath=1, course=(0.3,))
+LONG = replace(FED, name="fc.bias", update=3.0, expected_update=1.0, rounding=0.1)
+COUNT = StateBeside(
+    name="optimizer:fc.weight.count",
+    kind="counter",
+    dtype="float16",
+    looked_at=1,
+    moved=0,
+    meant_to_move=1,
+    value=2048.0,
+    course=(1.0,),
+)
+MEAN = replace(COUNT, name="norm.running_mean", kind="buffer", looked_at=3, meant_to_move=3, course=(0.2, 0.1, -0.3))
+
+
+def parameters(*beside, steps=STEPS):
+    return [held(step, FED, *beside) for step in range(steps)]
+
+
+def states(*each):
+    return [replace(held(step), states=(state,)) for step, state in enumerate(each)]
+
+
+def far(*each):
+    since, runs = far_from([held(step, parameter) for step, parameter in enumerate(each)], DEFAULT_THRESHOLDS)
+    return since, [run[0].name for run in runs]
+
+
+def test_what_stands_still_in_every_step_is_frozen():
+    assert frozen(parameters(STILL)) == (STILL,)
+
+
+def test_a_state_of_one_element_needs_six_signs_that_are_alike_or_moves_that_are_the_same():
+    pushed = [replace(MEAN, looked_at=1, meant_to_move=1, course=(0.1 + 0.01 * step,)) for step in range(6)]
+    assert [state.name for state in stuck(states(*pushed))[1]] == ["norm.running_mean"]
+    assert stuck(states(*pushed[:5]))[1] == ()
+    assert [p.name for p in frozen(parameters(SCALE, steps=3))] == ["scale"]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        replace(STILL, moved=1),
+        replace(STILL, gradient=0.0),  # starved
+        replace(STILL, meant_to_move=0, beneath=0),  # frozen by choice, or at rest in fp32 too
+        replace(STILL, beneath=0),  # an update that would not round away: something has made it zero
+        replace(STILL, expected=1e-3),  # a millionth of the squared gradient
+    ],
+)
+def test_what_moves_or_has_another_cause_or_does_not_count_is_not_frozen(healthy):
+    assert frozen(parameters(healthy)) == ()
+
+
+def test_two_steps_show_nothing_and_one_that_moves_is_enough():
+    assert frozen(parameters(STILL, steps=2)) == ()
+    assert frozen([*parameters(STILL), held(STEPS, FED, replace(STILL, moved=2, course=()))]) == ()
+
+
+def test_to_and_fro_is_rest():
+    there, back = STILL, replace(STILL, course=(-0.4, 0.3))
+    assert frozen([held(step, FED, there if step % 2 else back) for step in range(STEPS)]) == ()
+    assert not goes_one_way([MEAN, replace(MEAN, course=(-0.2, -0.1, 0.3)), MEAN])
+    assert goes_one_way([MEAN, MEAN, replace(MEAN, course=(0.1, 0.2, -0.1))])
+
+
+def test_a_number_of_its_own_is_an_error_and_gains_only_with_a_large_share():
+    six = parameters(STILL, SCALE, steps=6)
+    assert severity_of_frozen(six, [SCALE], DEFAULT_THRESHOLDS) == "error"
+    assert severity_of_frozen(six, [STILL], DEFAULT_THRESHOLDS) == "error"
+    small = replace(STILL, expected=0.2)
+    assert severity_of_frozen(parameters(small), [small], DEFAULT_THRESHOLDS) == "note"
+
+
+def test_a_step_is_wrong_where_it_is_long_or_short_to_the_end():
+    assert far(LONG, LONG, LONG) == (0, ["fc.bias"])
+    assert far(*[replace(LONG, update=0.4)] * 3) == (0, ["fc.bias"])
+    assert far(FED, LONG, LONG, LONG) == (1, ["fc.bias"])  # without a gradient before
+    assert far(replace(LONG, update=1.0), LONG, LONG, LONG) == (1, ["fc.bias"])
+    assert far(LONG, LONG, LONG, replace(LONG, update=1.0))[1] == []
+    assert far(LONG) == (0, ["fc.bias"])
+    assert far(replace(LONG, update=1.0), replace(LONG, update=1.0), LONG)[1] == []
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        replace(LONG, update=1.9),
+        replace(LONG, rounding=0.5),  # the weight's own
+        replace(LONG, error=0.6 * LONG.expected),  # the gradient is wrong
+        replace(LONG, moved=0, update=0.0),  # frozen
+        replace(LONG, expected_update=0.0),
+    ],
+)
+def test_rounding_and_a_wrong_gradient_are_no_wrong_step(healthy):
+    assert far(*[healthy] * 3)[1] == []
+
+
+def test_a_count_that_has_come_to_its_end_is_stuck_since_then():
+    since, found = stuck(states(replace(COUNT, moved=1, value=2047.0), *[COUNT] * 4))
+    assert (since, [state.name for state in found]) == (1, ["optimizer:fc.weight.count"])
+    finding = stuck_finding(states(*[COUNT] * 4), 1, found, Where(step=1, phase="optimizer", op="aten.add_"))
+    assert (finding.code, finding.severity, finding.where.module) == ("AMP508", "error", "fc")
+    assert finding.evidence["steps"] == [1, 2, 3]
+
+
+def test_a_moment_may_be_at_rest_and_a_mean_that_is_pushed_one_way_is_not():
+    assert stuck(states(*[replace(COUNT, course=(0.1 * at,)) for at in range(1, 7)]))[1] == ()
+    assert [state.name for state in stuck(states(MEAN, MEAN, MEAN, MEAN))[1]] == ["norm.running_mean"]
+    turned = replace(MEAN, course=tuple(-move for move in MEAN.course))
+    assert stuck(states(MEAN, turned, MEAN, turned))[1] == ()
+
+
+def test_a_count_that_goes_on_is_foreseen():
+    going = [replace(COUNT, moved=1, value=value) for value in (40.0, 41.0, 42.0)]
+    assert counting(states(*going)) == (going[-1],)
+    finding = counting_finding(states(*going), [going[-1]])
+    assert (finding.severity, finding.evidence["stands_still_from_step"]) == ("note", 2008)
+    assert counting(states(*[replace(state, value=2 * state.value) for state in going])) == ()  # by two
+    assert counting(states(*[replace(state, looked_at=2) for state in going])) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [("norm.count", "norm"), ("count", ""), ("optimizer:a.fc.weight.step", "a.fc"), ("optimizer:scale.step", "")],
+)
+def test_whose_a_state_is(name, owner):
+    assert owner_of(name) == owner
