@@ -43,9 +43,9 @@ from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.ranges.profile import EXPONENTS, Collector, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
-from ampdoctor.scaling.choice import choose_scale, predict
+from ampdoctor.scaling.choose import choose_scale, predict
+from ampdoctor.scaling.scalers import Bound, ScalerSettings
 from ampdoctor.scaling.search import search
-from ampdoctor.scaling.settings import Bound, ScalerSettings
 from ampdoctor.scaling.trace import trace_of
 from ampdoctor.workflows.profile import profile_section, range_checks, read_profile, write_profile
 from ampdoctor.workflows.recommend import recommend_from_files

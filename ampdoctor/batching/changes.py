@@ -12,7 +12,7 @@ from ampdoctor.batching.last_window import last_window
 from ampdoctor.batching.reductions import STACKS
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.evidence.report_plan import PlanChange
-from ampdoctor.scaling.shifts import Division, divisors, reduction_shift
+from ampdoctor.scaling.trace import Division, divisors, reduction_shift
 
 _SAME = "the same for every plan of a batch on a cluster."
 _ACTIVATIONS: Mapping[Reduction, str] = {

@@ -11,7 +11,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place, SiteKind
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import SURE_BELOW, RangeProfile
-from ampdoctor.scaling.choice import DEFAULT_TAIL, cancelled
+from ampdoctor.scaling.choose import DEFAULT_TAIL, cancelled
 from ampdoctor.scaling.closed_forms import highest_exponent, upper_log2
 
 _MIXES = frozenset({"batch_norm", "sync_batch_norm"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampdoctor.scaling.shifts import Division
+from ampdoctor.scaling.trace import Division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

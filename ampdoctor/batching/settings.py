@@ -7,7 +7,7 @@ from typing import Literal
 
 from ampdoctor.batching.gradient_shift import Reduction
 from ampdoctor.evidence.targets import PlanFramework
-from ampdoctor.scaling.shifts import Division
+from ampdoctor.scaling.trace import Division
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 

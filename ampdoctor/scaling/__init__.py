@@ -12,9 +12,8 @@ from ampdoctor.scaling.closed_forms import (
     student_t_quantile,
     upper_log2,
 )
-from ampdoctor.scaling.emitters import Emitted, emit
-from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.scaling.simulate import SimulatedStep, simulate
+from ampdoctor.scaling.emit import Emitted, emit
+from ampdoctor.scaling.scalers import ScalerSettings, SimulatedStep, simulate
 
 __all__ = [
     "LIM",

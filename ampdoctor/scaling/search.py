@@ -12,19 +12,168 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import Framework
 from ampdoctor.evidence.thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE, Thresholds
 from ampdoctor.ranges.profile import EXPONENTS
-from ampdoctor.scaling import derived
-from ampdoctor.scaling.bootstrap import Drift, find_drift, resample
-from ampdoctor.scaling.choice import COMPOUNDING
-from ampdoctor.scaling.rules import DEFAULTS, RULES, TorchLanes, expressible
-from ampdoctor.scaling.scoring import Expectation, Quantiles, Scores, expectation, quantiles, score_all
-from ampdoctor.scaling.settings import Bound, ScalerSettings
-from ampdoctor.scaling.spikes import Spikes, find_spikes
-from ampdoctor.scaling.trace import StepTrace
+from ampdoctor.scaling import choose
+from ampdoctor.scaling.choose import COMPOUNDING
+from ampdoctor.scaling.closed_forms import Spikes, find_spikes, highest_exponent
+from ampdoctor.scaling.scalers import (
+    DEFAULTS,
+    RULES,
+    Bound,
+    ScalerSettings,
+    Simulation,
+    TorchLanes,
+    expressible,
+    simulate_lanes,
+)
+from ampdoctor.scaling.trace import Drift, Replicas, StepTrace, find_drift, resample
+
+# Scores candidates over replicas of a trace.
+
+
+LOOKS = 500
+"""Number of evenly spread steps of each replica whose errors are read: means over 200 replicas need no more."""
+ERROR_WEIGHT = 10.0
+"""Number of skipped steps that are as bad as a relative error of 1 in all of them (numerics: our default)."""
+
+Quantiles = tuple[float, float, float]
+"""5 %, 50 % and 95 % over the replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """The effect of settings over the horizon; figures are medians over the replicas unless stated otherwise.
+
+    Attributes:
+        settings: As the framework runs them.
+        skips: Number of skipped steps.
+        skip_rate: Their share.
+        relative_error: L2 error of the weight gradients from rounding each tensor once, mean over the taken steps.
+        activation_flushed, weight_flushed: Share of nonzero gradient elements that become zero, same mean.
+        final_scale: Loss scale at the end.
+        poisoned: Share of the replicas in which an infinite inverse of the scale reaches the weights.
+        ended: Share of the replicas in which the scaler raises an exception.
+        objective: skip rate + 10 times the mean of max(0, 3.5 error - the tolerated error); smaller is better.
+        typical: Number of the first replica whose skips are nearest to their median.
+    """
+
+    settings: ScalerSettings
+    skips: Quantiles
+    skip_rate: float
+    relative_error: float
+    activation_flushed: float
+    weight_flushed: float
+    final_scale: float
+    poisoned: float
+    ended: float
+    objective: float
+    typical: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`.
+
+    `excess` is the mean of max(0, compounded error - the tolerated error); `poisoned` and `ended` are 0 or 1.
+    """
+
+    skips: NDArray[np.float64]
+    error: NDArray[np.float64]
+    excess: NDArray[np.float64]
+    activation_flushed: NDArray[np.float64]
+    weight_flushed: NDArray[np.float64]
+    final_scale: NDArray[np.float64]
+    poisoned: NDArray[np.float64]
+    ended: NDArray[np.float64]
+    steps: int
+
+    @property
+    def objective(self) -> NDArray[np.float64]:
+        """`Expectation.objective` of each replica."""
+        return self.skips / self.steps + ERROR_WEIGHT * self.excess
+
+
+def score_all(
+    candidates: list[ScalerSettings],
+    trace: StepTrace,
+    replicas: Replicas,
+    framework: Framework,
+    tolerated: float,
+) -> list[Scores]:
+    """Returns each candidate's figures over each replica.
+
+    Args:
+        candidates: The settings, as the framework runs them.
+        trace: The recorded steps.
+        replicas: Replicas of this trace.
+        framework: The framework whose rules they follow.
+        tolerated: Relative error of a run up to which nothing is lost.
+    """
+    run = simulate_lanes(candidates, replicas.maxima, framework)
+    return [_score(run, lane, trace, replicas, tolerated) for lane in range(len(candidates))]
+
+
+def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tolerated: float) -> Scores:
+    steps = replicas.source.shape[1]
+    looks = np.linspace(0, steps - 1, min(steps, LOOKS)).astype(np.int64)
+    source = replicas.source[:, looks]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exponent = np.log2(np.abs(run.scale[lane][:, looks])) + replicas.shift[:, looks]
+    # the curve's next lower point: at the upper one, a taken step may count as overflowing
+    lowest, highest = float(EXPONENTS[0]), float(EXPONENTS[-1])
+    column = (np.clip(np.nan_to_num(np.floor(exponent), nan=highest), lowest, highest) - lowest).astype(np.int64)
+    taken = ~(run.skipped[lane] | run.ended[lane])[:, looks]
+    weight = taken / np.maximum(taken.sum(axis=1, keepdims=True), 1)
+
+    def mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        result: NDArray[np.float64] = (np.where(taken, values, 0.0) * weight).sum(axis=1)
+        return result
+
+    # Below the curves' first scale, the error of subnormals doubles with each binade until all is lost. A share of
+    # zeros that is tiny there says nothing more: the error is a lower bound of what flushes.
+    below = np.exp2(np.clip(lowest - exponent, 0.0, 64.0))
+    error = np.minimum(trace.error[source, column] * below, 1.0)
+    least = np.where(below > 1.0, error, 0.0)
+    return Scores(
+        skips=(run.skipped[lane] | run.ended[lane]).sum(axis=1).astype(np.float64),
+        error=mean(error),
+        excess=mean(np.maximum(0.0, COMPOUNDING * error - tolerated)),
+        activation_flushed=mean(np.maximum(trace.activation_flushed[source, column], least)),
+        weight_flushed=mean(np.maximum(trace.weight_flushed[source, column], least)),
+        final_scale=run.scale[lane][:, -1],
+        poisoned=run.poisoned[lane].any(axis=1).astype(np.float64),
+        ended=run.ended[lane].any(axis=1).astype(np.float64),
+        steps=steps,
+    )
+
+
+def quantiles(values: NDArray[np.float64]) -> Quantiles:
+    """Returns 5 %, 50 % and 95 % quantiles of a figure."""
+    low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
+    return (low, middle, high)
+
+
+def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
+    """Returns the summary of a candidate's figures."""
+    return Expectation(
+        settings=settings,
+        skips=quantiles(scores.skips),
+        skip_rate=float(np.median(scores.skips)) / scores.steps,
+        relative_error=float(np.median(scores.error)),
+        activation_flushed=float(np.median(scores.activation_flushed)),
+        weight_flushed=float(np.median(scores.weight_flushed)),
+        final_scale=float(np.median(scores.final_scale)),
+        poisoned=float(scores.poisoned.mean()),
+        ended=float(scores.ended.mean()),
+        objective=float(np.median(scores.objective)),
+        typical=int(np.abs(scores.skips - np.median(scores.skips)).argmin()),
+    )
+
 
 REPLICAS = 200
 FIRST_REPLICAS = 8
@@ -248,8 +397,8 @@ def closed_form(
     if fixed:
         backoff = Bound(value=0.5, by="the framework, which halves")
     else:
-        backoff = derived.backoff_factor(spikes, hysteresis_available=False)
-    interval = derived.growth_interval(
+        backoff = choose.backoff_factor(spikes, hysteresis_available=False)
+    interval = choose.growth_interval(
         2.0,
         backoff.value,
         skip_rate=thresholds[SKIP_RATE],
@@ -260,13 +409,13 @@ def closed_form(
     growth = (
         Bound(value=2.0, by="the framework, which doubles")
         if fixed
-        else derived.growth_factor(drift.slope, interval.value)
+        else choose.growth_factor(drift.slope, interval.value)
     )
     bounds["growth_factor"] = growth
     bounds["backoff_factor"] = backoff
     bounds["growth_interval"] = interval
-    bounds["hysteresis"] = derived.hysteresis(spikes)
-    bounds["min_scale"] = derived.alarm_scale(_lowest(trace, thresholds))
+    bounds["hysteresis"] = choose.hysteresis(spikes)
+    bounds["min_scale"] = choose.alarm_scale(_lowest(trace, thresholds))
     return bounds
 
 
@@ -364,3 +513,84 @@ def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound)
         relative_error=float(np.median(used.error - best.error)),
         headroom=start.value - math.log2(incumbent.scale) if usable else math.nan,
     )
+
+
+# A simulated path of a loss scale that is typical of many and short enough to draw, and the recorded steps' limits.
+
+
+MOST_POINTS = 2000
+"""Maximum number of a line's points and of a path's skipped steps: a drawing has no more pixels to show them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The loss scale of one replica, step by step.
+
+    Attributes:
+        points: (step, scale) from which on it has this scale. If there are more than `MOST_POINTS` changes, the lowest
+            and the highest scale in each of half as many equal spans.
+        changes: Number of points without that thinning.
+        skips: Skipped steps; an even choice if there are more than `MOST_POINTS`.
+        skipped: Number of all skipped steps.
+        replica: Number of the replica.
+    """
+
+    points: list[list[float]]
+    changes: int
+    skips: list[int]
+    skipped: int
+    replica: int
+
+
+def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> Trajectory:
+    """Returns the path of the replica that is typical of some settings: that with the median number of skipped steps.
+
+    Args:
+        expected: What the settings do over all replicas.
+        trace: The trace of the replicas.
+        framework: The framework whose scaler it is.
+        horizon: Number of simulated steps.
+    """
+    replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
+    return drawn(simulate_lanes([expected.settings], replica.maxima, framework), expected.typical)
+
+
+def drawn(run: Simulation, replica: int = 0) -> Trajectory:
+    """Returns the path of a simulation's first lane.
+
+    Args:
+        run: The simulation of one lane.
+        replica: Number of the replica that it is of.
+    """
+    scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
+    starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
+    skips = np.flatnonzero(over)
+    drawn = starts if len(starts) <= MOST_POINTS else _extremes(starts, scale[starts], len(scale))
+    shown = skips if len(skips) <= MOST_POINTS else skips[np.linspace(0, len(skips) - 1, MOST_POINTS).astype(np.int64)]
+    return Trajectory(
+        points=[[int(at), float(scale[at])] for at in drawn],
+        changes=len(starts),
+        skips=shown.tolist(),
+        skipped=len(skips),
+        replica=replica,
+    )
+
+
+def largest_scales(trace: StepTrace) -> list[list[float]]:
+    """Returns (step, largest power of two that does not overflow) of the recorded steps with a known largest gradient.
+
+    If there are more than `MOST_POINTS` steps: the one with the lowest in each of that many equal spans.
+    """
+    known = np.flatnonzero(np.isfinite(trace.log2_amax))
+    spans = np.array_split(known, min(MOST_POINTS, len(known))) if len(known) else []
+    steps = [int(span[np.argmax(trace.log2_amax[span])]) for span in spans]
+    return [[step, 2.0 ** highest_exponent(float(trace.log2_amax[step]))] for step in steps]
+
+
+def _extremes(starts: NDArray[np.int64], scales: NDArray[np.float64], steps: int) -> list[int]:
+    """Returns the points with the lowest and the highest scale of each span, in order."""
+    span = starts * (MOST_POINTS // 2) // steps
+    kept: set[int] = {0}
+    for members in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(span)) + 1):
+        kept |= {int(members[np.argmin(scales[members])]), int(members[np.argmax(scales[members])])}
+    return [int(starts[index]) for index in sorted(kept)]

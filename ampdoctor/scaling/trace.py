@@ -5,15 +5,110 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import SiteKind
 from ampdoctor.numerics import FORMATS
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
-from ampdoctor.scaling.shifts import Shift
+
+# How accumulation and fp16 reductions shift the scales that serve a run, in binades (numbers of log2).
+
+
+Division = Literal["before", "after", "split"]
+"""When a reduction over n ranks divides by n: before the sum (DDP's fp16_compress_hook, prescale_gradients), after it
+(DeepSpeed's default), or about sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """By how many binades the ends of the interval of serving scales move.
+
+    Attributes:
+        lowest: Shift of the smallest scale at which little flushes.
+        highest: Shift of the largest scale at which nothing overflows.
+    """
+
+    lowest: float = 0.0
+    highest: float = 0.0
+
+    def __add__(self, other: Shift) -> Shift:
+        return Shift(lowest=self.lowest + other.lowest, highest=self.highest + other.highest)
+
+
+def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, half_gradients: bool = False) -> Shift:
+    """Returns the shift by another number of micro-batches per step.
+
+    A loss divided by A makes every half intermediate smaller by A: both ends move by log2 of the change, and so should
+    the scale. A summed loss moves nothing. The `.grad` of fp16 parameters is summed in fp16, which in the worst case
+    lowers the upper end by log2 A.
+
+    Args:
+        before: Micro-batches per step when the gradients were measured.
+        after: Micro-batches per step when the scale will be used.
+        loss_divided: The loss is divided by their number (DeepSpeed, accelerate, Lightning).
+        half_gradients: Parameters, and therefore the sums in `.grad`, are fp16.
+
+    Raises:
+        UsageError: A number below 1.
+    """
+    change = _log2_ratio(after, before)
+    moved = change if loss_divided else 0.0
+    return Shift(lowest=moved, highest=moved - (change if half_gradients else 0.0))
+
+
+def reduction_shift(ranks: int, division: Division) -> Shift:
+    """Returns the shift by an all-reduce in fp16; one in fp32 or bf16 moves nothing.
+
+    What divides after the sum lets it grow by as much in the worst case; what divides before it flushes as much more.
+
+    Args:
+        ranks: n, the number of ranks over which gradients are averaged.
+        division: When the reduction divides by n.
+
+    Raises:
+        UsageError: Fewer than 1 rank.
+    """
+    before, after = divisors(ranks, division)
+    return Shift(lowest=math.log2(before), highest=0.0 - math.log2(after))
+
+
+def divisors(ranks: int, division: Division) -> tuple[int, float]:
+    """Returns by what a reduction divides before its sum, and after it.
+
+    FSDP's first divisor doubles, from 1, as long as it divides n and is below what is left (torch's
+    `DefaultState._get_gradient_predivide_factor`): both are about sqrt(n) for a power of two, and far from it where n
+    has few factors of 2.
+
+    Args:
+        ranks: n.
+        division: When.
+
+    Raises:
+        UsageError: Fewer than 1 rank.
+    """
+    if ranks < 1:
+        raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {ranks}")
+    if division == "before":
+        return ranks, 1.0
+    if division == "after":
+        return 1, float(ranks)
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return before, ranks / before
+
+
+def _log2_ratio(after: int, before: int) -> float:
+    if after < 1 or before < 1:
+        raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {min(after, before)}")
+    return math.log2(after / before)
+
 
 Array = NDArray[np.float64]
 _NONE = Shift()
@@ -114,3 +209,135 @@ def _at_loss_scales(curves: Array, below: Array, carried: float) -> Array:
     """
     factors, wanted = np.concatenate([_FACTORS_BELOW, EXPONENTS]), EXPONENTS - carried
     return np.stack([np.interp(wanted, factors, curve) for curve in np.concatenate([below, curves], axis=1)])
+
+
+# Makes more steps than were recorded: replicas of a trace, drawn in blocks, with its drift kept.
+
+
+BLOCK = 50
+"""Shortest mean block in steps, if the trace is long enough: bursts of overflows stay together."""
+BLOCKS = 4
+"""Minimum number of blocks in a trace: with fewer, a replica would be the trace itself, rotated."""
+SLOPE_POINTS = 400
+"""A longer trace is cut into this many pieces, and their medians give the slope: 10,000 steps have 50 million pairs."""
+FEWEST_FOR_DRIFT = 8
+"""With fewer steps, no order of them is rare enough: one order of 4 steps in 12 is monotone by chance."""
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """A linear trend of log2 of the largest gradient.
+
+    Attributes:
+        slope: Binades per step; 0.0 if its confidence interval includes 0.
+        low, high: The confidence interval (95 %).
+        autocorrelation: Number of steps over which steps resemble each other, at least 1.
+    """
+
+    slope: float
+    low: float
+    high: float
+    autocorrelation: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Traces of `steps` steps each, made of recorded steps.
+
+    Attributes:
+        source: int64 of shape (replicas, steps): the index of the recorded step.
+        shift: float64 of the same shape: by how many binades its gradients are larger than recorded.
+        maxima: float64 of the same shape: largest magnitude, after the shift.
+    """
+
+    source: NDArray[np.int64]
+    shift: NDArray[np.float64]
+    maxima: NDArray[np.float64]
+
+
+def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed: int = 0, first: int = 0) -> Replicas:
+    """Draw replicas by the stationary bootstrap (Politis and Romano, 1994).
+
+    Blocks start anywhere, have geometric lengths, and wrap round the end of the trace. Their mean length is the larger
+    of `BLOCK` and the autocorrelation length, but at most a `BLOCKS`th of the trace. The drift is taken out of the
+    recorded steps and added again by the replica's own step. It continues for as many steps as were recorded and then
+    stops: a line through 50 steps says nothing about the ten thousandth, and gradients that fall as in a warm-up do not
+    fall for ever.
+
+    Args:
+        trace: At least one step.
+        drift: The drift of this trace.
+        replicas: Number of replicas.
+        steps: Length of each replica.
+        seed: The same seed gives the same replicas; the first ones are the same for any number of them.
+        first: Number of the first replica.
+    """
+    n = trace.steps
+    mean_block = max(1.0, min(max(BLOCK, drift.autocorrelation), n / BLOCKS))
+    source = np.stack(
+        [_blocks(np.random.default_rng((seed, r)), n, mean_block, steps) for r in range(first, first + replicas)]
+    )
+    reached = np.minimum(np.arange(steps), 2 * n)
+    shift = (drift.slope * (reached - source)).astype(np.float64)
+    return Replicas(source=source, shift=shift, maxima=np.exp2(trace.log2_amax[source] + shift))
+
+
+def _blocks(generator: np.random.Generator, n: int, mean_block: float, steps: int) -> NDArray[np.int64]:
+    begins = generator.random(steps) < 1.0 / mean_block
+    begins[0] = True
+    starts = generator.integers(0, n, steps)
+    first = np.maximum.accumulate(np.where(begins, np.arange(steps), 0))
+    recorded: NDArray[np.int64] = (starts[first] + np.arange(steps) - first) % n
+    return recorded
+
+
+def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
+    """Returns the Theil-Sen slope with Sen's confidence interval (1968), over the steps with a finite nonzero gradient.
+
+    The interval is that of Kendall's statistic. Its variance is multiplied by the autocorrelation length of the
+    residuals (Hamed and Rao, 1998, shortened); otherwise a slow wave would pass for a trend.
+
+    Args:
+        log2_amax: Shape (n,), may hold infinities.
+    """
+    at = np.flatnonzero(np.isfinite(log2_amax))
+    if len(at) < FEWEST_FOR_DRIFT:
+        return Drift(slope=0.0, low=-math.inf, high=math.inf, autocorrelation=1.0)
+    pieces = min(len(at), SLOPE_POINTS)
+    x = np.array([np.median(piece) for piece in np.array_split(at, pieces)])
+    y = np.array([np.median(piece) for piece in np.array_split(log2_amax[at], pieces)])
+    i, j = np.triu_indices(pieces, k=1)
+    slopes = np.sort((y[j] - y[i]) / (x[j] - x[i]))
+    slope = float(np.median(slopes))
+    resembling = autocorrelation_length(y - slope * x)
+    variance = pieces * (pieces - 1) * (2 * pieces + 5) / 18.0 * resembling
+    reach = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2.0) * math.sqrt(variance)
+    low = max(0, math.floor((len(slopes) - reach) / 2.0))
+    high = min(len(slopes) - 1, math.ceil((len(slopes) + reach) / 2.0))
+    significant = reach < len(slopes) and (slopes[low] > 0.0 or slopes[high] < 0.0)
+    kept = slope if significant else 0.0
+    return Drift(
+        slope=kept,
+        low=float(slopes[low]),
+        high=float(slopes[high]),
+        autocorrelation=autocorrelation_length(log2_amax[at] - kept * at),
+    )
+
+
+def autocorrelation_length(series: NDArray[np.float64]) -> float:
+    """Returns 1 + 2 (rho_1 + rho_2 + ...) up to the first rho <= 0: how many steps count as one, at least 1.
+
+    Args:
+        series: Shape (n,), finite.
+    """
+    n = len(series)
+    centred = series - series.mean()
+    spectrum = np.fft.rfft(centred, 2 * n)
+    covariance = np.fft.irfft(spectrum * spectrum.conj())[:n]
+    if covariance[0] <= 1e-24 * max(1.0, float(np.square(series).sum())):  # constant, but for rounding
+        return 1.0
+    rho = covariance / covariance[0]
+    below = np.flatnonzero(rho <= 0.0)
+    end = int(below[0]) if len(below) else n
+    return float(min(n, 1.0 + 2.0 * rho[1:end].sum()))

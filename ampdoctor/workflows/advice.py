@@ -26,19 +26,17 @@ from ampdoctor.evidence.report_scaler import (
 from ampdoctor.evidence.run_facts import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.numerics import FORMATS, FloatFormat
-from ampdoctor.scaling.choice import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.search import Outcome, expect, search
-from ampdoctor.scaling.settings import Bound, ScalerSettings
-from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
-from ampdoctor.scaling.trace import StepTrace, trace_of
-from ampdoctor.scaling.trajectory import Trajectory, largest_scales, trajectory
+from ampdoctor.scaling.choose import COMPOUNDING, Prediction, ScaleChoice, choose_scale, predict
+from ampdoctor.scaling.scalers import Bound, ScalerSettings
+from ampdoctor.scaling.search import Outcome, Trajectory, expect, largest_scales, search, trajectory
+from ampdoctor.scaling.trace import Shift, StepTrace, accumulation_shift, reduction_shift, trace_of
 from ampdoctor.workflows.replay_under_change import FLUSH_THAT_PAYS
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.targets import Framework, Target
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
-    from ampdoctor.scaling.scoring import Expectation
+    from ampdoctor.scaling.search import Expectation
     from ampdoctor.workflows.replay_under_change import Observed
     from ampdoctor.workflows.requests import ReplayRequest
 

@@ -31,7 +31,7 @@ from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.from_log import profile_from_log
 from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures, merge
 from ampdoctor.ranges.profile_file import pack, unpack
-from ampdoctor.scaling.choice import choose_scale
+from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.workflows.measure import measure, shadowed
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.output_files import write_whole

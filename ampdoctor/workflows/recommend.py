@@ -15,8 +15,8 @@ from ampdoctor.evidence.report import Check, Finding, Prescription, Report, Skip
 from ampdoctor.evidence.report_replay import ProofSection
 from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerArguments, ScalerSection
 from ampdoctor.evidence.targets import target_named
-from ampdoctor.scaling.emitters import emit
-from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.emit import emit
+from ampdoctor.scaling.scalers import ScalerSettings
 from ampdoctor.workflows.advice import (
     Advice,
     advise,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ampdoctor.probes.modules import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.scaling.settings import ScalerSettings
+    from ampdoctor.scaling.scalers import ScalerSettings
     from ampdoctor.workflows.measure import Moment
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ampdoctor.ranges.profile import EXPONENTS
-from ampdoctor.scaling.bootstrap import autocorrelation_length, find_drift, resample
-from ampdoctor.scaling.trace import StepTrace
+from ampdoctor.scaling.trace import StepTrace, autocorrelation_length, find_drift, resample
 
 
 def trace_of(log2_amax):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.scaling.derived import (
+from ampdoctor.scaling.choose import (
     NOTHING,
     alarm_scale,
     backoff_factor,
@@ -10,8 +10,8 @@ from ampdoctor.scaling.derived import (
     growth_interval,
     hysteresis,
 )
-from ampdoctor.scaling.settings import Bound
-from ampdoctor.scaling.spikes import Spikes
+from ampdoctor.scaling.closed_forms import Spikes
+from ampdoctor.scaling.scalers import Bound
 
 QUIET = Spikes(steps=1000)
 ISOLATED = Spikes(steps=1000, lengths=(1,), heights=(8.0,), excess=2.5)

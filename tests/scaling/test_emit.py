@@ -19,7 +19,7 @@ from torch.distributed import fsdp
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.scaling import ScalerSettings
-from ampdoctor.scaling.emitters import emit
+from ampdoctor.scaling.emit import emit
 
 LOOPS = ["torch", "accelerate", "lightning", "fsdp"]
 OURS = ScalerSettings(scale=1024.0, backoff_factor=0.25, growth_interval=500)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.scaling import ScalerSettings
-from ampdoctor.scaling.rules import DEFAULTS, RULES, expressible
+from ampdoctor.scaling.scalers import DEFAULTS, RULES, expressible
 
 asked = st.builds(
     ScalerSettings,

@@ -12,11 +12,9 @@ from ampdoctor.evidence.targets import FRAMEWORKS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
-from ampdoctor.scaling.choice import DEFAULT_TAIL
-from ampdoctor.scaling.rules import DEFAULTS, expressible
+from ampdoctor.scaling.choose import DEFAULT_TAIL
+from ampdoctor.scaling.scalers import DEFAULTS, Bound, expressible, skip_rate
 from ampdoctor.scaling.search import search
-from ampdoctor.scaling.settings import Bound
-from ampdoctor.scaling.simulate import skip_rate
 from ampdoctor.scaling.trace import StepTrace
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling.shifts import Shift, accumulation_shift, divisors, reduction_shift
+from ampdoctor.scaling.trace import Shift, accumulation_shift, divisors, reduction_shift
 
 
 def test_a_loss_that_is_divided_moves_both_ends():

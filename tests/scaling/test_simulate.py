@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ampdoctor.scaling import ScalerSettings, equilibrium_skip_rate, simulate
-from ampdoctor.scaling.simulate import SimulatedStep, simulate_lanes, skip_rate
+from ampdoctor.scaling.scalers import SimulatedStep, simulate_lanes, skip_rate
 
 traces = st.lists(
     st.one_of(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ampdoctor.scaling import ScalerSettings, simulate
-from ampdoctor.scaling.spikes import Spikes, find_spikes, tail_index
+from ampdoctor.scaling.closed_forms import Spikes, find_spikes, tail_index
 
 
 def bulk(steps, seed=0):

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.scaling.search import expect
-from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.scaling.simulate import OVERFLOW_AT, simulate
+from ampdoctor.scaling.scalers import OVERFLOW_AT, ScalerSettings, simulate
+from ampdoctor.scaling.search import MOST_POINTS, expect, largest_scales, trajectory
 from ampdoctor.scaling.trace import StepTrace
-from ampdoctor.scaling.trajectory import MOST_POINTS, largest_scales, trajectory
 
 HORIZON = 3000
 

@@ -9,7 +9,7 @@ from ampdoctor.batching.reading.counts import count, half_of, table_in, word, ye
 from ampdoctor.batching.reading.sharding import ULYSSES, zero_stage
 from ampdoctor.batching.settings import BatchSettings
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling.shifts import Division
+from ampdoctor.scaling.trace import Division
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
 """One of them stands in every DeepSpeed configuration, and in no other framework's."""

@@ -19,7 +19,7 @@ from ampdoctor.batching.reading.sharding import (
 )
 from ampdoctor.batching.settings import BatchSettings, Precision
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling.shifts import Division
+from ampdoctor.scaling.trace import Division
 
 _DEFAULT_SIZE = 8
 _TOKENS = (

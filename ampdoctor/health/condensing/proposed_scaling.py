@@ -19,14 +19,12 @@ from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
 from ampdoctor.evidence.targets import Framework
 from ampdoctor.evidence.thresholds import FLUSHED, SKIP_RATE, Thresholds
 from ampdoctor.numerics import FORMATS
-from ampdoctor.scaling import LIM, ScalerSettings, derived, highest_exponent, upper_log2
-from ampdoctor.scaling.bootstrap import find_drift
-from ampdoctor.scaling.choice import DEFAULT_TAIL, MAX_EXPONENT
-from ampdoctor.scaling.rules import RULES, TorchLanes, expressible
-from ampdoctor.scaling.search import FEWEST_STEPS, MOST_SKIPS, WORTH_SKIPS
-from ampdoctor.scaling.simulate import Simulation, simulate_lanes
-from ampdoctor.scaling.spikes import find_spikes
-from ampdoctor.scaling.trajectory import drawn
+from ampdoctor.scaling import LIM, ScalerSettings, choose, highest_exponent, upper_log2
+from ampdoctor.scaling.choose import DEFAULT_TAIL, MAX_EXPONENT
+from ampdoctor.scaling.closed_forms import find_spikes
+from ampdoctor.scaling.scalers import RULES, Simulation, TorchLanes, expressible, simulate_lanes
+from ampdoctor.scaling.search import FEWEST_STEPS, MOST_SKIPS, WORTH_SKIPS, drawn
+from ampdoctor.scaling.trace import find_drift
 
 Array = NDArray[np.float64]
 NO_ROOM = math.log2(FORMATS["fp16"].max)
@@ -135,17 +133,17 @@ def proposed(log2_amax: Array, thresholds: Thresholds, framework: Framework) -> 
     spikes = find_spikes(log2_amax - drift.slope * np.arange(len(log2_amax)))
     largest = [float(part.max()) for part in np.array_split(log2_amax, min(2000, len(log2_amax)))]
     halves = RULES[framework] is not TorchLanes
-    backoff = 0.5 if halves else derived.backoff_factor(spikes, hysteresis_available=False).value
-    interval = derived.growth_interval(
+    backoff = 0.5 if halves else choose.backoff_factor(spikes, hysteresis_available=False).value
+    interval = choose.growth_interval(
         2.0, backoff, skip_rate=thresholds[SKIP_RATE], drift=drift.slope, steps_left=len(log2_amax), spikes=spikes
     ).value
     return expressible(
         ScalerSettings(
             scale=2.0 ** min(highest_exponent(upper_log2(largest, DEFAULT_TAIL)), MAX_EXPONENT),
-            growth_factor=2.0 if halves else derived.growth_factor(drift.slope, interval).value,
+            growth_factor=2.0 if halves else choose.growth_factor(drift.slope, interval).value,
             backoff_factor=backoff,
             growth_interval=int(interval),
-            hysteresis=int(derived.hysteresis(spikes).value),
+            hysteresis=int(choose.hysteresis(spikes).value),
         ),
         framework,
     )

@@ -11,8 +11,8 @@ from ampdoctor.evidence.report_scaler import ScalePath
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.health.condensing.proposed_scaling import largest_gradients, with_proposed_scaling
 from ampdoctor.scaling import ScalerSettings, simulate
-from ampdoctor.scaling.simulate import simulate_lanes
-from ampdoctor.scaling.trajectory import drawn
+from ampdoctor.scaling.scalers import simulate_lanes
+from ampdoctor.scaling.search import drawn
 
 SHORT = ScalerSettings(growth_interval=20)
 """Grows so often that it overflows every few dozen steps."""

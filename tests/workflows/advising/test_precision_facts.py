@@ -15,7 +15,7 @@ from ampdoctor.numerics import Histogram
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.replay.session import Session
-from ampdoctor.scaling.choice import choose_scale
+from ampdoctor.scaling.choose import choose_scale
 from ampdoctor.workflows.advice import fp16_of, precision_facts
 from ampdoctor.workflows.measure import measure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.scaling.simulate import OVERFLOW_AT
+from ampdoctor.scaling.scalers import OVERFLOW_AT
 from tests.corpus.reports import of_case, recommended
 
 pytestmark = [

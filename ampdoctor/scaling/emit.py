@@ -1,0 +1,530 @@
+"""Settings in the form that other frameworks take: a fragment that runs as printed, and what it cannot express."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, keywords, literal, quoted
+from ampdoctor.evidence.targets import FRAMEWORKS, Framework
+from ampdoctor.numerics import FORMATS
+from ampdoctor.scaling.scalers import ScalerSettings, expressible
+
+# An emitter's request and result, and remarks that several emitters share.
+
+
+Precision = Literal["fp16", "bf16", "fp32"]
+Language = Literal["python", "json", "shell"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """Settings in the terms of a framework.
+
+    Attributes:
+        framework: The framework.
+        language: The text's language: Python to paste after the model has been built, JSON to merge into a
+            configuration, or a bash array of flags.
+        text: The fragment; ends with a newline. `model`, `optimizer`, `loss_fn` and `batch` are the user's own.
+        notes: How the framework deviates from the settings, and what must be watched, a sentence each.
+    """
+
+    framework: Framework
+    language: Language
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """The result of one emitter.
+
+    Attributes:
+        lines: Lines in its language, without newlines at their ends.
+        notes: See `Emitted`.
+    """
+
+    lines: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The request to an emitter.
+
+    Attributes:
+        settings: Checked: a positive finite scale, factors that grow and back off, whole counts.
+        real: The settings as the framework will run them.
+        precision: The run's compute precision; the settings matter only for fp16.
+        islands: Names of modules that compute in fp32 nevertheless; () if the whole run does.
+        loss_in_half: The loss is fp16 where it is scaled.
+        device: Device type of the training.
+    """
+
+    settings: ScalerSettings
+    real: ScalerSettings
+    precision: Precision
+    islands: tuple[str, ...]
+    loss_in_half: bool
+    device: str
+
+    def differences(self) -> Iterator[str]:
+        """Yields a sentence for each setting, except the floor, that the framework runs with another value."""
+        wanted, real = self.settings, self.real
+        if real.scale != wanted.scale:
+            yield f"the scale starts at {real.scale:g} instead of {wanted.scale:g}, which cannot be said there"
+        if real.growth_factor != wanted.growth_factor:
+            yield f"the growth factor is fixed at {real.growth_factor:g} there, instead of {wanted.growth_factor:g}"
+        if real.backoff_factor != wanted.backoff_factor:
+            yield f"the backoff factor is fixed at {real.backoff_factor:g} there, instead of {wanted.backoff_factor:g}"
+        if real.hysteresis < wanted.hysteresis:
+            yield f"there is no hysteresis there: the first overflow backs off, instead of the {_th(wanted.hysteresis)}"
+
+    def half_loss(self, why: str, remedy: str) -> Iterator[str]:
+        """Yields a remark if the loss is fp16 where it is scaled.
+
+        Args:
+            why: What the framework does with a half loss.
+            remedy: What to write instead.
+        """
+        if self.loss_in_half:
+            limit = FORMATS["fp16"].overflow_at / self.real.scale
+            yield f"{why}: at this scale one of {limit:g} or more becomes inf, so {remedy}"
+
+
+def number(value: float) -> str:
+    """Returns a number for a command line: a whole one without a point, so that integer options accept it."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _th(count: int) -> str:
+    return {2: "second", 3: "third"}.get(count, f"{count}th")
+
+
+# Frameworks whose users write the loop, or the Trainer's arguments, in Python: all of them run torch's own scaler.
+#
+# Held to torch 2.13, accelerate 1.15, transformers 5.23 and lightning 2.6.6 in the tests.
+
+
+_TORCH_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
+_ACCELERATE = {"bf16": "bf16", "fp32": "no"}
+_TRAINING_ARGUMENTS = {"fp16": "fp16=True", "bf16": "bf16=True", "fp32": ""}
+_LIGHTNING = {"bf16": "bf16-mixed", "fp32": "32-true"}
+_BEFORE_FSDP = (
+    "call `ampdoctor.apply` before FSDP wraps the model, and take half precision from torch.autocast: FSDP's own "
+    "MixedPrecision casts the parameters of these modules as well"
+)
+_INSIDE = "where a LightningModule holds the model that was measured as an attribute, apply to that attribute"
+_STAYS_HALF = "GradScaler leaves a half loss half unless it has no dimension at all"
+
+
+def torch_loop(request: Request) -> Fragment:
+    """Returns a fragment for a user's own loop with torch.amp."""
+    if request.precision != "fp16":
+        return _without_scaler(request)
+    return _python(
+        request,
+        ("import torch",),
+        _scaler(request, "torch.amp.GradScaler"),
+        (
+            *request.differences(),
+            *request.half_loss(_STAYS_HALF, "write `scaler.scale(loss.float())`"),
+            *_resumed(request, "scaler"),
+        ),
+    )
+
+
+def fsdp(request: Request) -> Fragment:
+    """Returns a fragment for FSDP1 around a user's own loop: its scaler agrees on overflows across the shards."""
+    notes = (_BEFORE_FSDP,) if request.islands else ()
+    if request.precision != "fp16":
+        fragment = _without_scaler(request)
+        return Fragment(lines=fragment.lines, notes=notes)
+    return _python(
+        request,
+        ("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler",),
+        _scaler(request, "ShardedGradScaler"),
+        (
+            *request.differences(),
+            *request.half_loss(
+                "ShardedGradScaler casts the scaled loss back to the loss's own dtype",
+                "write `scaler.scale(loss.float())`",
+            ),
+            *notes,
+            "FSDP2 (fully_shard) needs no sharded scaler: emit for torch",
+            *_resumed(request, "scaler"),
+        ),
+    )
+
+
+def accelerate(request: Request) -> Fragment:
+    """Returns a fragment for Hugging Face Accelerate."""
+    importing = "from accelerate import Accelerator"
+    if request.precision != "fp16":
+        mode = quoted(_ACCELERATE[request.precision])
+        return _python(request, (importing,), (f"accelerator = Accelerator(mixed_precision={mode})",))
+    lines = [
+        *call("scaling = GradScalerKwargs(", keywords(request.settings.arguments())),
+        'accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])',
+    ]
+    guarded = []
+    if request.settings.min_scale is not None:
+        floor = literal(request.settings.min_scale)
+        lines += [
+            "",
+            "",
+            "def check_scale():",
+            f"    if accelerator.scaler is not None and accelerator.scaler.get_scale() < {floor}:",
+            f"        raise FloatingPointError({_fallen(floor)})",
+        ]
+        guarded = ["Accelerate makes its scaler itself, without a floor: call `check_scale()` after `optimizer.step()`"]
+    return _python(
+        request,
+        (importing, "from accelerate.utils import GradScalerKwargs"),
+        tuple(lines),
+        (
+            *request.differences(),
+            *guarded,
+            *request.half_loss(_STAYS_HALF, "write `accelerator.backward(loss.float())`"),
+            "under DeepSpeed or Megatron-LM these arguments are not used: emit for those",
+            *_resumed(request, "accelerator.scaler"),
+        ),
+    )
+
+
+def transformers(request: Request) -> Fragment:
+    """Returns a fragment for the Trainer of Hugging Face transformers: its arguments say the precision alone."""
+    importing = "from transformers import Trainer, TrainingArguments"
+    made = f"trainer = Trainer(model, TrainingArguments({_TRAINING_ARGUMENTS[request.precision]}))"
+    if request.precision != "fp16":
+        return _python(request, (importing,), (made,))
+    return _python(
+        request,
+        ("import torch", importing),
+        (
+            *_scaler(request, "torch.amp.GradScaler"),
+            made,
+            "trainer.accelerator.scaler = scaler",
+        ),
+        (
+            *request.differences(),
+            *request.half_loss(_STAYS_HALF, "return `loss.float()` from `compute_loss`"),
+            "TrainingArguments has no argument for the scaler: it is put into the Trainer before `trainer.train()`",
+            "under DeepSpeed this scaler is not used: emit for that",
+            *_resumed(request, "trainer.accelerator.scaler"),
+        ),
+    )
+
+
+def lightning(request: Request) -> Fragment:
+    """Returns a fragment for PyTorch Lightning."""
+    importing = "from lightning.pytorch import Trainer"
+    notes = (_INSIDE,) if request.islands else ()
+    if request.precision != "fp16":
+        mode = quoted(_LIGHTNING[request.precision])
+        return _python(request, (importing,), (f"trainer = Trainer(precision={mode})",), notes)
+    plugin = f'MixedPrecision("16-mixed", {quoted(request.device)}, scaler=scaler)'
+    return _python(
+        request,
+        ("import torch", importing, "from lightning.pytorch.plugins import MixedPrecision"),
+        (*_scaler(request, "torch.amp.GradScaler"), f"trainer = Trainer(plugins=[{plugin}])"),
+        (
+            *request.differences(),
+            *request.half_loss(_STAYS_HALF, "return `loss.float()` from `training_step`"),
+            "leave `precision=` out of the Trainer: the plugin stands for it",
+            'strategy="fsdp" takes no scaler of one\'s own: `FSDPPrecision(scaler=...)` raises (Lightning 2.6.6)',
+            *notes,
+            *_resumed(request, "scaler"),
+        ),
+    )
+
+
+def _without_scaler(request: Request) -> Fragment:
+    """Returns a fragment for a user's own loop in bf16 or fp32."""
+    imports = ("import torch",) if request.precision == "bf16" else ()
+    return _python(request, imports, autocast_step(request.device, _TORCH_DTYPE[request.precision]))
+
+
+def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], notes: tuple[str, ...] = ()) -> Fragment:
+    """Returns imports, islands and body, with blank lines as formatters want them."""
+    lines = list(imports)
+    if request.islands:
+        importing, *applied = apply_call("fp32_modules", request.islands)
+        body = (*applied, *([""] * 2 if body[0].startswith("class ") else []), *body)
+        lines += ["", importing]
+    if lines:
+        lines += [""] * (2 if body[0].startswith("class ") else 1)
+    return Fragment(lines=(*lines, *body), notes=notes)
+
+
+def _scaler(request: Request, name: str) -> tuple[str, ...]:
+    """Returns the lines that build `scaler`; with a floor, it is of a class that stops the run there.
+
+    GradScaler has no floor: at a scale of 2^-128 its inverse is infinite in fp32, and a clean step ruins the weights.
+    The guard is a class rather than a line for the loop, because Trainers call `update()` themselves.
+    """
+    guard: tuple[str, ...] = ()
+    if request.settings.min_scale is not None:
+        floor = literal(request.settings.min_scale)
+        guard = (
+            f"class GuardedScaler({name}):",
+            f'    """Stops the run where the loss scale falls below {floor}; its base has no floor."""',
+            "",
+            "    def update(self, new_scale=None):",
+            "        super().update(new_scale)",
+            f"        if self.is_enabled() and self.get_scale() < {floor}:",
+            f"            raise FloatingPointError({_fallen(floor)})",
+            "",
+            "",
+        )
+        name = "GuardedScaler"
+    arguments = [quoted(request.device), *keywords(request.settings.arguments())]
+    return (*guard, *call(f"scaler = {name}(", arguments))
+
+
+def _fallen(floor: str) -> str:
+    return quoted(f"the loss scale fell below {floor}: no scale keeps the gradients finite")
+
+
+def _resumed(request: Request, scaler: str) -> Iterator[str]:
+    """Yields what loading a checkpoint undoes; a count of clean steps beyond the new interval would never reach it."""
+    kept = {name: value for name, value in request.settings.arguments().items() if name != "init_scale"}
+    entries = ", ".join(f"{quoted(name)}: {literal(value)}" for name, value in {**kept, "_growth_tracker": 0}.items())
+    yield (
+        "a scaler's state from a checkpoint overwrites these settings with its own; to keep them, and its scale, write "
+        f"after it is loaded: `{scaler}.load_state_dict({{**{scaler}.state_dict(), {entries}}})`"
+    )
+
+
+# Frameworks that take numbers: DeepSpeed's JSON, and the flags of Megatron-LM and fairseq. Each has its own scaler.
+#
+# Read in deepspeed 0.19.8 (runtime/precision_config.py, runtime/fp16/), megatron-core 0.16.1 (core/optimizer/) and
+# fairseq 0.12.2 (dataclass/configs.py, optim/).
+
+
+SHOWN = 8
+"""Maximum number of module names in one sentence."""
+
+
+def deepspeed(request: Request) -> Fragment:
+    """The sections `fp16` and `bf16` of a DeepSpeed configuration."""
+    sections: dict[str, dict[str, Any]] = {half: {"enabled": request.precision == half} for half in ("fp16", "bf16")}
+    if request.precision != "fp16":
+        return Fragment(lines=_json(sections), notes=tuple(_islands(request, "DeepSpeed")))
+    real = request.real
+    sections["fp16"] |= {
+        "loss_scale": 0,  # a dynamic one
+        "initial_scale_power": round(math.log2(real.scale)),
+        "loss_scale_window": real.growth_interval,
+        "hysteresis": real.hysteresis,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": int(real.min_scale or 1),
+    }
+    return Fragment(
+        lines=_json(sections),
+        notes=(
+            *request.differences(),
+            *_deepspeed_floor(request),
+            *_hysteresis(request, "; without ZeRO (stage 0) there is no hysteresis"),
+            f"from the start and from each overflow it takes {real.growth_interval + 1} clean steps to the next growth",
+            *request.half_loss("ZeRO scales the loss in its own dtype", "write `engine.backward(loss.float())`"),
+            *_islands(request, "DeepSpeed"),
+            "resumed with its optimizer's state, a run goes on with the checkpoint's settings instead of these",
+        ),
+    )
+
+
+def megatron(request: Request) -> Fragment:
+    """Flags of Megatron-LM's training scripts."""
+    islands = tuple(_islands(request, "Megatron-LM"))
+    if request.precision != "fp16":
+        return Fragment(lines=_flags("pretrain_gpt.py", *_half(request)), notes=islands)
+    real = request.real
+    floor = real.min_scale or 1.0
+    flags = (
+        "--fp16",
+        f"--initial-loss-scale {number(real.scale)}",
+        f"--min-loss-scale {number(floor)}",
+        f"--loss-scale-window {real.growth_interval}",
+        f"--hysteresis {real.hysteresis}",
+    )
+    return Fragment(
+        lines=_flags("pretrain_gpt.py", *flags),
+        notes=(
+            *request.differences(),
+            f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops",
+            *_hysteresis(request),
+            *islands,
+        ),
+    )
+
+
+def fairseq(request: Request) -> Fragment:
+    """Flags of fairseq-train."""
+    islands = tuple(_islands(request, "fairseq"))
+    if request.precision != "fp16":
+        return Fragment(lines=_flags("fairseq-train", *_half(request)), notes=islands)
+    real = request.real
+    flags = ["--fp16", f"--fp16-init-scale {number(real.scale)}", f"--fp16-scale-window {real.growth_interval}"]
+    floor = request.settings.min_scale
+    stop = None if floor is None else _next_below(floor, real.scale)
+    if stop is not None:
+        flags.append(f"--min-loss-scale {number(stop)}")
+    return Fragment(
+        lines=_flags("fairseq-train", *flags),
+        notes=(
+            *request.differences(),
+            *([] if stop is None else [f"fairseq stops where the scale reaches --min-loss-scale: below {floor:g}"]),
+            "the window counts updates; without the flag it is 2^14 divided by ranks and by --update-freq",
+            "keep to --fp16: under --amp, --amp-init-scale becomes the window where --amp-scale-window is given",
+            *request.half_loss("fairseq scales the loss in its own dtype", "return `loss.float()` from the criterion"),
+            *islands,
+        ),
+    )
+
+
+def _deepspeed_floor(request: Request) -> Iterator[str]:
+    wanted, floor = request.settings.min_scale, int(request.real.min_scale or 1)
+    if wanted is not None and wanted != floor:
+        yield f"the floor is {floor} instead of {wanted:g}: it is a whole number there, at least 1"
+    yield f"at the scale {floor} the next overflow ends the run under ZeRO 1 to 3; without ZeRO steps are skipped on"
+
+
+def _next_below(floor: float, scale: float) -> float:
+    """Returns the first scale below the floor that repeated halving reaches."""
+    while scale >= floor:
+        scale /= 2.0
+    return scale
+
+
+def _hysteresis(request: Request, otherwise: str = "") -> Iterator[str]:
+    if request.real.hysteresis > 1:
+        yield (
+            "only growth refills the hysteresis: overflows use it up however far apart they are, and then each one "
+            f"backs off{otherwise}"
+        )
+
+
+def _islands(request: Request, framework: str) -> Iterator[str]:
+    if request.islands:
+        shown = ", ".join(map(quoted, request.islands[:SHOWN]))
+        more = f" and {len(request.islands) - SHOWN} more" if len(request.islands) > SHOWN else ""
+        yield (
+            f"{framework} casts the whole model: what is to stay in fp32 ({shown}{more}) has to be cast, with its "
+            "inputs, in the model's own code"
+        )
+
+
+def _half(request: Request) -> tuple[str, ...]:
+    return ("--bf16",) if request.precision == "bf16" else ()
+
+
+def _json(sections: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(json.dumps(sections, indent=2).splitlines())
+
+
+def _flags(script: str, *flags: str) -> tuple[str, ...]:
+    """Returns a bash array, and a comment on its use."""
+    return ("AMP_ARGS=(", *(f"    {flag}" for flag in flags), f')  # then: {script} ... "${{AMP_ARGS[@]}}"')
+
+
+# `emit`: settings in a framework's own terms.
+
+
+_EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = {
+    "torch": ("python", torch_loop),
+    "accelerate": ("python", accelerate),
+    "transformers": ("python", transformers),
+    "lightning": ("python", lightning),
+    "fsdp": ("python", fsdp),
+    "deepspeed": ("json", deepspeed),
+    "megatron": ("shell", megatron),
+    "fairseq": ("shell", fairseq),
+}
+
+
+def emit(
+    settings: ScalerSettings,
+    framework: Framework,
+    *,
+    fp32_modules: Sequence[str] = (),
+    loss_in_half: bool = False,
+    precision: Precision = "fp16",
+    device: str = "cuda",
+) -> Emitted:
+    """Returns a snippet or a piece of configuration that runs as printed, and notes on what it cannot express.
+
+    Args:
+        settings: The loss scaler at its start; its growth count is not emitted. `min_scale` is the smallest allowed
+            scale: it is emitted as a guard if the framework has no floor.
+        framework: The framework.
+        fp32_modules: Names of modules that stay in fp32.
+        loss_in_half: The loss is fp16 where it is scaled.
+        precision: The run's compute precision; bf16 and fp32 need no scaler, and `settings` is ignored.
+        device: Device type of the training, for frameworks that need it.
+
+    Raises:
+        UsageError: An unknown framework or precision, or settings with which no scaler works.
+    """
+    if framework not in FRAMEWORKS:
+        raise UsageError(f"{framework!r} is none of the frameworks {', '.join(FRAMEWORKS)}")
+    if precision not in get_args(Precision):
+        raise UsageError(f"{precision!r} is none of the precisions {', '.join(get_args(Precision))}")
+    if isinstance(fp32_modules, str):
+        raise UsageError(f"fp32_modules is a list of module names, not {fp32_modules!r}")
+    checked = _checked(settings) if precision == "fp16" else ScalerSettings()
+    request = Request(
+        settings=checked,
+        real=expressible(checked, framework),
+        precision=precision,
+        islands=() if precision == "fp32" else tuple(fp32_modules),
+        loss_in_half=loss_in_half,
+        device=device,
+    )
+    language, make = _EMITTERS[framework]
+    fragment = make(request)
+    text = "".join(f"{line}\n" for line in fragment.lines)
+    return Emitted(framework=framework, language=language, text=text, notes=fragment.notes)
+
+
+def _checked(settings: ScalerSettings) -> ScalerSettings:
+    """Returns the same as Python's own numbers.
+
+    Raises:
+        UsageError: A scaler with these settings never grows, never backs off or has no usable scale.
+    """
+    scale = _number(settings, "scale", above=0.0, below=math.inf)
+    floor = settings.min_scale
+    if floor is not None and not 0.0 < floor <= scale:
+        raise UsageError(f"a loss scaler's min_scale lies above 0 and not above its scale of {scale:g}, unlike {floor}")
+    return replace(
+        settings,
+        scale=scale,
+        growth_factor=_number(settings, "growth_factor", above=1.0, below=math.inf),
+        backoff_factor=_number(settings, "backoff_factor", above=0.0, below=1.0),
+        growth_interval=_count(settings, "growth_interval"),
+        min_scale=None if floor is None else float(floor),
+        hysteresis=_count(settings, "hysteresis"),
+    )
+
+
+def _number(settings: ScalerSettings, name: str, *, above: float, below: float) -> float:
+    value = float(getattr(settings, name))
+    if not above < value < below:
+        limits = f"above {above:g}" if math.isinf(below) else f"between {above:g} and {below:g}"
+        raise UsageError(f"a loss scaler's {name} is a finite number {limits}, not {value:g}")
+    return value
+
+
+def _count(settings: ScalerSettings, name: str) -> int:
+    value: Any = getattr(settings, name)
+    if not (math.isfinite(value) and value == int(value) and value >= 1):
+        raise UsageError(f"a loss scaler's {name} is a whole number of at least 1, not {value}")
+    return int(value)
+
+
+__all__ = ["Emitted", "Precision", "emit"]
