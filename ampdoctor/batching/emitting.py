@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.batching.cluster import Cluster
+from ampdoctor.batching.plans import BatchPlan, Cluster
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report_scaler import EmittedSettings, Language
 from ampdoctor.evidence.targets import PlanFramework

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.batching.gradient_shift import GradientShift, Reduction, gradient_shift
+from ampdoctor.batching.plans import BatchPlan, GradientShift, Reduction, gradient_shift
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.run_facts import GRADIENTS, Place, SiteKind
 from ampdoctor.numerics import Histogram

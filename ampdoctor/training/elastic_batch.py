@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
-from ampdoctor.batching.in_force import within_bounds
+from ampdoctor.batching.plans import BatchPlan, exact_plans, within_bounds
 from ampdoctor.errors import UsageError
 from ampdoctor.hooks.nested import iter_tensors, map_kind
 

@@ -8,17 +8,22 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mode
 
-from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
-from ampdoctor.batching.changes import Step, changes, has_scale
-from ampdoctor.batching.cluster import Cluster
+from ampdoctor.batching.effects import Step, changes, has_scale, left_as_it_is
 from ampdoctor.batching.emitting import emit_plan
 from ampdoctor.batching.flushed import Shares, flushed_plan
-from ampdoctor.batching.in_force import global_batch_of, in_force, is_only_asked
-from ampdoctor.batching.leaving import left_as_it_is
-from ampdoctor.batching.memory import Memory
-from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
-from ampdoctor.batching.request import PlanRequest
-from ampdoctor.batching.settings import BatchSettings
+from ampdoctor.batching.plans import (
+    BatchPlan,
+    BatchSettings,
+    Cluster,
+    Memory,
+    PlanRequest,
+    exact_plans,
+    global_batch_of,
+    in_force,
+    is_only_asked,
+    most_ranks_that_divide,
+    nearest_plans,
+)
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.log_records import RunLine, Stamped, StepLine

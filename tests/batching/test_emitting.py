@@ -15,13 +15,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.batching.cluster import Cluster
+from ampdoctor.batching.config_fields import STRATEGIES
+from ampdoctor.batching.config_files import read_settings
+from ampdoctor.batching.effects import left_as_it_is
 from ampdoctor.batching.emitting import emit_plan
-from ampdoctor.batching.leaving import left_as_it_is
-from ampdoctor.batching.reading.opening import read_settings
-from ampdoctor.batching.reading.sharding import STRATEGIES
-from ampdoctor.batching.settings import BatchSettings
+from ampdoctor.batching.plans import BatchPlan, BatchSettings, Cluster
 from ampdoctor.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries

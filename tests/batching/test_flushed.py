@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.flushed import flushed_plan
+from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.errors import UsageError
 from tests.ranges.known import collected, place, values
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from ampdoctor.batching.batch_plan import BatchPlan
 from ampdoctor.batching.flushed import flushed_plan
+from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.measure import measure, shadowed

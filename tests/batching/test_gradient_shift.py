@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
-from ampdoctor.batching.gradient_shift import gradient_shift
+from ampdoctor.batching.plans import BatchPlan, exact_plans, gradient_shift
 
 WIDTH = 3
 LENGTHS = (5, 2, 7, 3, 6, 1, 4, 8, 2, 5, 3, 7, 1, 6, 8, 4)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.batching.last_window import last_window
+from ampdoctor.batching.effects import last_window
+from ampdoctor.batching.plans import BatchPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
 PLAN = BatchPlan(micro_batch=2, accumulation=3, data_parallel=1)

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
-from ampdoctor.batching.cluster import Cluster
-from ampdoctor.batching.memory import Memory
-from ampdoctor.batching.nearest import most_ranks_that_divide, nearest_plans
-from ampdoctor.batching.request import PlanRequest
-from ampdoctor.batching.settings import BatchSettings
+from ampdoctor.batching.plans import (
+    BatchPlan,
+    BatchSettings,
+    Cluster,
+    Memory,
+    PlanRequest,
+    exact_plans,
+    most_ranks_that_divide,
+    nearest_plans,
+)
 from ampdoctor.errors import UsageError
 from ampdoctor.workflows.plan import plan_section
 

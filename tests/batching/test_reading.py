@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ampdoctor.batching.in_force import in_force
-from ampdoctor.batching.reading.opening import read_settings
+from ampdoctor.batching.config_files import read_settings
+from ampdoctor.batching.plans import in_force
 from ampdoctor.errors import UsageError
 
 GPT = "micro_batch_size: 2\nglobal_batch_size: 128\nmodel_parallel: {tensor_model_parallel_size: 2, bf16: true}\n"

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import ampdoctor
-from ampdoctor.batching.batch_plan import BatchPlan, exact_plans
+from ampdoctor.batching.plans import BatchPlan, exact_plans
 from ampdoctor.errors import UsageError
 from ampdoctor.training.elastic_batch import parts_of
 

@@ -48,8 +48,8 @@ def plan(
 
     def work(_: Progress | None, __: SetAside) -> Report:
         with loading():
-            from ampdoctor.batching.reading.opening import read_settings
-            from ampdoctor.batching.settings import BatchSettings
+            from ampdoctor.batching.config_files import read_settings
+            from ampdoctor.batching.plans import BatchSettings
             from ampdoctor.workflows import plan as workflow
 
         read = BatchSettings()

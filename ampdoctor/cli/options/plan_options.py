@@ -16,10 +16,7 @@ from ampdoctor.evidence.targets import PlanFramework
 from ampdoctor.workflows.requests import Precision
 
 if TYPE_CHECKING:
-    from ampdoctor.batching.cluster import Cluster
-    from ampdoctor.batching.memory import Memory, States
-    from ampdoctor.batching.request import PlanRequest
-    from ampdoctor.batching.settings import BatchSettings
+    from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States
 
 _SIZES = ("tensor", "pipeline", "context")
 
@@ -57,7 +54,7 @@ class ClusterOptions:
         Raises:
             UsageError: No devices are named, or the parallel sizes do not divide them.
         """
-        from ampdoctor.batching.cluster import Cluster
+        from ampdoctor.batching.plans import Cluster
 
         sizes = {name: getattr(self, name) or getattr(said, name) or 1 for name in _SIZES}
         for name in _SIZES:  # `or` above would make 1 of a 0
@@ -193,7 +190,7 @@ class MemoryOptions:
         Raises:
             UsageError: A size that is none, or figures that contradict each other.
         """
-        from ampdoctor.batching.memory import Memory, per_sample_of_peak
+        from ampdoctor.batching.plans import Memory, per_sample_of_peak
 
         if self.max_micro_batch is not None and self.max_micro_batch < 1:
             raise UsageError(f"--max-micro-batch {self.max_micro_batch}: a micro-batch starts at 1")
@@ -223,7 +220,7 @@ class MemoryOptions:
         )
 
     def _states(self, said: BatchSettings, node: int | None) -> States | None:
-        from ampdoctor.batching.memory import States
+        from ampdoctor.batching.plans import States
 
         stage = said.shard_stage if self.shard_stage is None else self.shard_stage
         if self.params is None:
@@ -279,7 +276,7 @@ class PlanOptions:
         Raises:
             UsageError: Something that is said makes no sense.
         """
-        from ampdoctor.batching.request import PlanRequest
+        from ampdoctor.batching.plans import PlanRequest
 
         if self.scale is not None and self.profile is None:
             raise UsageError("--scale is the loss scale of the job of --profile: give both")

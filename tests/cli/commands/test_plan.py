@@ -11,8 +11,8 @@ import torch
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.utils.data import DistributedSampler
 
-from ampdoctor.batching.batch_plan import BatchPlan
-from ampdoctor.batching.last_window import left_over
+from ampdoctor.batching.effects import left_over
+from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.log_records import RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.log_text import text_of
