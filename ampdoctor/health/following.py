@@ -21,11 +21,8 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, Stamped, StepLine
 from ampdoctor.evidence.log_text import kind_of, quick_line_of
 from ampdoctor.evidence.paths import logs_in, rank_and_number
-from ampdoctor.health.reading.log_kind import Begin, Noticed, run_of
-from ampdoctor.health.reading.opening import FileState, FoundLog, find_log
-from ampdoctor.health.reading.order import Order
-from ampdoctor.health.reading.our_log import AMPDOCTOR
-from ampdoctor.health.reading.rows import RunLines
+from ampdoctor.health.reading.log_kind import Begin, Noticed, Order, RunLines, run_of
+from ampdoctor.health.reading.opening import AMPDOCTOR, FileState, FoundLog, find_log
 
 _ENOUGH = 2 * 1024 * 1024
 """Bytes, the last of a log, with which a reader begins who comes late: some ten thousand steps, judged in a second."""

@@ -24,14 +24,13 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.report_health import CurveName, HealthRun, HealthSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.health.condensing.proposed_scaling import with_proposed_scaling
-from ampdoctor.health.kept import look_again
-from ampdoctor.health.looking import Looked, Told, grown_lately
+from ampdoctor.health.proposed_scaling import with_proposed_scaling
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import FoundLog, find_logs
 from ampdoctor.health.reading.same_run import without_copies
-from ampdoctor.health.sinks.exporting import export as export_lines
-from ampdoctor.health.sinks.table import Export
+from ampdoctor.health.sinks.export import Export
+from ampdoctor.health.sinks.export import export as export_lines
+from ampdoctor.health.summary import Looked, Told, grown_lately, look_again
 from ampdoctor.workflows.log_listeners import refuse_log
 from ampdoctor.workflows.requests import Progress
 

@@ -16,13 +16,9 @@ from ampdoctor.evidence.log_text import kind_of, line_of
 from ampdoctor.evidence.paths import file_key, logs_in
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.health.reading.opening import FoundLog
-from ampdoctor.health.reading.our_log import AMPDOCTOR
-from ampdoctor.health.sinks.apart import Apart
-from ampdoctor.health.sinks.exporting import Exporter
-from ampdoctor.health.sinks.given import sink_of
+from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
+from ampdoctor.health.sinks.export import Apart, Export, Exporter, export_of, sink_of
 from ampdoctor.health.sinks.sink import Sink
-from ampdoctor.health.sinks.table import Export, export_of
 from ampdoctor.workflows.output_files import refuse_of_log
 
 if TYPE_CHECKING:

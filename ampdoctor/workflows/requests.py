@@ -18,8 +18,8 @@ from ampdoctor.evidence.paths import logs_in, rank_and_number
 from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.evidence.targets import DEFAULT_TARGET, FRAMEWORKS, Framework, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.sink import Sink
-from ampdoctor.health.sinks.table import Export
 from ampdoctor.workflows.output_files import refuse_of_log
 
 # The request to a replaying workflow, and how the workflow reports its progress.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ampdoctor.health.sinks.export import KINDS
 from ampdoctor.health.sinks.metrics import METRICS, PREFIX
-from ampdoctor.health.sinks.openmetrics_text import FAMILIES
-from ampdoctor.health.sinks.table import KINDS
+from ampdoctor.health.sinks.to_openmetrics import FAMILIES
 
 FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
 NAME = re.compile(rf"\b{PREFIX}_[a-z_]+")

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.health.sinks.table import export_of
+from ampdoctor.health.sinks.export import export_of
 from ampdoctor.workflows import health as workflow
 from ampdoctor.workflows.health import health
 from tests.health.logs import HEADER, steps, write
@@ -151,17 +151,17 @@ def test_more_logs_than_are_meant_are_refused_with_what_to_type(tmp_path, monkey
 
 
 def test_a_folder_that_may_hold_a_log_and_cannot_be_listed_leaves_nothing_healthy(tmp_path, monkeypatch):
-    from ampdoctor.health.reading import places
+    from ampdoctor.health.reading import opening
 
     lines(tmp_path / "train.jsonl", rows(200))
     (tmp_path / "other").mkdir()
-    list_folder = places.list_folder
+    list_folder = opening.list_folder
 
     def refuse(path):
         if path.name == "other":
             raise CheckpointError("other cannot be listed: permission denied.")
         return list_folder(path)
 
-    monkeypatch.setattr(places, "list_folder", refuse)
+    monkeypatch.setattr(opening, "list_folder", refuse)
     report = health([tmp_path])
     assert (report.verdict, report.complete, [one.what for one in report.errors]) == ("inconclusive", False, ["other"])

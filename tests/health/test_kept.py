@@ -8,14 +8,14 @@ import shutil
 
 import pytest
 
-from ampdoctor.health import kept
+from ampdoctor.health import summary
 from ampdoctor.workflows.health import health
 from tests.health.logs import HEADER, steps, write
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    monkeypatch.setattr(summary, "LEAST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ampdoctor" / "health"
 

@@ -13,7 +13,7 @@ from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, StepLine
 from ampdoctor.evidence.report import Finding
-from ampdoctor.health import kept
+from ampdoctor.health import summary
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.next_step import next_step
@@ -184,7 +184,7 @@ def test_damaged_lines_are_said(tmp_path):
 
 def test_a_second_look_begins_with_what_the_first_has_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    monkeypatch.setattr(summary, "LEAST_BYTES", 0)
     path = write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40), nan_at(40), detail(0, 0.1, 2.0), EndLine(exit_code=1)])
     first = health([tmp_path])
     (file,) = (tmp_path / "cache" / "ampdoctor" / "health").iterdir()
@@ -193,7 +193,7 @@ def test_a_second_look_begins_with_what_the_first_has_shown(tmp_path, monkeypatc
         raise AssertionError("the log was read again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "look", refuse)
+        patch.setattr(summary, "look", refuse)
         assert render_json(health([tmp_path])) == render_json(first)
         with pytest.raises(AssertionError, match="read again"):
             health([tmp_path], thresholds=thresholds_from({"AMP720": {"deviations": 100}}))
@@ -208,7 +208,7 @@ def test_a_second_look_begins_with_what_the_first_has_shown(tmp_path, monkeypatc
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "LEAST_BYTES", 0)
+    monkeypatch.setattr(summary, "LEAST_BYTES", 0)
     write(tmp_path / "log.jsonl", [HEADER, *steps(0, 40)])
     assert health([tmp_path]).verdict == "healthy"
 

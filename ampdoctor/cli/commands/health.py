@@ -19,7 +19,7 @@ from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.health.sinks.table import Export
+from ampdoctor.health.sinks.export import Export
 from ampdoctor.workflows.requests import Progress, SetAside
 
 

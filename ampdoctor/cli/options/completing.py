@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ampdoctor.diagnosis.catalogue import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.health.sinks.table import KINDS
+from ampdoctor.health.sinks.export import KINDS
 from ampdoctor.reports.forms.formats import FORMATS
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.options.completing import export_completions
-from ampdoctor.health.sinks.table import KINDS, Export, export_of
+from ampdoctor.health.sinks.export import KINDS, Export, export_of
 
 _KINDS = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
 

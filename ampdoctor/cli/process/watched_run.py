@@ -22,7 +22,7 @@ from ampdoctor.cli.process.ranks import rank_of
 from ampdoctor.cli.process.streams import STDOUT, note, report_on_stderr
 from ampdoctor.errors import AmpdoctorError, ForkedChildError
 from ampdoctor.evidence.report import Report
-from ampdoctor.health.sinks.table import Export
+from ampdoctor.health.sinks.export import Export
 from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
 from ampdoctor.reports.words.sanitise import sentence

@@ -102,7 +102,7 @@ def _with_path(file: ConfigFile, place: str, text: str) -> str:
 
 def _exported(file: ConfigFile, place: str, text: str) -> str:
     """The target of an export as it is from the working directory; a found file names no server and no account."""
-    from ampdoctor.health.sinks.table import KINDS  # what few runs need
+    from ampdoctor.health.sinks.export import KINDS  # what few runs need
 
     name, equals, target = text.partition("=")
     kind = next((kind for kind in KINDS if kind.name == name), None)

@@ -2,21 +2,411 @@
 
 from __future__ import annotations
 
+import math
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.log_files import Left, lines_in
+from ampdoctor.checkpoints.log_files import Left, known_fields, lines_in, step_of, unread_in
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine, RunLine, Stamped
+from ampdoctor.evidence.log_records import EndLine, Line, RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.health.reading.order import Order
-from ampdoctor.health.reading.rows import Row, lines_of
-from ampdoctor.health.reading.unread import Unread
+
+# In which order the rows of a log come, and which of them say nothing in the end.
+
+
+LATE = 8
+"""Rows of steps that still wait for numbers that are logged late; and so many in a row are a stretch of a run, which
+another one may have begun again."""
+
+
+@dataclass(slots=True)
+class Order:
+    """Counts the rows of a log that a later one repeats, or undoes by falling back behind their step.
+
+    A restart from a checkpoint is in order: it follows a stretch of steps and goes over it again. A row that stands by
+    itself, or among a few, does neither.
+
+    Attributes:
+        rows: Rows, without those that only add to a step.
+        repeated: Those of them that say what the row before them has said.
+        undone: Those that say something else than what counts of their step, or stand from where a row fell back.
+        zeros: Steps whose loss stands as 0.0 in the log, and is read as NaN.
+    """
+
+    rows: int = 0
+    repeated: int = 0
+    undone: int = 0
+    zeros: set[int] = field(default_factory=set)
+    _standing: array[int] = field(default_factory=lambda: array("q"))
+    _stretch: int = 0
+    _begun_again: int = 0
+    _until: int = -1
+
+    def goes_on(self, step: int) -> None:
+        """Takes the step of a row, which is another than that of the row before, or has fallen back."""
+        self.rows += 1
+        last = self._standing[-1] if self._standing else -1
+        if step <= last:
+            at = bisect_left(self._standing, step)
+            gone = len(self._standing) - at
+            del self._standing[at:]
+            if self._stretch > LATE:
+                self._begun_again, self._until = self._begun_again + gone, max(self._until, last)
+            else:
+                self.undone += gone
+            self._stretch = 0
+        elif self._begun_again and step > self._until:
+            if self._stretch <= LATE and 2 * self._stretch < self._begun_again:
+                self.undone += self._begun_again
+            self._begun_again = 0
+        self._stretch += 1
+        self._standing.append(step)
+
+    def repeats(self, *, alike: bool) -> None:
+        """Takes a row of the same step as the row before, which says the same or something else."""
+        self.rows += 1
+        self.repeated += alike
+        self.undone += not alike
+
+    @property
+    def lost(self) -> int:
+        """How many rows count for nothing."""
+        return self.repeated + self.undone
+
+    def left_out(self) -> Iterator[Skipped]:
+        """Yields what is said of the rows that count for nothing."""
+        if self.lost:
+            rows = "a row of a step" if self.lost == 1 else f"{self.lost:,} rows of steps"
+            them = "it" if self.lost == 1 else "each of them"
+            yield Skipped(what=rows, reason=f"a later row repeats or precedes {them}")
+
+    def errors(self, name: str) -> Iterator[ErrorNote]:
+        """Yields what keeps a log from being judged: half of its rows are lost, as of two runs in one file, or more.
+
+        Rows that are there twice, and say the same both times, are no loss.
+        """
+        if self.undone and 2 * self.lost >= self.rows:
+            message = (
+                f"A later row repeats or precedes {self.lost:,} of the {self.rows:,} rows of {name}, which are out of "
+                "order: sort them, with one row for each step, or give each run its own file."
+            )
+            yield ErrorNote(what=name, kind="out_of_order", message=message)
+
+
+# Rows of other people's logs as lines of a run's log: a row has a step and some numbers of it.
+
+
+_SAYS_SOMETHING = frozenset({"loss", "gradient_norm", "grad_norm", "loss_scale", "scale", "seconds", "skipped"})
+OF_A_NETWORK = "loss/"
+"""How the name of a loss begins that one of several networks minimises; each is a series of its own."""
+_LARGEST = 2.0**63
+_MOST_STEPS = 2**53
+"""What is beyond is no step: numbers are kept as floats, which tell no two such steps apart."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of a log.
+
+    Attributes:
+        step: Its step, as the log counts them.
+        values: Its numbers, by the names of `StepLine` or of `LogEntry`, and losses of several networks by theirs.
+        time_ms: Milliseconds since 1970; 0 where the log does not say.
+    """
+
+    step: int
+    values: dict[str, float] = field(default_factory=dict)
+    time_ms: int = 0
+
+
+def row_of(fields: Mapping[str, float], time_ms: int = 0) -> Row | None:
+    """Returns the row that these fields are; None without a step."""
+    step = step_of(fields)
+    if step is None:
+        return None
+    return Row(step, {name: value for name, value in fields.items() if name != "step"}, time_ms)
+
+
+class SkipCount:
+    """Makes of a count of skipped steps, as ampdoctor's exports have it, whether a step was skipped."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+
+    def of_a_step(self, values: dict[str, float]) -> dict[str, float]:
+        """Returns a row's numbers with `skipped` in place of `skips`."""
+        skips = values.pop("skips", None)
+        if skips is not None:
+            values["skipped"] = float(skips > self._before)
+            self._before = skips
+        return values
+
+
+def milliseconds(seconds: object) -> int:
+    """Returns a time of a log, which is in seconds since 1970; 0 for what is none."""
+    if not isinstance(seconds, int | float) or not abs(seconds) < _LARGEST / 1000:
+        return 0
+    return int(seconds * 1000)
+
+
+def lines_of(
+    rows: Iterable[Row], run: RunLine, order: Order, *, ended: Callable[[], EndLine | None] = lambda: None
+) -> Iterator[Stamped]:
+    """Yields the lines of a run; rows of one step become one step, and a number that is no step's makes no line.
+
+    Where the step falls back, and the row is no late one that only adds to its step, the run was started again from an
+    earlier checkpoint: what follows is its next attempt, which undoes what came before it from there on.
+
+    Args:
+        rows: In the order in which they were logged.
+        run: What is known of the run.
+        order: Told in which order they come.
+        ended: Asked behind the last row for what the log says of the run's end; None where it does not.
+    """
+    made = RunLines(run, order)
+    yield made.header()
+    for row in rows:
+        yield from made.hear(row)
+    yield from made.rest()
+    end = ended()
+    if end is not None:
+        yield made.end(end)
+
+
+class RunLines:
+    """Makes the lines of a run from its rows, as they come.
+
+    Args:
+        run: What is known of the run.
+        order: Told in which order they come.
+    """
+
+    def __init__(self, run: RunLine, order: Order) -> None:
+        self._run, self._order = run, order
+        self._waiting: list[Row] = []
+        self._attempt = self._steps = self._last = 0
+
+    def header(self) -> Stamped:
+        """Returns the first line."""
+        return self._stamped(self._run, 0, 0)
+
+    def end(self, end: EndLine) -> Stamped:
+        """Returns the last line, with the count of the steps."""
+        return self._stamped(replace(end, steps=self._steps), self._last, self._attempt)
+
+    def hear(self, row: Row) -> Iterator[Stamped]:
+        """Takes a row, and yields the lines of the steps to which nothing can be added any more."""
+        if not 0 <= row.step < _MOST_STEPS:
+            return
+        waiting = self._waiting
+        known = next((one for one in reversed(waiting) if one.step == row.step), None)
+        if known is not None and (known is waiting[-1] or _adds(known, row)):
+            if told := known.values.keys() & row.values.keys() & _SAYS_SOMETHING:
+                alike = all(_same(known.values[name], row.values[name]) for name in told)
+                if known is waiting[-1] and (not alike or not row.values.keys() - known.values.keys()):
+                    self._order.repeats(alike=alike)
+            known.values |= row.values
+            known.time_ms = row.time_ms or known.time_ms
+            return
+        if waiting and row.step <= waiting[-1].step:
+            if not says_something(row.values):  # a rate or an average of something that has passed
+                return
+            yield from self.rest()
+            self._attempt += 1
+        self._order.goes_on(row.step)
+        self._waiting.append(row)
+        if len(self._waiting) > LATE:
+            yield from self._lines([self._waiting.pop(0)])
+
+    def waiting(self) -> list[Stamped]:
+        """Returns the lines of the steps to which something may still be added, as they are now."""
+        steps = self._steps
+        lines = list(self._lines(self._waiting))
+        self._steps = steps
+        return lines
+
+    def rest(self) -> Iterator[Stamped]:
+        """Yields the lines of the steps that wait."""
+        rows, self._waiting = self._waiting, []
+        yield from self._lines(rows)
+
+    def _lines(self, rows: Iterable[Row]) -> Iterator[Stamped]:
+        for row in rows:
+            line = _step(row)
+            if line is not None:
+                self._steps += 1
+                if _hides_a_nan(row.values):
+                    self._order.zeros.add(row.step)
+                self._last = row.time_ms
+                if not self._run.optimizers and (networks := _networks(row.values)):
+                    self._run = replace(self._run, optimizers=networks)
+                    yield self._stamped(self._run, row.time_ms, self._attempt)
+                for one in _of_networks(line, row.values, self._run.optimizers) or (line,):
+                    yield self._stamped(one, row.time_ms, self._attempt)
+
+    def _stamped(self, line: Line, time_ms: int, attempt: int) -> Stamped:
+        branch = attempt - 1 if attempt else None
+        return Stamped(Stamp(run_id=self._run.name or "-", attempt=attempt, branch=branch, time_ms=time_ms), line)
+
+
+def _adds(known: Row, late: Row) -> bool:
+    """Does a row add new values to its step, and contradict none?"""
+    new = late.values.keys() - known.values.keys()
+    return bool(new) and all(known.values[name] == late.values[name] for name in late.values.keys() - new)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def says_something(values: Mapping[str, float]) -> bool:
+    """Is one of these numbers a step's?"""
+    return not values.keys().isdisjoint(_SAYS_SOMETHING) or bool(_networks(values))
+
+
+def _networks(values: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(name.removeprefix(OF_A_NETWORK) for name in values if name.startswith(OF_A_NETWORK))
+
+
+def _of_networks(line: StepLine, values: Mapping[str, float], networks: Sequence[str]) -> list[StepLine]:
+    """Returns a step of each network that has a loss in it; what the row says of none of them is the first one's."""
+    losses = {at: loss for at, name in enumerate(networks) if (loss := values.get(OF_A_NETWORK + name)) is not None}
+    return [
+        replace(line, loss=loss, optimizer=at)
+        if at == min(losses)
+        else StepLine(step=line.step, optimizer=at, loss=loss)
+        for at, loss in losses.items()
+    ]
+
+
+def _step(row: Row) -> StepLine | None:
+    values = row.values
+    if not says_something(values):
+        return None
+    rate, skipped = values.get("learning_rate"), values.get("skipped")
+    return StepLine(
+        step=row.step,
+        loss=_loss(values),
+        gradient_norm=values.get("gradient_norm", values.get("grad_norm")),
+        max_norm=values.get("max_norm"),
+        loss_scale=values.get("loss_scale", values.get("scale")),
+        skipped=None if skipped is None else bool(skipped),
+        learning_rates=() if rate is None else (rate,),
+        seconds=values.get("seconds"),
+        data_seconds=values.get("data_seconds"),
+        memory_bytes=_count(values.get("memory_bytes")),
+        samples=_count(values.get("samples")),
+        tokens=_count(values.get("tokens")),
+    )
+
+
+def _loss(values: Mapping[str, float]) -> float | None:
+    """Returns the loss; NaN for a 0.0 beside a norm that is not finite: the Trainer and its trackers write it so."""
+    return math.nan if _hides_a_nan(values) else values.get("loss")
+
+
+def _hides_a_nan(values: Mapping[str, float]) -> bool:
+    norm = values.get("gradient_norm", values.get("grad_norm"))
+    return values.get("loss") == 0 and norm is not None and not math.isfinite(norm)
+
+
+def _count(value: float | None) -> int | None:
+    return int(value) if value is not None and math.isfinite(value) and 0 <= value < _LARGEST else None
+
+
+# Columns of a log that are there, and have no number: a text, a truth value, or nothing.
+
+
+MANY = 8
+"""Empty losses, up to the last, behind which numbers may be NaN: AMP703's hopeless steps."""
+_JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
+_TOLD = {"step": "number of the step", **_JUDGED}
+
+
+@dataclass(slots=True)
+class _Column:
+    numbers: int = 0
+    texts: int = 0
+    empty: int = 0
+    empty_since: int = 0
+    longest: int = 0
+
+    def ends_empty(self) -> bool:
+        """Whether it is empty at the end for longer than it ever was before, as where it is written now and then."""
+        return self.numbers > 0 and self.empty_since >= MANY and self.empty_since > self.longest
+
+    @property
+    def rows(self) -> int:
+        return self.numbers + self.texts + self.empty
+
+
+@dataclass(slots=True)
+class Unread:
+    """Counts, of each number that is judged, the rows that have one and those that have a column without one."""
+
+    _columns: dict[str, _Column] = field(default_factory=dict)
+
+    def hear(self, row: Mapping[str, Any]) -> None:
+        """Takes a row: its values by the names of their columns."""
+        numbers = known_fields(row)
+        if "step" in numbers and step_of(numbers) is None:
+            del numbers["step"]
+            self._column("step").texts += 1
+        for name in numbers.keys() & _TOLD.keys():
+            column = self._column(name)
+            column.longest = max(column.longest, column.empty_since)
+            column.numbers, column.empty_since = column.numbers + 1, 0
+        beside = not numbers.keys().isdisjoint(_JUDGED)  # else the row is about something else
+        for name, empty in unread_in(row):
+            if name in _TOLD:
+                column = self._column(name)
+                column.texts += not empty
+                column.empty += empty
+                column.empty_since += empty and beside
+
+    def _column(self, name: str) -> _Column:
+        return self._columns.setdefault(name, _Column())
+
+    def checks(self) -> dict[str, str]:
+        """Returns, by the name of its check, what is said of a number that is never there."""
+        return {
+            _JUDGED[name]: f"not judged: none of {one.texts + one.empty} values is a number"
+            for name, one in self._columns.items()
+            if name in _JUDGED and not one.numbers and (one.texts or name == "loss")
+        }
+
+    def errors(self, log: str) -> Iterator[ErrorNote]:
+        """Yields what keeps a log from being judged."""
+        for name, one in self._columns.items():
+            if name not in {"loss", "step"}:
+                continue
+            what = _TOLD[name]
+            if one.texts >= max(one.numbers, 1) or (name == "loss" and one.empty and not one.numbers):
+                count = one.rows - one.numbers
+                message = f"The {what} is no number in {count:,} of {one.rows:,} rows of {log}."
+            elif name == "loss" and one.ends_empty():
+                message = (
+                    f"The loss is empty in the last {one.empty_since:,} rows of {log}, and was a number before: some "
+                    "loggers write nothing, or null, for NaN."
+                )
+            else:
+                continue
+            yield ErrorNote(what=f"{log}: {what}", kind="unreadable", message=message)
+
+    def left_out(self) -> Iterator[Skipped]:
+        """Yields what else is said of values that are no numbers."""
+        for name, one in self._columns.items():
+            if one.numbers > one.texts > 0:
+                what = f"a {_TOLD[name]}" if one.texts == 1 else f"{one.texts:,} values of the {_TOLD[name]}"
+                yield Skipped(what=what, reason="it is no number" if one.texts == 1 else "they are no numbers")
+
 
 LOOKED_THROUGH = 64 * 1024 * 1024
 """Bytes of texts that may be logs which are looked through until one is found: a folder may hold a thousand outputs."""
@@ -197,3 +587,46 @@ def _rest(made: LineRows, noticed: Noticed) -> Iterator[Row]:
 def run_of(folder: Path, name: str) -> RunLine:
     """Returns what is known of the run whose log is this file."""
     return RunLine(name=folder.name if name == "metrics.csv" else Path(name).stem)
+
+
+# Steps that are counted anew in each epoch, as steps of the whole run.
+
+
+@dataclass(slots=True)
+class Epochs:
+    """Counts on where the number of a step falls back because another epoch begins.
+
+    A number that falls back in the same epoch, or in an earlier one, is a restart, and falls back here too. Where the
+    epoch is not known, one that has come to its end is over.
+    """
+
+    _epoch: float | None = None
+    _offset: int = 0
+    _offsets: dict[float, int] = field(default_factory=dict)
+    _last: int = -1
+    _gap: int = 1
+    _of: int | None = None
+
+    def step(self, epoch: float | None, step: int, of: int | None = None) -> int:
+        """Returns the step of the run.
+
+        Args:
+            epoch: The epoch, where it is known.
+            step: The number of the step, as it is logged.
+            of: How many steps an epoch has, where it is known.
+        """
+        if epoch is not None and self._epoch is not None and epoch != self._epoch:
+            if epoch < self._epoch:
+                self._offset = self._offsets.get(epoch, 0)
+            elif step <= self._last:
+                whole = of if of is not None and of >= self._last else self._last + self._gap - step
+                self._offset += max(whole, self._last + 1 - step)
+        elif epoch is None and of is not None and of == self._of and step <= self._last > of - self._gap:
+            self._offset += max(of, self._last + 1 - step)
+        elif step > self._last >= 0:
+            self._gap = step - self._last
+        if epoch is not None:
+            self._epoch = epoch
+            self._offsets[epoch] = self._offset
+        self._last, self._of = step, of
+        return self._offset + step

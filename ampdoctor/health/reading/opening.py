@@ -2,27 +2,231 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import marshal
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
+from itertools import islice, pairwise
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
-from ampdoctor.checkpoints.files import RegularFile, is_folder, list_folder
-from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import Stamped
-from ampdoctor.evidence.paths import shown_path, will_be_written
+from ampdoctor.checkpoints.files import MAX_FOLDER_ENTRIES, RegularFile, identity_of, is_folder, list_folder
+from ampdoctor.checkpoints.log_files import HEAD, MAX_BYTES, Left, begins_run_log, lines_in
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.log_records import SCHEMA_VERSION, Stamped
+from ampdoctor.evidence.log_text import Row, line_of_row, quick_line_of, row_of
+from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, shown_path, will_be_written
 from ampdoctor.evidence.report import ErrorNote, Skipped
-from ampdoctor.health.reading.deepspeed_monitor import DEEPSPEED_MONITOR
-from ampdoctor.health.reading.event_files import TENSORBOARD
 from ampdoctor.health.reading.log_kind import LOOKED_THROUGH, Budget, LogKind, Noticed, Place
-from ampdoctor.health.reading.our_log import AMPDOCTOR
-from ampdoctor.health.reading.places import last_written, places_below
-from ampdoctor.health.reading.printed.elsewhere import log_elsewhere
-from ampdoctor.health.reading.printed.outputs import CONSOLE, DEEPSPEED, MEGATRON
-from ampdoctor.health.reading.tables import ANY_TABLE, LIGHTNING
-from ampdoctor.health.reading.trainer_state import TRANSFORMERS
-from ampdoctor.health.reading.wandb_file import WANDB
+from ampdoctor.health.reading.other_logs import (
+    ANY_TABLE,
+    DEEPSPEED_MONITOR,
+    LIGHTNING,
+    TENSORBOARD,
+    TRANSFORMERS,
+    WANDB,
+)
+from ampdoctor.health.reading.printed_outputs import CONSOLE, DEEPSPEED, MEGATRON, log_elsewhere
+from ampdoctor.package import beside
+
+# The log that ampdoctor writes while a training runs.
+
+
+_PACKED = frozenset({".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip"})
+
+
+def _claims(place: Place) -> Sequence[Sequence[str]]:
+    """All files of a folder's log by their names, where one of them is ours: another's first line may be damaged."""
+    names = place.names if place.named else [name for files in logs_in(place.names).values() for name in files]
+    heads = {name: place.head(name, HEAD) for name in names}
+    ours = any(map(begins_run_log, heads.values()))
+    return [[name for name in names if name not in place.refused]] if ours else ()
+
+
+def _lacks(place: Place) -> Iterator[ErrorNote | Skipped]:
+    """Yields the files of each rank that cannot be read, are packed, empty or not there.
+
+    The oldest may be missing: somebody needed the room.
+    """
+    if place.named:
+        return
+    packed = {inner: name for name in place.names if (inner := _packed(name)) and inner not in place.names}
+    for rank, names in logs_in([*place.names, *packed]).items():
+        for name in names:
+            if name in place.refused:
+                yield ErrorNote(what=name, kind="unreadable", message=place.refused[name])
+            elif name in packed:
+                yield ErrorNote(what=name, kind="unreadable", message=f"{packed[name]} is not read: unpack it first.")
+            elif name != log_name(rank) and not place.head(name, 1):
+                yield ErrorNote(what=name, kind="truncated", message=f"{name} is empty: its lines are lost.")
+        yield from _missing(rank, names)
+
+
+def _missing(rank: int, names: Sequence[str]) -> Iterator[ErrorNote | Skipped]:
+    numbers = [place[1] for name in names if (place := rank_and_number(name)) is not None and place[1] is not None]
+    for before, after in pairwise([0, *numbers]):
+        if after == before + 1:
+            continue
+        gone = log_name(rank, before + 1)
+        gone += f" to {log_name(rank, after - 1)}" if after > before + 2 else ""
+        if before:
+            message = f"{gone} cannot be found, between {log_name(rank, before)} and {log_name(rank, after)}."
+            yield ErrorNote(what=gone, kind="missing", message=message)
+        else:
+            yield Skipped(what=gone, reason=f"it is no longer there: the log begins with {log_name(rank, after)}")
+    if numbers and log_name(rank) not in names:
+        message = f"{log_name(rank)} cannot be found, which follows {log_name(rank, numbers[-1])}."
+        yield ErrorNote(what=log_name(rank), kind="missing", message=message)
+
+
+def _packed(name: str) -> str | None:
+    """Returns the name of the log's file that somebody has packed; None for any other name."""
+    path = PurePath(name)
+    return path.stem if path.suffix in _PACKED and rank_and_number(path.stem) is not None else None
+
+
+def _read(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    for name in names:
+        with RegularFile(folder / name, name) as file:
+            left = noticed.left[name]
+            for text in lines_in(file, MAX_BYTES, left):
+                try:
+                    whole = quick_line_of(text)
+                except ValueError:
+                    left.damaged += 1
+                    continue
+                if whole is not None:
+                    yield whole
+                elif _other_version(text):
+                    left.other_version += 1
+            yield from _last(left)
+
+
+def _last(left: Left) -> Iterator[Stamped]:
+    """The line that nothing ends, where the process was killed or still writes: it can be read if it is whole."""
+    text, left.unfinished = left.unfinished, b""
+    try:
+        whole = quick_line_of(text) if text else None
+    except ValueError:
+        return
+    if whole is not None:
+        yield whole
+
+
+def _other_version(text: bytes) -> bool:
+    """Is a line, which is an object with a kind, of another version's form? Of ours an unknown kind is passed by."""
+    return bool(json.loads(text).get("schema_version") != SCHEMA_VERSION)
+
+
+AMPDOCTOR = LogKind(format="ampdoctor", claims=_claims, read=_read, lacks=_lacks)
+
+
+# The folders below one in which logs of runs may lie.
+
+
+_USUAL = (
+    ("", "checkpoint-*"),
+    ("", "version_*"),
+    ("lightning_logs", "version_*"),
+    ("runs", "*"),
+    ("logs", "*"),
+    ("", "offline-run-*"),
+    ("", "run-*"),
+    ("wandb", "*run-*"),
+    ("ampdoctor-health", "*"),
+    ("", "*"),
+    ("", "*/version_*"),  # Lightning's loggers that have a name
+    ("", "*/vis_data"),  # mmengine's
+    ("", "*/*"),
+    ("runs", "*/*"),  # Ultralytics' runs/detect/train
+)
+"""Where runs keep their logs: the folder, and the names in it, of which the latest comes first."""
+_LEVELS = 6
+"""How deep folders are looked into: Hydra's `outputs/DATE/TIME/lightning_logs/name/version_0`."""
+_MOST = 1000
+"""Folders that are looked into; a data set has more."""
+_NO_RUNS = frozenset({"calls.safetensors", "pyvenv.cfg"})
+"""What lies in a step that `ampdoctor run` has recorded, and in a virtual environment."""
+
+
+@dataclass(slots=True)
+class Places:
+    """The folders below one.
+
+    Attributes:
+        folders: They, those first in which runs usually keep their logs.
+        skipped: What was not looked into, and why.
+        errors: The folders that cannot be listed.
+    """
+
+    folders: list[Path] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)
+
+
+def places_below(root: Path) -> Places:
+    """Returns the folders below one; a folder to which two ways lead is one of them once.
+
+    Hidden folders are another tool's, as a virtual environment's are, and are not looked into.
+
+    Raises:
+        CheckpointError: The folder itself cannot be listed.
+    """
+    places, seen = Places(), {identity_of(root)}
+    waiting = deque([("", list_folder(root), _LEVELS)])
+    while waiting:  # level by level, so that a deep folder takes no room from those beside it
+        prefix, listing, levels = waiting.popleft()
+        for name in listing.names:
+            path = listing.path / name
+            if name not in listing.folders or name.startswith((".", "__")) or (one := identity_of(path)) in seen:
+                continue
+            if not levels or len(places.folders) == _MOST:
+                why = "they lie too deep" if not levels else f"{_MOST:,} others come before them"
+                places.skipped.append(Skipped(what=f"folders in {prefix or '.'}", reason=f"not looked into: {why}"))
+                break
+            seen.add(one)
+            try:
+                below = list_folder(path)
+            except LimitExceededError:
+                reason = f"not looked into: more than {MAX_FOLDER_ENTRIES:,} files are no run's"
+                places.skipped.append(Skipped(what=f"{prefix}{name}", reason=reason))
+                continue
+            except CheckpointError as error:
+                places.errors.append(ErrorNote(what=f"{prefix}{name}", kind="unreadable", message=str(error)))
+                continue
+            if _NO_RUNS.isdisjoint(below.names):
+                places.folders.append(path)
+                waiting.append((f"{prefix}{name}/", below, levels - 1))
+    ranks: dict[Path, int] = {}
+    for path in _usual(root):
+        ranks.setdefault(path, len(ranks))
+    places.folders.sort(key=lambda path: ranks.get(path, len(ranks)))
+    return places
+
+
+def _usual(folder: Path) -> Iterator[Path]:
+    for inner, pattern in _USUAL:
+        try:
+            runs = [path for path in (folder / inner).glob(pattern) if is_folder(path) and not path.is_symlink()]
+        except OSError:
+            continue
+        yield from sorted(runs, key=last_written, reverse=True)
+
+
+def last_written(folder: Path) -> tuple[int, str]:
+    """Returns the last change of what lies in a folder, in nanoseconds, and its name, which decides of equal ones."""
+    try:
+        times = [entry.stat().st_mtime_ns for entry in os.scandir(folder) if entry.is_file()]
+    except OSError:
+        times = []
+    return max(times, default=0), folder.name
+
 
 KINDS: tuple[LogKind, ...] = (
     AMPDOCTOR,
@@ -288,3 +492,100 @@ def _beside(first: FoundLog, other: FoundLog, root: Path) -> Skipped:
     own, what = (str(one.folder.relative_to(root)) for one in (first, other))
     older = last_written(other.folder) < last_written(first.folder)
     return Skipped(what=what, reason=f"a log that was written before {own}'s" if older else f"another log than {own}'s")
+
+
+# Reads a long log in two processes: one parses its lines while this one does what is to be done with them.
+
+
+LEAST_BYTES = 48 * 1024 * 1024
+"""Of a log for which a process is started: a smaller one is read in the seconds that it saves."""
+_Batch: TypeAlias = list[Row] | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
+"""Lines, or what was noticed when the last was read: by file what is `Left` of it, and what is `Skipped`."""
+_LINES = 512
+"""Lines that go through the pipe at once."""
+_MARSHAL, _SIZE = 2, 8
+"""The version of the values' form: later ones look for what is shared. And the bytes of the size before each batch."""
+_F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1024 * 1024
+"""Linux's fcntl for the size of a pipe: it holds some batches, so that neither process waits for the other."""
+
+
+def lines_ahead(found: FoundLog, noticed: Noticed) -> Iterator[Stamped]:
+    """Yields what `found.lines` yields, parsed by another process where the log is long and there is a core for it.
+
+    Whatever becomes of that process, the rest is read here: it raises then what reading raises.
+
+    Args:
+        found: The log.
+        noticed: Filled when the last line has been taken.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    read = 0
+    process = _started(found)
+    if process is not None:
+        try:
+            for batch in _batches(process):
+                if isinstance(batch, list):
+                    read += len(batch)
+                    yield from map(line_of_row, batch)
+                else:
+                    left, skipped = batch
+                    noticed.left.update((name, Left(*values)) for name, *values in left)
+                    noticed.skipped += [Skipped(what=what, reason=why, kind=kind) for what, why, kind in skipped]
+                    return
+        finally:
+            process.kill()
+            process.communicate()
+    yield from islice(found.lines(noticed), read, None)
+
+
+def _started(found: FoundLog) -> subprocess.Popen[bytes] | None:
+    if found.kind is not AMPDOCTOR or _cores() < 2:
+        return None
+    with suppress(CheckpointError):
+        command = beside("ampdoctor.health.reading.opening", os.fspath(found.folder), *found.names)
+        if command and sum(one.size for one in found.state()) >= LEAST_BYTES:
+            with suppress(OSError):
+                return subprocess.Popen(  # noqa: S603 - our own, with the names of the log's files
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends that one
+                )  # fmt: skip
+    return None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _batches(process: subprocess.Popen[bytes]) -> Iterator[_Batch]:
+    """Yields lists of rows, and at last what was noticed; it ends without that where the process has failed."""
+    stream = process.stdout
+    with suppress(EOFError, OSError, ValueError, TypeError):
+        while stream is not None and (size := stream.read(_SIZE)):
+            batch: _Batch = marshal.loads(stream.read(int.from_bytes(size)))  # noqa: S302 - plain values, and our own
+            yield batch
+
+
+def main() -> None:
+    """The other process: writes the rows of a log's lines, by the batch, and what was noticed."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.fcntl(out.fileno(), _F_SETPIPE_SZ, _PIPE_BYTES)
+    gc.disable()  # lines make no cycles
+    folder, *names = sys.argv[1:]
+    noticed = Noticed()
+    lines = AMPDOCTOR.read(Path(folder), names, noticed)
+    with suppress(BrokenPipeError), out:  # nobody listens any more
+        while batch := [row_of(whole) for whole in islice(lines, _LINES)]:
+            _send(out, batch)
+        left = [(name, *astuple(one)) for name, one in noticed.left.items()]
+        _send(out, (left, [(one.what, one.reason, one.kind) for one in noticed.skipped]))
+
+
+def _send(out: BinaryIO, batch: _Batch) -> None:
+    said = marshal.dumps(batch, _MARSHAL)
+    out.write(len(said).to_bytes(_SIZE) + said)

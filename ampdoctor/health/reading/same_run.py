@@ -11,8 +11,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, StepLine
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.health.reading.log_kind import Noticed
-from ampdoctor.health.reading.opening import FoundLog
-from ampdoctor.health.reading.our_log import AMPDOCTOR
+from ampdoctor.health.reading.opening import AMPDOCTOR, FoundLog
 
 MOST_BYTES = 64 * 1024 * 1024
 MOST_ROWS = 50_000

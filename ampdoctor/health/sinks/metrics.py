@@ -6,11 +6,27 @@ was looked at in one is found again in another.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from ampdoctor.evidence.log_records import (
+    ActionLine,
+    AlertLine,
+    CheckpointLine,
+    DetailLine,
+    EndLine,
+    LookLine,
+    RunLine,
+    Stamped,
+    StepLine,
+    TensorDetail,
+)
+from ampdoctor.evidence.report import Finding
+from ampdoctor.health.sinks.sink import RunFacts
 
 Type = Literal["gauge", "counter", "histogram"]
 Keep = Literal["last", "highest", "lowest"]
@@ -192,3 +208,235 @@ def together(held: dict[str, float], more: Mapping[str, float]) -> None:
             held[name] = value
         elif math.isfinite(before):
             held[name] = max(before, value) if keep == "highest" else min(before, value)
+
+
+# Lines of a log as numbers under the names of metrics, and as alerts: the one place where that is decided.
+
+
+LAYERS = 8
+"""Layers that are shown of each metric at each look, those with the largest values: each is a series of its own
+wherever numbers are stored, and a model has hundreds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Numbers of a step.
+
+    Attributes:
+        step: The attempted step.
+        time_ms: Milliseconds since 1970 at which the line was handed over.
+        values: By name; at least one.
+    """
+
+    step: int
+    time_ms: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """Something that was noticed.
+
+    Attributes:
+        step: The attempted step.
+        time_ms: Milliseconds since 1970 at which the line was handed over.
+        finding: What it was.
+    """
+
+    step: int
+    time_ms: int
+    finding: Finding
+
+
+class Projection:
+    """Makes rows and alerts of the lines of one run's log.
+
+    Attributes:
+        facts: Of the run, from its header; None before the first line.
+    """
+
+    def __init__(self) -> None:
+        self.facts: RunFacts | None = None
+        self._header = RunLine(name="")
+        self._details: Stamped | None = None  # of a long look, what has come so far
+        self._skipped: dict[str, int] = {}
+        self._rollbacks = 0
+        self._before: dict[str, StepLine] = {}
+
+    def of(self, whole: Stamped) -> Iterator[Row | Alert]:
+        """Yields what a line says to sinks: nothing, or what a look has come to that it ends."""
+        line = whole.line
+        if self.facts is None or isinstance(line, RunLine):
+            self._begin(whole)
+        if isinstance(line, RunLine):  # says nothing of a step, and may stand amid the lines of a look
+            return
+        held = self._details
+        if isinstance(line, DetailLine):
+            if held is not None and isinstance(held.line, DetailLine) and _are_one(held.line, line):
+                tensors = (*held.line.tensors, *line.tensors)
+                self._details = replace(held, line=replace(held.line, tensors=tensors))
+                return
+            self._details = whole
+        else:
+            self._details = None
+        if held is not None:
+            yield from self._row(held)
+        if not isinstance(line, DetailLine):
+            yield from self._row(whole)
+            yield from _alerts(whole)
+
+    def rest(self) -> Iterator[Row]:
+        """Yields what a look has come to that no line has ended yet."""
+        held, self._details = self._details, None
+        if held is not None:
+            yield from self._row(held)
+
+    def _begin(self, whole: Stamped) -> None:
+        header = whole.line if isinstance(whole.line, RunLine) else self._header
+        tensors, optimizers = (tuple(map(_encodable, names)) for names in (header.tensors, header.optimizers))
+        self._header = header = replace(header, tensors=tensors, optimizers=optimizers)
+        run_id = _encodable(whole.stamp.run_id)
+        self.facts = RunFacts(
+            name=_encodable(header.name) or run_id,
+            run_id=run_id,
+            version=_encodable(header.tool),
+            precision=_encodable(header.precision or ""),
+            world_size=whole.stamp.world_size,
+        )
+
+    def _row(self, whole: Stamped) -> Iterator[Row]:
+        line = whole.line
+        if isinstance(line, StepLine):
+            step, values = line.step, self._of_step(line)
+        elif isinstance(line, DetailLine):
+            step, values = line.step, self._of_detail(line)
+        elif isinstance(line, ActionLine):
+            step, values = line.step, self._of_action(line)
+        elif isinstance(line, CheckpointLine) and line.health == "good":
+            step, values = line.step, {"last_good_checkpoint_timestamp_seconds": whole.stamp.time_ms / 1000}
+        elif isinstance(line, EndLine):
+            step, values = max(line.steps - 1, 0), {"running": 0.0}
+        else:
+            return
+        if values:
+            yield Row(step=step, time_ms=whole.stamp.time_ms, values=values)
+
+    def _of_step(self, line: StepLine) -> dict[str, float]:
+        optimizer = self._optimizer(line.optimizer)
+        norm = line.gradient_norm
+        if norm is not None and line.norm_scaled:
+            norm = norm / line.loss_scale if line.loss_scale else None
+        known: dict[str, float | None] = {
+            "step_total": line.step + 1,
+            "loss": line.loss,
+            "loss_finite": None if line.loss is None else float(math.isfinite(line.loss)),
+            "gradient_norm": None if line.norm_clipped else norm,
+            "clipped_gradient_norm": _clipped(norm, line),
+            "loss_scale": line.loss_scale,
+            "learning_rate": line.learning_rates[0] if line.learning_rates else None,
+            "step_duration_seconds": line.seconds,
+            "data_wait_ratio": _over(line.data_seconds, line.seconds),
+            "memory_active_peak_bytes": line.memory_bytes,
+            "memory_retries_total": line.memory_retries,
+            "samples_total": line.samples,
+            "tokens_total": line.tokens,
+            **self._rates(line, optimizer),
+        }
+        values = {name_of(name, "", optimizer): float(value) for name, value in known.items() if value is not None}
+        if line.skipped is not None:
+            values |= self._skips(optimizer, "overflow", int(line.skipped))
+        return values
+
+    def _rates(self, line: StepLine, optimizer: str) -> dict[str, float | None]:
+        """What was counted since the line before, which may be many steps away, a second of those steps."""
+        before, self._before[optimizer] = self._before.get(optimizer), line
+        if before is None or line.seconds is None or line.step <= before.step:
+            return {}
+        seconds = line.seconds * (line.step - before.step)
+        return {
+            "samples_per_second": _over(_less(line.samples, before.samples), seconds),
+            "tokens_per_second": _over(_less(line.tokens, before.tokens), seconds),
+        }
+
+    def _skips(self, optimizer: str, reason: str, more: int) -> dict[str, float]:
+        name = name_of("skipped_steps_total", reason, optimizer)
+        self._skipped[name] = self._skipped.get(name, 0) + more
+        return {name: float(self._skipped[name])}
+
+    def _of_action(self, line: ActionLine) -> dict[str, float]:
+        if line.action == "skip":
+            return self._skips("", "spike" if line.facts.get("why") == "spike" else "policy", 1)
+        if line.action != "rollback":
+            return {}
+        self._rollbacks += 1
+        return {"rollbacks_total": float(self._rollbacks)}
+
+    def _of_detail(self, line: DetailLine) -> dict[str, float]:
+        optimizer = self._optimizer(line.optimizer)
+        gradients = [one for one in line.tensors if one.role == "gradient"]
+        headroom = [one.headroom_binades for one in gradients if one.headroom_binades is not None]
+        values = {"gradient_headroom_binades": min(headroom)} if headroom else {}
+        values |= self._worst("underflow", ((one, one.flushed_share) for one in gradients))
+        values |= self._worst("zero", ((one, one.zero_share) for one in gradients))
+        values |= self._worst("update", ((one, one.update_ratio) for one in line.tensors))
+        counted = [one.nonfinite for one in line.tensors if one.nonfinite is not None]
+        if counted:
+            values["nonfinite_tensors"] = float(sum(map(bool, counted)))
+        return {name_of(name, "", optimizer): value for name, value in values.items()}
+
+    def _worst(self, what: str, found: Iterable[tuple[TensorDetail, float | None]]) -> dict[str, float]:
+        """The largest value, and the layers with the largest values that are not zero."""
+        known = [(value, one.tensor) for one, value in found if value is not None and not math.isnan(value)]
+        if not known:
+            return {}
+        values = {f"{what}_max_ratio": max(value for value, _ in known)}
+        names = self._header.tensors
+        for value, tensor in heapq.nlargest(LAYERS, known):
+            if value > 0 and tensor < len(names):
+                name = name_of(f"{what}_ratio", names[tensor])
+                values[name] = max(values.get(name, 0.0), value)
+        return values
+
+    def _optimizer(self, index: int) -> str:
+        """The name of an optimizer; "" for the first, which is the only one of most runs."""
+        names = self._header.optimizers
+        return "" if not index else names[index] if index < len(names) else f"optimizer{index + 1}"
+
+
+def _alerts(whole: Stamped) -> Iterator[Alert]:
+    line = whole.line
+    findings = (line.finding,) if isinstance(line, AlertLine) else line.findings if isinstance(line, LookLine) else ()
+    if isinstance(line, AlertLine | LookLine):
+        for finding in findings:
+            said = replace(
+                finding,
+                name=_encodable(finding.name),
+                message=_encodable(finding.message),
+                help=_encodable(finding.help),
+                cause=None if finding.cause is None else _encodable(finding.cause),
+            )
+            yield Alert(step=line.step, time_ms=whole.stamp.time_ms, finding=said)
+
+
+def _encodable(text: str) -> str:
+    """A name as a file or a server can take it: of a lone half of a surrogate pair, which JSON can hold, its number."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _are_one(held: DetailLine, more: DetailLine) -> bool:
+    """Whether two lines are of one look: a long one takes several."""
+    return (held.step, held.optimizer, held.reason) == (more.step, more.optimizer, more.reason)
+
+
+def _clipped(norm: float | None, line: StepLine) -> float | None:
+    if line.norm_clipped:
+        return norm
+    return None if norm is None or line.max_norm is None or not math.isfinite(norm) else min(norm, line.max_norm)
+
+
+def _less(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None or now < before else now - before
+
+
+def _over(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

@@ -15,8 +15,8 @@ from ampdoctor.evidence.log_records import (
     LostLine,
     StepLine,
 )
-from ampdoctor.health.condensing.condenser import Condenser
-from ampdoctor.health.condensing.curves import MOST_SPANS, curve_of, spans_of
+from ampdoctor.health.condense import Condenser
+from ampdoctor.health.curves import MOST_SPANS, curve_of, spans_of
 from tests.health.logs import HEADER, detail, stamped, steps
 
 
@@ -79,7 +79,7 @@ def test_a_long_run_keeps_the_extremes_of_each_span():
 def test_the_middle_is_the_median():
     import numpy as np
 
-    from ampdoctor.health.condensing.curves import Spans, curve_of
+    from ampdoctor.health.curves import Spans, curve_of
 
     values = np.array([5.0, 1.0, 2.0, np.nan, 9.0, np.inf, np.nan, np.nan])
     found = curve_of("loss", values, Spans(np.array([0, 4, 6]), 8))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from ampdoctor.health.condensing.maps import MOST_COLUMNS, MOST_ROWS, Maps
+from ampdoctor.health.heat_maps import MOST_COLUMNS, MOST_ROWS, Maps
 from tests.health.logs import NAMES, detail
 
 

@@ -9,7 +9,7 @@ import pytest
 from ampdoctor.evidence.report_health import Curve, HealthAxis, HealthRun, HeatMap, ScalerHistory
 from ampdoctor.evidence.report_scaler import ScalePath
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.health.condensing.proposed_scaling import largest_gradients, with_proposed_scaling
+from ampdoctor.health.proposed_scaling import largest_gradients, with_proposed_scaling
 from ampdoctor.scaling import ScalerSettings, simulate
 from ampdoctor.scaling.scalers import simulate_lanes
 from ampdoctor.scaling.search import drawn

@@ -11,10 +11,9 @@ import pytest
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import DetailLine, DetailTable, table_of
 from ampdoctor.evidence.log_text import line_of_row, row_of, text_of
-from ampdoctor.health.reading import ahead
-from ampdoctor.health.reading.ahead import lines_ahead
+from ampdoctor.health.reading import opening
 from ampdoctor.health.reading.log_kind import Noticed
-from ampdoctor.health.reading.opening import find_log
+from ampdoctor.health.reading.opening import find_log, lines_ahead
 from tests.evidence.run_log.samples import EVERY
 from tests.health.logs import HEADER, detail, stamped, steps
 
@@ -22,8 +21,8 @@ from tests.health.logs import HEADER, detail, stamped, steps
 @pytest.fixture
 def log(tmp_path, monkeypatch):
     """A log of two files: every kind of line, more steps than go at once, damaged lines, and one that nothing ends."""
-    monkeypatch.setattr(ahead, "LEAST_BYTES", 0)
-    monkeypatch.setattr(ahead, "_cores", lambda: 2)
+    monkeypatch.setattr(opening, "LEAST_BYTES", 0)
+    monkeypatch.setattr(opening, "_cores", lambda: 2)
     first = [stamped(HEADER), *EVERY.values(), *map(stamped, steps(0, 1500)), stamped(detail(1499, 0.5, 2.0))]
     (tmp_path / "log.1.jsonl").write_text("".join(map(text_of, first)) + "{damaged\n")
     (tmp_path / "log.jsonl").write_text("".join(text_of(stamped(one)) for one in steps(1500, 1600)) + '{"kind":"st')
@@ -34,13 +33,13 @@ def log(tmp_path, monkeypatch):
 def started(monkeypatch):
     """The processes that are started."""
     found = []
-    really = ahead._started
+    really = opening._started
 
     def start(log):
         found.append(really(log))
         return found[-1]
 
-    monkeypatch.setattr(ahead, "_started", start)
+    monkeypatch.setattr(opening, "_started", start)
     return found
 
 
@@ -72,7 +71,7 @@ def test_a_row_is_the_line(name):
 
 
 def test_what_a_process_that_dies_has_not_read_is_read_here(log, started, monkeypatch):
-    monkeypatch.setattr(ahead, "_LINES", 100)
+    monkeypatch.setattr(opening, "_LINES", 100)
     noticed, lines = Noticed(), []
     for line in lines_ahead(log, noticed):
         if not lines:
@@ -89,11 +88,11 @@ def test_without_a_python_to_start_it_is_read_here(log, monkeypatch, change):
 
 
 def test_a_short_log_or_a_single_core_needs_no_process(log, monkeypatch):
-    monkeypatch.setattr(ahead, "_cores", lambda: 1)
-    assert ahead._started(log) is None
-    monkeypatch.setattr(ahead, "_cores", lambda: 2)
-    monkeypatch.setattr(ahead, "LEAST_BYTES", 10**9)
-    assert ahead._started(log) is None
+    monkeypatch.setattr(opening, "_cores", lambda: 1)
+    assert opening._started(log) is None
+    monkeypatch.setattr(opening, "_cores", lambda: 2)
+    monkeypatch.setattr(opening, "LEAST_BYTES", 10**9)
+    assert opening._started(log) is None
 
 
 def test_whoever_stops_in_the_middle_leaves_no_process(log, started):

@@ -10,9 +10,9 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
 from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
-from ampdoctor.health.looking import look
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
+from ampdoctor.health.summary import look
 from ampdoctor.workflows.health import health
 from tests.health.logs import HEADER, stamped, steps, write
 

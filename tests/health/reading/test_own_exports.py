@@ -7,10 +7,8 @@ import math
 from ampdoctor.evidence.log_records import StepLine
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
-from ampdoctor.health.sinks.exporting import export
-from ampdoctor.health.sinks.metrics import PREFIX
-from ampdoctor.health.sinks.projection import Projection, Row
-from ampdoctor.health.sinks.table import export_of
+from ampdoctor.health.sinks.export import export, export_of
+from ampdoctor.health.sinks.metrics import PREFIX, Projection, Row
 from ampdoctor.workflows.health import health
 from tests.checkpoints.formats.test_tensorboard_events import field, record, scalar
 from tests.health.logs import HEADER, stamped

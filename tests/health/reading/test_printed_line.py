@@ -7,7 +7,7 @@ from time import process_time
 
 import pytest
 
-from ampdoctor.health.reading.printed.line import printed
+from ampdoctor.health.reading.printed_line import printed
 
 LINES = {
     "step 99: loss 2.2049, scale 1024": {"step": 99, "loss": 2.2049, "scale": 1024.0},

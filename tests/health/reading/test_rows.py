@@ -5,8 +5,7 @@ import math
 import pytest
 
 from ampdoctor.evidence.log_records import EndLine, RunLine, StepLine
-from ampdoctor.health.reading.order import Order
-from ampdoctor.health.reading.rows import Row, lines_of, milliseconds
+from ampdoctor.health.reading.log_kind import Order, Row, lines_of, milliseconds
 
 
 def read(*rows, **more):

@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from ampdoctor.health.reading.rows import OF_A_NETWORK
-from ampdoctor.health.reading.tables import _fields
+from ampdoctor.health.reading.log_kind import OF_A_NETWORK
+from ampdoctor.health.reading.other_logs import _fields
 from ampdoctor.workflows.health import health
 
 NAMES = [

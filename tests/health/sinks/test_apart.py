@@ -14,9 +14,7 @@ import pytest
 
 from ampdoctor.errors import OutputError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine
-from ampdoctor.health.sinks.apart import Apart
-from ampdoctor.health.sinks.exporting import export
-from ampdoctor.health.sinks.table import export_of
+from ampdoctor.health.sinks.export import Apart, export, export_of
 from ampdoctor.live.log.files import Limits
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.workflows.log_listeners import export_while_it_runs
@@ -182,7 +180,7 @@ sys.path.insert(0, sys.argv[1])
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for any fork beside a thread
 from ampdoctor.evidence.log_records import RunLine, StepLine
-from ampdoctor.health.sinks.table import export_of
+from ampdoctor.health.sinks.export import export_of
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.workflows.log_listeners import export_while_it_runs
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.evidence.log_records import ActionLine, AlertLine, CheckpointLine, DetailLine, RunLine, StepLine
-from ampdoctor.health.sinks.metrics import METRICS, name_of, parts_of, together
-from ampdoctor.health.sinks.projection import Alert, Projection, Row
+from ampdoctor.health.sinks.metrics import METRICS, Alert, Projection, Row, name_of, parts_of, together
 from tests.health.sinks.lines import a_run, finding, stamped, tensor
 
 

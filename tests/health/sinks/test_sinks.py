@@ -19,9 +19,8 @@ import pytest
 
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.evidence.log_records import AlertLine, DetailLine, RunLine, StepLine, TensorDetail
-from ampdoctor.health.sinks.exporting import Exporter, export
+from ampdoctor.health.sinks.export import KINDS, Export, Exporter, export, export_of
 from ampdoctor.health.sinks.sink import RunFacts
-from ampdoctor.health.sinks.table import KINDS, Export, export_of
 from tests.health.sinks.lines import BEGAN_MS, NAMES, a_run, finding, stamped
 
 LOSSES = [4.0 - step / 4 if step != 7 else math.nan for step in range(10)]
@@ -46,8 +45,8 @@ def needs(module):
 EXPORT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from ampdoctor.health.sinks.exporting import export
-from ampdoctor.health.sinks.table import export_of
+from ampdoctor.health.sinks.export import export
+from ampdoctor.health.sinks.export import export_of
 from tests.health.sinks.lines import a_run
 export(a_run(), [export_of(sys.argv[2])])
 """
@@ -370,7 +369,7 @@ def test_what_makes_no_sense_is_said(text, sentence):
 def test_a_library_that_is_missing_is_named_with_what_installs_it(kind, monkeypatch):
     import tomllib
 
-    monkeypatch.setattr("ampdoctor.health.sinks.table.find_spec", lambda _: None)
+    monkeypatch.setattr("ampdoctor.health.sinks.export.find_spec", lambda _: None)
     with pytest.raises(UsageError, match=rf"{kind.module} is not installed: pip install 'ampdoctor\[{kind.name}\]'"):
         export_of(f"{kind.name}=x")
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
@@ -378,7 +377,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(kind, monkeypa
 
 
 def test_paths_are_meant_from_where_the_command_was_typed(tmp_path, monkeypatch):
-    monkeypatch.setattr("ampdoctor.health.sinks.table.find_spec", lambda _: "is there")
+    monkeypatch.setattr("ampdoctor.health.sinks.export.find_spec", lambda _: "is there")
     assert export_of("csv=a/b").target == str(tmp_path / "a" / "b")
     assert export_of("openmetrics=:9105").target == ":9105"
     assert export_of("mlflow=a/b").target == "a/b"
@@ -388,7 +387,7 @@ def test_paths_are_meant_from_where_the_command_was_typed(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("url", ["s3://bucket/logs", "gs://bucket/logs"])
 def test_a_url_that_the_library_understands_stays_one(url, monkeypatch):
-    monkeypatch.setattr("ampdoctor.health.sinks.table.find_spec", lambda _: "is there")
+    monkeypatch.setattr("ampdoctor.health.sinks.export.find_spec", lambda _: "is there")
     one = export_of(f"tensorboard={url}")
     assert (one.target, one.is_path, one.files("run")) == (url, False, ())
 
@@ -436,7 +435,7 @@ def test_a_link_that_lay_in_the_folder_leads_nothing_out_of_it(text, link, tmp_p
 
 def test_no_library_is_imported_before_it_is_needed():
     script = (
-        "import sys\nfrom ampdoctor.health.sinks.table import KINDS, export_of\nexport_of('csv=x')\n"
+        "import sys\nfrom ampdoctor.health.sinks.export import KINDS, export_of\nexport_of('csv=x')\n"
         "heavy = {'torch', 'numpy', 'tensorboard', 'wandb', 'mlflow', 'trackio'}\n"
         "sys.exit(str(heavy & {name.partition('.')[0] for name in sys.modules} or ''))"
     )
@@ -490,7 +489,7 @@ class Kept:
 
 def test_a_sink_that_asks_a_server_gets_a_row_a_second_with_the_worst_of_it(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("ampdoctor.health.sinks.exporting.monotonic", lambda: now)
+    monkeypatch.setattr("ampdoctor.health.sinks.export.monotonic", lambda: now)
     sink = Kept()
     exporter = Exporter(lambda _: sink, often=False)
     for step in range(100):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
+from heapq import merge
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+from ampdoctor.checkpoints.event_files import BYTES, VARINT, framed_records, is_event_file, message_fields, scalars_in
 from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.json_files import read_json
 from ampdoctor.checkpoints.log_files import (
     BYTE_ORDER_MARK,
     Left,
@@ -20,16 +25,28 @@ from ampdoctor.checkpoints.log_files import (
     is_log,
     json_rows,
     known_fields,
+    lines_in,
     step_of,
     unread_in,
 )
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.log_records import EndLine
+from ampdoctor.evidence.log_records import EndLine, RunLine, Stamp, Stamped
 from ampdoctor.evidence.report import Skipped
-from ampdoctor.health.reading.epochs import Epochs
-from ampdoctor.health.reading.log_kind import LogKind, Noticed, Place, kind_of_one_file, reading
-from ampdoctor.health.reading.rows import OF_A_NETWORK, Row, SkipCount
-from ampdoctor.health.reading.unread import Unread
+from ampdoctor.health.reading.log_kind import (
+    OF_A_NETWORK,
+    Epochs,
+    LogKind,
+    Noticed,
+    Place,
+    Row,
+    SkipCount,
+    Unread,
+    kind_of_one_file,
+    lines_of,
+    milliseconds,
+    reading,
+    row_of,
+)
 from ampdoctor.health.reading.wandb_export import metrics_of
 
 _LIGHTNING = "metrics.csv"
@@ -270,3 +287,222 @@ def _json_lines(place: Place, name: str) -> bool:
 
 LIGHTNING = LogKind(format="lightning", claims=_claims_lightning, read=reading(TableRows), begin=TableRows)
 ANY_TABLE = kind_of_one_file("table", _logs_of, TableRows)
+
+
+# `trainer_state.json` of the Hugging Face Trainer.
+
+
+_NAME = "trainer_state.json"
+_SUMMARY = "train_runtime"
+"""A key of the line that the Trainer writes at the end."""
+_HIDES = (
+    "the Trainer writes 0.0, or the mean of those before it, in place of a loss that is not finite, unless "
+    "logging_nan_inf_filter=False; 0.0 beside a gradient norm that is not finite is read as NaN"
+)
+
+
+def _claims_trainer_state(place: Place) -> Sequence[Sequence[str]]:
+    if place.named:
+        begins = place.head(place.names[0], 4).removeprefix(BYTE_ORDER_MARK).startswith(b"{")
+        return [place.names] if begins and _holds_a_log(place) else ()
+    return [[_NAME]] if _NAME in place.names else ()
+
+
+def _holds_a_log(place: Place) -> bool:
+    if place.names[0] == _NAME:
+        return True
+    if not place.names[0].endswith(".json"):
+        return False
+    try:
+        with RegularFile(place.folder / place.names[0], place.names[0]) as file:
+            return isinstance(read_json(file).get("log_history"), list)
+    except CheckpointError as error:
+        place.refused[place.names[0]] = str(error)
+        return False
+
+
+def _read_trainer_state(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    (name,) = names
+    with RegularFile(folder / name, name) as file:
+        content = read_json(file)
+    history = content.get("log_history")
+    if not isinstance(history, list):
+        raise CheckpointError(f"{name} has no log_history: the Trainer has logged nothing.")
+    known = [row for row in history if isinstance(row, dict)]
+    noticed.left[name].damaged += len(history) - len(known)
+    rows: list[Row] = []
+    for values in known:
+        noticed.unread.hear(values)
+        row = row_of(known_fields(values))
+        if row is not None:
+            rows.append(row)
+    if any("loss" in row.values for row in rows):
+        noticed.skipped.append(Skipped(what=f"{name}: losses that are not finite", reason=_HIDES))
+    ended = any(_SUMMARY in values for values in known)
+    yield from lines_of(rows, RunLine(name=folder.name), noticed.order, ended=lambda: EndLine() if ended else None)
+
+
+TRANSFORMERS = LogKind(format="transformers", claims=_claims_trainer_state, read=_read_trainer_state)
+
+
+# TensorBoard's event files, whichever framework has written them: the files of one folder are one run's.
+
+
+def _claims_events(place: Place) -> Sequence[Sequence[str]]:
+    names = [name for name in place.names if is_event_file(name)]
+    return [names] if names else ()
+
+
+def _read_events(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    with ExitStack() as stack:
+        files = (stack.enter_context(RegularFile(folder / name, name)) for name in names)
+        skips = SkipCount()
+        rows = (
+            Row(event.step, skips.of_a_step(fields), milliseconds(event.wall_time))
+            for event in scalars_in(files, noticed.skipped)
+            if (fields := known_fields(event.values))
+        )
+        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
+
+
+TENSORBOARD = LogKind(format="tensorboard", claims=_claims_events, read=_read_events)
+
+
+# The file of a W&B run (`run-ID.wandb`), online or offline: its history, without the library and without its server.
+#
+# The file is a log in LevelDB's frame. A record is a protobuf message of wandb_internal.proto, whose fields that lead
+# to a logged number are followed.
+
+
+_MAGIC = b":W&B"
+_HEADER = 7
+"""Bytes before the first record."""
+_HISTORY, _RUN, _EXIT = 2, 17, 18
+"""Fields of a Record."""
+
+
+def _claims_wandb(place: Place) -> Sequence[Sequence[str]]:
+    return [[name] for name in place.latest(place.names) if name.endswith(".wandb") and place.head(name, 4) == _MAGIC]
+
+
+def _read_wandb(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    (name,) = names
+    with RegularFile(folder / name, name) as file:
+        run = _Run(name.removesuffix(".wandb").removeprefix("run-"))
+        damaged: list[Skipped] = []
+        yield from lines_of(run.rows(framed_records(file, _HEADER, damaged)), RunLine(name=run.name), noticed.order)
+        noticed.skipped += damaged
+    if run.exit_code is not None:
+        yield Stamped(Stamp(run_id=run.name, time_ms=run.time_ms), EndLine(exit_code=run.exit_code))
+
+
+class _Run:
+    """What of a run stands in its records beside the rows of its history."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.exit_code: int | None = None
+        self.time_ms = 0
+
+    def rows(self, records: Iterator[bytes]) -> Iterator[Row]:
+        for record in records:
+            try:
+                for number, wire, value in message_fields(record):
+                    if (number, wire) == (_HISTORY, BYTES):
+                        row = self._row(value)
+                        if row is not None:
+                            yield row
+                    elif (number, wire) == (_EXIT, BYTES):
+                        codes = [code for field, kind, code in message_fields(value) if (field, kind) == (1, VARINT)]
+                        self.exit_code = codes[0] & 0xFF if codes else 0
+            except ValueError:  # whole, by its checksum, and of another make
+                continue
+
+    def _row(self, history: bytes) -> Row | None:
+        values: dict[str, Any] = {}
+        counted = 0
+        for number, wire, value in message_fields(history):
+            if (number, wire) == (1, BYTES):
+                values |= _item(value)
+            elif (number, wire) == (2, BYTES):
+                counted = next((num for field, kind, num in message_fields(value) if (field, kind) == (1, VARINT)), 0)
+        own = known_fields({key: value for key, value in values.items() if not key.startswith("_")})
+        self.time_ms = milliseconds(values.get("_timestamp")) or self.time_ms
+        told = values.get("_step")
+        step = as_number(told if isinstance(told, int) else counted)
+        return None if step is None else row_of({"step": step, **own}, self.time_ms)
+
+
+def _item(data: bytes) -> dict[str, Any]:
+    """Returns a HistoryItem's value by its key (1), or by its nested key (2) in one name; the value is JSON (16)."""
+    keys, text = [], b""
+    for number, wire, value in message_fields(data):
+        if wire == BYTES and number in (1, 2):
+            keys.append(value.decode("utf-8", "replace"))
+        elif (number, wire) == (16, BYTES):
+            text = value
+    try:
+        return {"/".join(key for key in keys if key): json.loads(text)}
+    except (ValueError, RecursionError):
+        return {}
+
+
+WANDB = LogKind(format="wandb", claims=_claims_wandb, read=_read_wandb)
+
+
+# The folder of DeepSpeed's CSV monitor: one table for each number, `Train_Samples_train_loss.csv` and its like.
+
+
+_FILES = {
+    "Train_Samples_train_loss.csv": "loss",
+    "Train_Samples_lr.csv": "learning_rate",
+    "Train_Samples_loss_scale.csv": "loss_scale",
+    "Train_Samples_grad_norm.csv": "gradient_norm",
+}
+
+
+def _claims_deepspeed(place: Place) -> Sequence[Sequence[str]]:
+    names = [name for name in _FILES if name in place.names]
+    return [names] if names else ()
+
+
+def _read_deepspeed(folder: Path, names: Sequence[str], noticed: Noticed) -> Iterator[Stamped]:
+    with ExitStack() as stack:
+        tables = [
+            _column(stack.enter_context(RegularFile(folder / name, name)), _FILES[name], noticed) for name in names
+        ]
+        rows = _by_samples(merge(*tables, key=lambda one: one[0]))
+        yield from lines_of(rows, RunLine(name=folder.name), noticed.order)
+
+
+def _column(file: RegularFile, field: str, noticed: Noticed) -> Iterator[tuple[int, int, str, float]]:
+    """Yields (start of the run, samples, field, value): each start writes the header again."""
+    start, last = 0, -1
+    left = noticed.left[file.name]
+    for line in lines_in(file, left=left):
+        samples, value = (as_number(part) for part in (*line.decode("utf-8", "replace").split(","), "", "")[:2])
+        if samples is None and line.startswith(b"step"):
+            continue
+        if samples is None or value is None or not 0 <= samples < 2.0**53:
+            left.damaged += 1
+            continue
+        if samples <= last:
+            start += 1
+        last = int(samples)
+        yield start, last, field, value
+
+
+def _by_samples(found: Iterator[tuple[int, int, str, float]]) -> Iterator[Row]:
+    """Yields a row for each number of samples; the tables know no steps, so that they are counted."""
+    rows: dict[tuple[int, int], Row] = {}
+    for start, samples, field, value in found:
+        row = rows.setdefault((start, samples), Row(0, {"samples": float(samples)}))
+        row.values[field] = value
+    ordered = sorted(rows)
+    batch = min((samples for _, samples in ordered if samples), default=1)
+    for key in ordered:
+        rows[key].step = key[1] // batch
+        yield rows[key]
+
+
+DEEPSPEED_MONITOR = LogKind(format="deepspeed", claims=_claims_deepspeed, read=_read_deepspeed)

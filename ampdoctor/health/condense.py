@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.log_records import (
@@ -20,23 +21,75 @@ from ampdoctor.evidence.log_records import (
     LookLine,
     LostLine,
     RunLine,
+    Stamp,
     Stamped,
     StepLine,
 )
-from ampdoctor.evidence.report_health import (
-    ActionMark,
-    CheckpointMark,
-    Curve,
-    CurveName,
-    Ending,
-    HealthRun,
-    LookMark,
+from ampdoctor.evidence.report_health import ActionMark, CheckpointMark, Curve, CurveName, Ending, HealthRun, LookMark
+from ampdoctor.health.curves import (
+    Column,
+    Columns,
+    axis_of,
+    curve_of,
+    entries_of,
+    scaler_histories,
+    spans_of,
+    with_proved_skips,
 )
-from ampdoctor.health.condensing.columns import Column, Columns, entries_of, with_proved_skips
-from ampdoctor.health.condensing.curves import axis_of, curve_of, spans_of
-from ampdoctor.health.condensing.maps import Maps
-from ampdoctor.health.condensing.scaler_history import scaler_histories
-from ampdoctor.health.condensing.standing import Groups, standing
+from ampdoctor.health.heat_maps import Maps
+
+# Which lines of a log stand in the end: a later attempt, restart or run undoes from its first step on.
+
+
+@dataclass(slots=True)
+class Groups:
+    """The attempts, restarts and runs of a log, in the order in which they began.
+
+    Attributes:
+        first: The first step of each.
+    """
+
+    first: list[int] = field(default_factory=list)
+    _numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def of(self, stamp: Stamp) -> int:
+        """Returns the number of a line's group."""
+        key = (stamp.run_id, stamp.restarts, stamp.attempt)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.first)
+            self.first.append(2**63 - 1)
+        return number
+
+    def begins(self, group: int, step: int) -> bool:
+        """Takes a step of a group; is it the group's first so far?"""
+        if step >= self.first[group]:
+            return False
+        self.first[group] = step
+        return True
+
+    def undone_from(self, group: int) -> int:
+        """Returns the step from which on a group's lines were undone by later ones."""
+        return min(self.first[group + 1 :], default=2**63 - 1)
+
+    def undone(self) -> Iterable[tuple[int, int]]:
+        """Yields each group that was undone in part, and from which step on."""
+        for group in range(len(self.first)):
+            if self.undone_from(group) < 2**63 - 1:
+                yield group, self.undone_from(group)
+
+
+def standing(columns: Mapping[str, Column], groups: Groups) -> Mapping[str, Column]:
+    """Returns the rows that stand, in the order of their steps; of several of one step in the order of arrival."""
+    limits = np.array([groups.undone_from(group) for group in range(len(groups.first))], dtype=np.float64)
+    steps, of = columns["step"], columns["group"].astype(np.intp)
+    kept: NDArray[np.intp] = np.flatnonzero(steps < limits[of]) if len(steps) else np.empty(0, np.intp)
+    if np.any(np.diff(steps[kept]) < 0):
+        kept = kept[np.argsort(steps[kept], kind="stable")]
+    if len(kept) == len(steps) and not np.any(np.diff(kept) != 1):
+        return columns
+    return {name: values[kept] for name, values in columns.items()}
+
 
 Mark: TypeAlias = CheckpointLine | LookLine | ActionLine
 MOST_ENTRIES = 10_000

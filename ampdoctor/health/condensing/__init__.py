@@ -1,1 +1,0 @@
-"""What a page can hold of a run of a million steps."""

@@ -1,0 +1,312 @@
+"""Curves of a run over at most 2,000 spans of its steps, with the extremes of each span kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampdoctor.diagnosis.health.rolling import falls_over
+from ampdoctor.evidence.checkpoint_stats import LogEntry
+from ampdoctor.evidence.log_records import Stamped, StepLine
+from ampdoctor.evidence.report_health import Curve, CurveName, HealthAxis, ScalerHistory
+from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
+
+# The steps of a run as columns of numbers, gathered while a log is read.
+
+
+Column: TypeAlias = NDArray[np.float64]
+
+_NUMBERS = (
+    *("step", "loss", "gradient_norm", "norm_scaled", "norm_clipped", "max_norm", "loss_scale", "skipped"),
+    *("growth_tracker", "seconds", "data_seconds", "memory_bytes", "samples", "tokens", "scaler"),
+)
+_MORE = ("rate", "time_ms", "group")
+"""What is no field of a step: the rate of its first group of parameters, its stamp's time, its number of `Groups`."""
+_BLOCK = 8192
+
+
+class Columns:
+    """Steps of one optimizer. A number that is not known is NaN; a loss or norm that was NaN is infinite.
+
+    To a curve the two are the same, not finite. Whole numbers up to 2^53 are exact.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float | None, ...]] = []
+        self._blocks: list[NDArray[np.float64]] = []
+
+    def add(self, whole: Stamped, step: StepLine, group: int) -> None:
+        """Adds a step.
+
+        Args:
+            whole: Its line.
+            step: What it says.
+            group: Of those lines that stand or fall together, in the order of their beginnings.
+        """
+        rates = step.learning_rates
+        if step.loss != step.loss or step.gradient_norm != step.gradient_norm:  # NaN
+            step = replace(step, loss=_infinite(step.loss), gradient_norm=_infinite(step.gradient_norm))
+        self._rows.append((*_VALUES(step), rates[0] if rates else None, whole.stamp.time_ms or None, group))
+        if len(self._rows) == _BLOCK:
+            self._fold()
+
+    def __len__(self) -> int:
+        return len(self._rows) + sum(map(len, self._blocks))
+
+    def whole(self) -> Mapping[str, Column]:
+        """Returns all columns by name, in the order of arrival."""
+        self._fold()
+        width = len(_NUMBERS) + len(_MORE)
+        table = np.concatenate(self._blocks) if self._blocks else np.empty((0, width))
+        self._blocks = [table]
+        return {name: np.ascontiguousarray(table[:, at]) for at, name in enumerate((*_NUMBERS, *_MORE))}
+
+    def _fold(self) -> None:
+        if self._rows:
+            self._blocks.append(np.array(self._rows, dtype=np.float64))  # which makes NaN of None
+            self._rows = []
+
+
+def with_proved_skips(columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Returns the columns with the skips that a log does not say and that the rows behind them prove.
+
+    As `over_time.ill_steps.proves_a_skip` has it for single rows. Where one is proved, a finite norm says of the other
+    rows that they were taken.
+
+    Args:
+        columns: In the order of the steps.
+    """
+    skipped, loss, norm, scale = (columns[name] for name in ("skipped", "loss", "gradient_norm", "loss_scale"))
+    unknown = np.isnan(skipped)
+    if not unknown.any() or len(skipped) < 2:
+        return columns
+    told = np.where(np.isnan(loss), norm, loss)[1:]
+    falls = (np.diff(columns["step"]) == 1) & (scale[1:] < scale[:-1])
+    ill = np.isinf(loss) | np.isinf(norm)
+    proved = unknown[:-1] & (falls | (ill[:-1] & np.isfinite(told)))
+    if not proved.any() or (np.isinf(norm[~np.isnan(norm)]).all() and falls_over(loss.tolist())):
+        return columns  # a norm that is never finite while the loss falls is not what the optimizer saw
+    known = np.where(unknown & ~ill & np.isfinite(norm), 0.0, skipped)
+    known[:-1][proved] = 1.0
+    return {**columns, "skipped": known}
+
+
+def entries_of(columns: Mapping[str, Column], most: int) -> tuple[LogEntry, ...]:
+    """Returns the last rows as a checkpoint's rules read them; a number that was NaN is infinite there.
+
+    Args:
+        columns: In the order of the steps.
+        most: How many.
+    """
+    norm = np.where(columns["norm_clipped"] == 1, np.nan, columns["gradient_norm"])
+    values = (columns["step"], columns["loss"], norm, columns["rate"], columns["loss_scale"], columns["skipped"])
+    return tuple(
+        LogEntry(
+            step=int(step),
+            loss=_known(loss),
+            grad_norm=_known(norm),
+            learning_rate=_known(rate),
+            scale=_known(scale),
+            skipped=None if math.isnan(skipped) else skipped == 1,
+        )
+        for step, loss, norm, rate, scale, skipped in zip(*(of[-most:].tolist() for of in values), strict=True)
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+_VALUES = attrgetter(*_NUMBERS)
+
+
+def _infinite(value: float | None) -> float | None:
+    return math.inf if value is not None and math.isnan(value) else value
+
+
+MOST_SPANS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Equal shares of the rows of columns that are in the order of their steps.
+
+    Attributes:
+        starts: The first row of each span.
+        rows: How many rows there are.
+    """
+
+    starts: NDArray[np.intp]
+    rows: int
+
+    @property
+    def ends(self) -> NDArray[np.intp]:
+        """Behind the last row of each span."""
+        return np.append(self.starts[1:], self.rows)
+
+    def grid(self, values: Column) -> Column:
+        """Returns a row of values for each span, filled up with NaN."""
+        lengths = self.ends - self.starts
+        grid = np.full((len(self.starts), int(lengths.max(initial=0))), np.nan)
+        grid[np.arange(grid.shape[1]) < lengths[:, None]] = values
+        return grid
+
+
+def spans_of(steps: Column) -> Spans:
+    """Returns the spans of steps in their order; the lines of one step are in one span where there is room for all."""
+    firsts = np.flatnonzero(np.append(True, steps[1:] != steps[:-1])) if len(steps) else np.empty(0, np.intp)
+    if len(firsts) > MOST_SPANS:
+        firsts = firsts[np.linspace(0, len(firsts), MOST_SPANS, endpoint=False).astype(np.intp)]
+    return Spans(firsts, len(steps))
+
+
+def axis_of(columns: Mapping[str, Column], spans: Spans) -> HealthAxis:
+    """Returns the spans by their steps, with what was counted up to the end of each."""
+    steps, last = columns["step"], spans.ends - 1
+    skipped = np.add.reduceat(columns["skipped"] == 1, spans.starts) if len(spans.starts) else np.empty(0)
+    return HealthAxis(
+        first=_integers(steps[spans.starts]),
+        last=_integers(steps[last]),
+        samples=_counted(columns["samples"], spans),
+        tokens=_counted(columns["tokens"], spans),
+        time_ms=_counted(columns["time_ms"], spans),
+        skipped=_integers(skipped),
+    )
+
+
+def curve_of(name: CurveName, values: Column, spans: Spans) -> Curve | None:
+    """Returns a number's curve; None where it is nowhere known.
+
+    Args:
+        name: What it is.
+        values: A value for each row; NaN where it is not known, infinite where it was not finite.
+        spans: Of the rows.
+    """
+    if np.isnan(values).all():
+        return None
+    grid = spans.grid(values)
+    nonfinite = np.isinf(grid).sum(axis=1)
+    grid[np.isinf(grid)] = np.nan
+    grid.sort(axis=1)  # NaN goes to the end
+    known = np.isfinite(grid).sum(axis=1)
+    row, some, last = np.arange(len(grid)), known > 0, np.maximum(known - 1, 0)
+    middle = grid[row, last // 2] / 2 + grid[row, (last + 1) // 2] / 2  # their sum may be too large
+    return Curve(
+        name=name,
+        low=_floats(grid[:, 0], some),
+        middle=_floats(middle, some),
+        high=_floats(grid[row, last], some),
+        p99=_floats(grid[row, np.maximum(np.ceil(0.99 * known).astype(np.intp) - 1, 0)], some)
+        if name == "step_seconds"
+        else None,
+        nonfinite=_integers(nonfinite) if nonfinite.any() else None,
+    )
+
+
+def _counted(values: Column, spans: Spans) -> tuple[int | None, ...] | None:
+    """Returns the last known value of each span; None where none is known in any."""
+    if np.isnan(values).all():
+        return None
+    last = np.where(np.isnan(values), -1.0, values)
+    found = np.maximum.reduceat(last, spans.starts)
+    return tuple(None if value < 0 else int(value) for value in found.tolist())
+
+
+def _integers(values: NDArray[Any]) -> tuple[int, ...]:
+    return tuple(values.astype(np.int64).tolist())
+
+
+def _floats(values: Column, some: NDArray[np.bool_]) -> tuple[float | None, ...]:
+    return tuple(value if there else None for value, there in zip(values.tolist(), some.tolist(), strict=True))
+
+
+# What a run's steps say of its loss scaling.
+
+
+_MOST = 2000
+"""Points of a path, and skipped steps, that are kept: as `ScalePath` says."""
+
+_READ = ("step", "loss_scale", "skipped", "growth_tracker")
+
+
+def scaler_histories(
+    columns: Mapping[str, Column], names: Sequence[str], state: Mapping[str, Any] | None
+) -> tuple[ScalerHistory, ...]:
+    """Returns the history of each scaler that the steps of an optimizer name.
+
+    Args:
+        columns: In the order of the steps.
+        names: Of the scalers, by their index.
+        state: Of the first scaler when the run began.
+    """
+    known = np.isfinite(columns["loss_scale"])
+    if not known.any() or np.all(columns["loss_scale"][known] == 1):  # a scaler that is switched off
+        return ()
+    scalers = np.where(np.isnan(columns["scaler"]), 0, columns["scaler"])
+    found = sorted({int(one) for one in np.unique(scalers[known])})
+    return tuple(
+        _history(
+            {
+                name: columns[name][known & (scalers == at)]
+                for name in ("step", "loss_scale", "skipped", "growth_tracker")
+            },
+            (names[at] if at < len(names) else str(at)) if len(found) > 1 else "",
+            arguments_in(state) if at == 0 else None,
+        )
+        for at in found
+    )
+
+
+def arguments_in(state: Mapping[str, Any] | None) -> ScalerArguments | None:
+    """Returns the settings in a scaler's `state_dict()`; None where it has them not."""
+    if state is None:
+        return None
+    try:
+        return ScalerArguments(
+            init_scale=float(state["scale"]),
+            growth_factor=float(state["growth_factor"]),
+            backoff_factor=float(state["backoff_factor"]),
+            growth_interval=max(int(state["growth_interval"]), 1),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _history(columns: Mapping[str, Column], name: str, arguments: ScalerArguments | None) -> ScalerHistory:
+    steps, scales = columns["step"], columns["loss_scale"]
+    moves = np.diff(scales)
+    starts = np.append(0, np.flatnonzero(moves) + 1)
+    skips = steps[columns["skipped"] == 1]
+    tracker = columns["growth_tracker"][np.isfinite(columns["growth_tracker"])]
+    drawn = starts if len(starts) <= _MOST else _extremes(starts, scales)
+    shown = skips if len(skips) <= _MOST else skips[np.linspace(0, len(skips) - 1, _MOST).astype(np.intp)]
+    return ScalerHistory(
+        scaler=name,
+        path=ScalePath(
+            points=tuple((float(steps[at]), float(scales[at])) for at in drawn),
+            changes=len(starts),
+            skips=tuple(shown.astype(np.int64).tolist()),
+            skipped=len(skips),
+            replica=0,
+        ),
+        growths=int(((moves > 0) & (columns["skipped"][:-1] != 1)).sum()),  # behind a skipped step, a scaler is new
+        backoffs=int((moves < 0).sum()),
+        growth_tracker=int(tracker[-1]) if len(tracker) else None,
+        arguments=arguments,
+    )
+
+
+def _extremes(starts: NDArray[np.intp], scales: Column) -> list[int]:
+    """Returns the points with the lowest and the highest scale in each of half as many equal spans, in order."""
+    span = starts * (_MOST // 2) // len(scales)
+    kept: set[int] = {0}
+    for members in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(span)) + 1):
+        of = scales[starts[members]]
+        kept |= {int(members[np.argmin(of)]), int(members[np.argmax(of)])}
+    return [int(starts[at]) for at in sorted(kept)]

@@ -1,1 +1,0 @@
-"""What a training prints, as a log."""
