@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _show_in_notebook(report: Report) -> str:
-    from ampdoctor.reports.forms.notebook import render_fragment
+    from ampdoctor.reports.html_report import render_fragment
 
     return render_fragment(report)
 

@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, sync_playwright
 from safetensors.torch import save_file
 
 from ampdoctor import ReplayRequest, profile, scan
-from ampdoctor.reports.forms.to_html import render_html
+from ampdoctor.reports.html_report import render_html
 
 HERE = Path(__file__).parent
 LIMIT_MB, LIMIT_MS, LIMIT_SORT_MS = 6.0, 2000.0, 1000.0

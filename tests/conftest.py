@@ -19,9 +19,8 @@ import pytest
 import typer.main
 from hypothesis import settings
 
-from ampdoctor.reports.forms.schema import schema
-from ampdoctor.reports.forms.to_json import report_as_dict
-from ampdoctor.reports.reading.from_json import report_from_dict
+from ampdoctor.reports.json_report import report_as_dict, schema
+from ampdoctor.reports.read_json import report_from_dict
 from tests.pairwise import leave_the_rest_to_thorough
 
 ROOT = Path(__file__).parent.parent

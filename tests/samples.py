@@ -17,8 +17,8 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.report_scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
 from ampdoctor.evidence.report_scan import ChangedCheckpoint, ChangeSection
 from ampdoctor.numerics import Histogram
-from ampdoctor.reports.forms import formats
-from ampdoctor.reports.forms.canvas import Canvas
+from ampdoctor.reports import formats
+from ampdoctor.reports.formats import Canvas
 
 
 def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, float]:

@@ -267,7 +267,7 @@ LIGHT = [
     "ampdoctor.evidence.report",
     "ampdoctor.diagnosis",
     "ampdoctor.gates.findings",
-    "ampdoctor.reports.forms.human",
+    "ampdoctor.reports.human",
     "ampdoctor.cli.main",
 ]
 

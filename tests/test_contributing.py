@@ -113,7 +113,7 @@ def test_a_new_format_is_one_file_and_its_line(copy, run_cli):
     tensors = {name: torch.tensor(values) for name, values in SAMPLE.items()}
     save_file(tensors, copy / "sample.safetensors")
     files = follow("A new format", copy)
-    assert files == ["ampdoctor/reports/forms/to_brief.py", "ampdoctor/reports/forms/formats.py"]
+    assert files == ["ampdoctor/reports/brief.py", "ampdoctor/reports/formats.py"]
     asked = ("scan", "sample.safetensors", "--format", "brief")
     result = run_cli(*asked, command=OF_THE_COPY, cwd=copy, env={"PYTHONPATH": ""})
     assert (result.returncode, result.stdout) == (1, "error AMP101 fc.weight\n")

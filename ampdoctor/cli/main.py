@@ -33,7 +33,7 @@ from ampdoctor.errors import (
     UsageError,
     UserCodeError,
 )
-from ampdoctor.reports.words.sanitise import sentence
+from ampdoctor.reports.escape import sentence
 
 _TRACEBACK_FROM = 2  # -vv
 _COMPLETION = "_AMPDOCTOR_COMPLETE"

@@ -14,7 +14,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.live.op_watch import StepWatch
 from ampdoctor.replay.training_run import TrainingRun
-from ampdoctor.reports.forms.plain_text import plain_text
+from ampdoctor.reports.human import plain_text
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 

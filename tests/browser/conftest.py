@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.reports.forms.to_html import render_html
+from ampdoctor.reports.html_report import render_html
 from tests.browser.pages import EVERY_VIEW, scanned
 
 REQUIRED = os.environ.get("AMPDOCTOR_BROWSER") == "required"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.reports.forms.to_html import render_html
+from ampdoctor.reports.html_report import render_html
 from tests.browser.conftest import DESK, PATIENCE, PHONE, wait_until
 from tests.browser.health_pages import alert, health_report, health_run
 from tests.browser.pages import EVERY_VIEW, HOSTILE

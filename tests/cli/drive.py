@@ -81,7 +81,7 @@ if __name__ == "__main__":
         _replace(f"ampdoctor.workflows.{command}", command)
     if behaviour in ("crash", "wait"):  # where the commands without a workflow do their work
         for module, function in (
-            ("ampdoctor.reports.reading.merging", "merge_reports"),
+            ("ampdoctor.reports.merge", "merge_reports"),
             ("ampdoctor.diagnosis.catalogue", "find_rule"),
             ("ampdoctor.cli.commands.env", "_software"),
         ):

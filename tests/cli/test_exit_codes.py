@@ -16,8 +16,8 @@ from typing import get_args
 import pytest
 
 from ampdoctor.cli.options.options import ListFormat
-from ampdoctor.reports.forms.formats import FORMATS
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.formats import FORMATS
+from ampdoctor.reports.json_report import render_json
 from tests.conftest import TERMINAL_VARIABLES
 from tests.pairwise import THOROUGH
 from tests.samples import EVERY

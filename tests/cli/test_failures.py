@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.reports.reading.from_json import report_from_text
+from ampdoctor.reports.read_json import report_from_text
 
 FACTORY = "def make_run():\n    raise ValueError('no data')\n"
 COMMANDS = {

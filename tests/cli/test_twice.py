@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.reports.forms.formats import FORMATS
+from ampdoctor.reports.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "fixtures" / "checkpoints"

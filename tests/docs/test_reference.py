@@ -13,7 +13,7 @@ import ampdoctor
 from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
 from ampdoctor.evidence.log_records import KINDS, Stamp
-from ampdoctor.reports.forms.schema import schema
+from ampdoctor.reports.json_report import schema
 from docs._ext import repository_links, schema_page
 from tests.docs.pages import DOCS
 from tests.test_architecture import DIRECT

@@ -14,9 +14,9 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.log_records import AlertLine, EndLine, LookLine, StepLine
 from ampdoctor.evidence.report import Finding
 from ampdoctor.health import summary
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words import words
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports import text as words
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.health import health
 from ampdoctor.workflows.scan import scan
 from tests.health.logs import HEADER, detail, stamped, steps, write

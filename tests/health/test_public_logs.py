@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.reports.words.next_step import next_step
-from ampdoctor.reports.words.words import verdict
+from ampdoctor.reports.next_step import next_step
+from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.health import health
 from ampdoctor.workflows.scan import scan
 

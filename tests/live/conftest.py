@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ampdoctor.live.op_watch import LiveJudge
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 
 
 @pytest.fixture(autouse=True)

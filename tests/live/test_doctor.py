@@ -9,8 +9,8 @@ from torch import nn
 
 from ampdoctor.hooks.callbacks import hearing
 from ampdoctor.live.loop_watch import LoopWatch
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words.words import place
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.text import place
 from ampdoctor.workflows import watcher
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest, WatchRequest

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.loops.trained import LOOPS

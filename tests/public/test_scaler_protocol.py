@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.reports.words.next_step import next_step
-from ampdoctor.reports.words.paste import Code, code_of, setting_of
+from ampdoctor.reports.fix_code import Code, code_of, setting_of
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ampdoctor.reports.forms.schema import schema
+from ampdoctor.reports.json_report import schema
 
 SCHEMA = schema()
 _TEXTS = ("a text", "AMP201", "forward-overflow", "0123456789abcdef", "0x1.8p+1", "--steps")

@@ -7,8 +7,8 @@ import copy
 import pytest
 
 from ampdoctor.errors import ReportError
-from ampdoctor.reports.forms.to_json import report_as_dict
-from ampdoctor.reports.reading.from_json import report_from_dict
+from ampdoctor.reports.json_report import report_as_dict
+from ampdoctor.reports.read_json import report_from_dict
 from tests.reports.every_field import every_field
 from tests.reports.full_sample import full
 from tests.reports.test_hostile_names import FORMATS, rendered

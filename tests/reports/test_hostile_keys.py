@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.reports.reading.from_json import report_from_dict
+from ampdoctor.reports.read_json import report_from_dict
 from tests.reports.every_field import SCHEMA, every_field
 from tests.reports.hostile_names import NAMES
 from tests.reports.test_hostile_names import FORMATS, commands_in, rendered, shape

@@ -12,9 +12,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from markdown_it import MarkdownIt
 
-from ampdoctor.reports.forms.canvas import Canvas
-from ampdoctor.reports.forms.formats import FORMATS, renderer
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.formats import FORMATS, Canvas, renderer
 from tests.reports.full_sample import PLAIN, full
 from tests.reports.hostile_names import NAMES
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.human import render_human
 from tests.arithmetic import ALIKE
 from tests.samples import EVERY
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints import files, open_checkpoint
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan import scan
 from tests.security import hostile as h
 

@@ -17,7 +17,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.precision import autocast_policy, force_fp32, override_autocast
-from ampdoctor.reports.forms.to_json import render_json, report_as_dict
+from ampdoctor.reports.json_report import render_json, report_as_dict
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 LOUD = {"kind": "fp32_modules", "value": ["blocks.1.down"]}

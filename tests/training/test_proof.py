@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ampdoctor
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from fixtures.corpus import runs
 from fixtures.runs.architectures import make_loud
 

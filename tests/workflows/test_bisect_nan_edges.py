@@ -14,7 +14,7 @@ import torch
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows import edges

@@ -25,11 +25,11 @@ def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the l
     def action() -> Outcome:
         facts = {**_software(), **_torch(), **variables()}
         if form == "json":
-            from ampdoctor.reports.forms.to_json import strict_json
+            from ampdoctor.reports.json_report import strict_json
 
             write_stdout(strict_json(facts))
         else:
-            from ampdoctor.reports.words.sanitise import sanitise
+            from ampdoctor.reports.escape import sanitise
 
             write_stdout("".join(f"{name}: {sanitise(_shown(fact))}\n" for name, fact in facts.items()))
         return Outcome(EXIT_OK)

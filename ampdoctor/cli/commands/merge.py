@@ -38,7 +38,7 @@ def merge(
         refuse_empty("REPORT", file)
 
     def work(_: Progress | None, __: SetAside) -> Report:
-        from ampdoctor.reports.reading.merging import merge_reports
+        from ampdoctor.reports.merge import merge_reports
 
         return merge_reports([_read(file) for file in reports])
 
@@ -46,7 +46,7 @@ def merge(
 
 
 def _read(file: str) -> Report:
-    from ampdoctor.reports.reading.from_json import report_from_text
+    from ampdoctor.reports.read_json import report_from_text
 
     text = read_text(file, limit=_MAX_REPORT, what="the report")
     try:

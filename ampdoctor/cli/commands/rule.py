@@ -13,7 +13,7 @@ from ampdoctor.cli.process.exit_code import Outcome
 from ampdoctor.cli.process.output import canvas
 from ampdoctor.cli.process.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
-from ampdoctor.reports.forms.canvas import Color
+from ampdoctor.reports.formats import Color
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +65,7 @@ def _chosen(wanted: str | None) -> list[Rule]:
 
 
 def _as_json(rules: list[Rule]) -> str:
-    from ampdoctor.reports.forms.to_json import strict_json
+    from ampdoctor.reports.json_report import strict_json
 
     return strict_json([_whole(rule) for rule in rules])
 

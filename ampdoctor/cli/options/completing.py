@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ampdoctor.diagnosis.catalogue import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.health.sinks.export import KINDS
-from ampdoctor.reports.forms.formats import FORMATS
+from ampdoctor.reports.formats import FORMATS
 
 
 def report_completions(incomplete: str) -> list[str]:

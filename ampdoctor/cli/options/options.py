@@ -14,8 +14,7 @@ from ampdoctor.cli.options.completing import hardware_completions, report_comple
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.reports.forms.canvas import Color
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.formats import Color, ReportFormat
 from ampdoctor.workflows.requests import HalfProducts, Policy, Precision, ReplayRequest, is_profile
 
 ListFormat = Literal["human", "json"]

@@ -44,9 +44,9 @@ def append_summary(report: Report, file: str) -> None:
 
 
 def _append(descriptor: int, report: Report) -> None:
-    from ampdoctor.reports.forms.to_markdown import render_markdown
-    from ampdoctor.reports.words import words
-    from ampdoctor.reports.words.markdown_text import prose
+    from ampdoctor.reports import text as words
+    from ampdoctor.reports.escape import prose
+    from ampdoctor.reports.markdown import render_markdown
 
     before = os.fstat(descriptor).st_size
     short = f"\nampdoctor {report.command}: {prose(words.verdict(report))}; the report does not fit in this summary\n"

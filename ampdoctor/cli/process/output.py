@@ -20,8 +20,7 @@ from ampdoctor.cli.process.ranks import rank_file
 from ampdoctor.cli.process.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.paths import file_key
-from ampdoctor.reports.forms.canvas import Canvas, Color
-from ampdoctor.reports.forms.formats import FORMATS, ReportFormat, renderer
+from ampdoctor.reports.formats import FORMATS, Canvas, Color, ReportFormat, renderer
 from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports.escape import sanitise
 from ampdoctor.workflows.requests import Progress
 
 _DELAY = 1.0  # seconds: shorter work needs no progress

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from ampdoctor.errors import OutputError
-from ampdoctor.reports.words.sanitise import sanitise_lines
+from ampdoctor.reports.escape import sanitise_lines
 
 _STDOUT, _STDERR = 1, 2
 

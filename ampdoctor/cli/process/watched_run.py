@@ -25,7 +25,7 @@ from ampdoctor.evidence.report import Report
 from ampdoctor.health.sinks.export import Export
 from ampdoctor.live.log.facts import exit_code_ends_others
 from ampdoctor.live.script import Script, run_script
-from ampdoctor.reports.words.sanitise import sentence
+from ampdoctor.reports.escape import sentence
 from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_t
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.location import Source
 from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
-from ampdoctor.reports.words.sanitise import is_seen
+from ampdoctor.reports.escape import is_seen
 
 _MAX_IGNORES = 1000
 """Each is held against each finding, of which a hostile checkpoint has as many as it likes."""

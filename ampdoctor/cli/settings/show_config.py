@@ -13,7 +13,7 @@ from ampdoctor.cli.process.streams import note, write_stdout
 from ampdoctor.cli.settings.config import Config
 from ampdoctor.cli.suggesting.near import near_name
 from ampdoctor.errors import EXIT_OK
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports.escape import sanitise
 
 _PREFIX = "AMPDOCTOR_"
 
@@ -49,7 +49,7 @@ def _note_strangers(variables: Sequence[str]) -> None:
 
 
 def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
-    from ampdoctor.reports.forms.to_json import strict_json
+    from ampdoctor.reports.json_report import strict_json
 
     return strict_json(
         {

@@ -19,7 +19,7 @@ from ampdoctor.cli.suggesting.near import near_factory, near_file, near_name
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, FactoryError, UsageError
 from ampdoctor.replay.bundles.manifest import bundle_at
-from ampdoctor.reports.forms.formats import FORMATS
+from ampdoctor.reports.formats import FORMATS
 
 _HELP, _VERSION = frozenset({"help", "-help", "-h", "-?"}), frozenset({"version", "-version", "-V"})
 _CODE = re.compile(r"(?:amp)?[\s_-]?(\d{3})", re.IGNORECASE)

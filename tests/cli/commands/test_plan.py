@@ -16,7 +16,7 @@ from ampdoctor.batching.plans import BatchPlan
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.log_records import RunLine, Stamp, Stamped, StepLine
 from ampdoctor.evidence.log_text import text_of
-from ampdoctor.reports.forms.formats import FORMATS
+from ampdoctor.reports.formats import FORMATS
 from ampdoctor.scaling.trace import divisors
 from ampdoctor.workflows.profile import write_profile
 from tests.ranges.known import collected, place, values

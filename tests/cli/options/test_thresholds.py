@@ -11,10 +11,10 @@ from ampdoctor.cli.main import main
 from ampdoctor.cli.options.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
 from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.forms.to_jsonl import render_jsonl
-from ampdoctor.reports.reading.from_json import report_from_text
-from ampdoctor.reports.reading.merging import merge_reports
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.jsonl import render_jsonl
+from ampdoctor.reports.merge import merge_reports
+from ampdoctor.reports.read_json import report_from_text
 from tests.samples import HEALTHY
 
 MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})

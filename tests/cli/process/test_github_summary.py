@@ -7,7 +7,7 @@ import pytest
 
 from ampdoctor.cli.process.github_summary import MAX_BYTES, append_summary
 from ampdoctor.errors import OutputError
-from ampdoctor.reports.forms.to_markdown import render_markdown
+from ampdoctor.reports.markdown import render_markdown
 from tests.samples import HEALTHY, SICK
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.main import main
-from ampdoctor.reports.forms.canvas import Canvas
+from ampdoctor.reports.formats import Canvas
 from tests.samples import SICK
 
 DRIVER = Path(__file__).parents[1] / "drive.py"

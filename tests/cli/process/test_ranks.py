@@ -11,7 +11,7 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.cli.process.ranks import of_rank, rank_file, rank_of
 from ampdoctor.errors import UsageError
-from ampdoctor.reports.reading.from_json import report_from_text
+from ampdoctor.reports.read_json import report_from_text
 from tests.samples import SICK
 
 DRIVER = Path(__file__).parents[1] / "drive.py"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ampdoctor
-from ampdoctor.reports.words.next_step import next_step
-from ampdoctor.reports.words.paste import Code, code_of, setting_of
+from ampdoctor.reports.fix_code import Code, code_of, setting_of
+from ampdoctor.reports.next_step import next_step
 
 
 def made(*, half):

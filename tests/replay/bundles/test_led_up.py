@@ -20,8 +20,8 @@ import ampdoctor
 from ampdoctor import bisect_nan
 from ampdoctor.errors import AmpdoctorError, CheckpointError, ReplayError
 from ampdoctor.replay.user_modules import Spec, load_object
-from ampdoctor.reports.forms.canvas import Canvas
-from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.formats import Canvas
+from ampdoctor.reports.human import render_human
 from ampdoctor.workflows.open_replay import open_replay
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend

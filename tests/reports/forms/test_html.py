@@ -13,13 +13,12 @@ import pytest
 from ampdoctor.evidence import notebook
 from ampdoctor.evidence.report import Report
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.reports.forms.notebook import render_fragment
-from ampdoctor.reports.forms.to_html import inert_json, render_html
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.html_report import inert_json, render_fragment, render_html
+from ampdoctor.reports.json_report import render_json
 from tests.browser.pages import EVERY_VIEW, HOSTILE, LISTED, PROFILED
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 
-HTML = files("ampdoctor.reports.forms").joinpath("html")
+HTML = files("ampdoctor.reports").joinpath("html")
 REPORTS = {**EVERY, **EVERY_VIEW}
 VOID = {"meta", "input", "br", "link", "img"}
 
@@ -203,7 +202,7 @@ def test_many_findings_of_one_code_are_folded_behind_the_first():
 
 
 def test_the_charts_come_only_where_there_is_something_to_draw(pages):
-    size = len(files("ampdoctor.reports.forms").joinpath("html/vendor/echarts.min.js").read_text())
+    size = len(files("ampdoctor.reports").joinpath("html/vendor/echarts.min.js").read_text())
     assert len(pages["healthy"]) < 200_000
     assert len(pages["listed"]) < 200_000
     assert len(pages["sick"]) > size

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.reports.forms.human import render_human
-from ampdoctor.reports.forms.to_html import render_html
-from ampdoctor.reports.forms.to_markdown import render_markdown
+from ampdoctor.reports.html_report import render_html
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.markdown import render_markdown
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
 

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from ampdoctor.reports.forms.sections import layout
+from ampdoctor.reports import console as layout
 
 NAME = "transformer_encoder_layers.3.feed_forward_network.0.weight"
 

@@ -14,7 +14,7 @@ import ampdoctor.reports
 from ampdoctor.evidence.json_records import from_plain, schema_of
 from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.forms.schema import schema, schema_of_classes
+from ampdoctor.reports.json_report import schema, schema_of_classes
 from tests.reports.forms.test_to_jsonl import line_schema
 
 FOLDER = Path(ampdoctor.reports.__file__).parent

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.evidence.report import BaselineSection
-from ampdoctor.reports.forms.to_github import MAX_ANNOTATIONS, render_github
+from ampdoctor.reports.github import MAX_ANNOTATIONS, render_github
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.evidence.json_records import to_plain
-from ampdoctor.reports.forms.schema import schema
-from ampdoctor.reports.forms.to_json import render_json, strict_json
+from ampdoctor.reports.json_report import render_json, schema, strict_json
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 
 

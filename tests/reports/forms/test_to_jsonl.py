@@ -10,9 +10,8 @@ import pytest
 from referencing import Registry, Resource
 
 import ampdoctor.reports
-from ampdoctor.reports.forms.schema import schema
-from ampdoctor.reports.forms.to_json import report_as_dict
-from ampdoctor.reports.forms.to_jsonl import LISTS, render_jsonl
+from ampdoctor.reports.json_report import report_as_dict, schema
+from ampdoctor.reports.jsonl import LISTS, render_jsonl
 from tests.reports.full_sample import full
 from tests.samples import EVERY
 

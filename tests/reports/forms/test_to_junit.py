@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ampdoctor.evidence.report import Check, Gate, Suppressed
-from ampdoctor.reports.forms.to_junit import render_junit
+from ampdoctor.reports.junit import render_junit
 from tests.reports.full_sample import full
 from tests.reports.hostile_names import NAMES
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW

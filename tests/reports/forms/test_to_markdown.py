@@ -6,8 +6,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from ampdoctor.evidence.run_facts import PrecisionRow
-from ampdoctor.reports.forms.to_markdown import MAX_BYTES, render_markdown
-from ampdoctor.reports.words.markdown_text import code, fence, prose
+from ampdoctor.reports.escape import code, fence, prose
+from ampdoctor.reports.markdown import MAX_BYTES, render_markdown
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK
 

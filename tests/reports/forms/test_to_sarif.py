@@ -12,8 +12,8 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.location import Source
-from ampdoctor.reports.forms import to_sarif
-from ampdoctor.reports.forms.to_sarif import render_sarif
+from ampdoctor.reports import sarif
+from ampdoctor.reports.sarif import render_sarif
 from tests.reports.full_sample import full
 from tests.reports.hostile_names import NAMES
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
@@ -176,12 +176,12 @@ def test_the_least_severe_results_give_way_to_the_limits(monkeypatch):
     findings = tuple(
         replace(UNDERFLOW, where=replace(UNDERFLOW.where, tensor=f"{index:x}" * 9)) for index in range(2000)
     )
-    monkeypatch.setattr(to_sarif, "MAX_RESULTS", 1500)
+    monkeypatch.setattr(sarif, "MAX_RESULTS", 1500)
     run = run_of(replace(SICK, findings=(OVERFLOW, *findings)))
     assert len(run["results"]) == 1500
     assert run["results"][0]["ruleId"] == "AMP201"
     assert run["invocations"][0]["toolExecutionNotifications"][-1]["message"]["text"].startswith("501 results left out")
-    monkeypatch.setattr(to_sarif, "MAX_COMPRESSED", 20_000)
+    monkeypatch.setattr(sarif, "MAX_COMPRESSED", 20_000)
     text = render_sarif(replace(SICK, findings=(OVERFLOW, *findings)))
     assert len(gzip.compress(text.encode())) <= 20_000
     assert 0 < len(json.loads(text)["runs"][0]["results"]) < 1500

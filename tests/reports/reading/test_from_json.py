@@ -11,11 +11,10 @@ from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
 from ampdoctor.evidence.report_scaler import SettingBound
 from ampdoctor.numerics import Histogram
-from ampdoctor.reports.forms.plain_text import plain_text
-from ampdoctor.reports.forms.schema import schema
-from ampdoctor.reports.forms.to_json import report_as_dict
-from ampdoctor.reports.reading.from_json import report_from_dict, report_from_text
-from ampdoctor.reports.words.key_order import SCALER
+from ampdoctor.reports.human import plain_text
+from ampdoctor.reports.json_report import report_as_dict, schema
+from ampdoctor.reports.read_json import report_from_dict, report_from_text
+from ampdoctor.reports.text import SCALER
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, SICK, UNDERFLOW, renderer
 

@@ -8,10 +8,10 @@ import pytest
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Suppressed
 from ampdoctor.evidence.report_health import HealthAxis, HealthRun, HealthSection
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.forms.to_sarif import render_sarif
-from ampdoctor.reports.reading.from_json import report_from_text
-from ampdoctor.reports.reading.merging import merge_reports
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.merge import merge_reports
+from ampdoctor.reports.read_json import report_from_text
+from ampdoctor.reports.sarif import render_sarif
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW, renderer
 

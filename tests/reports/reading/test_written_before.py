@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.reports.forms.to_json import report_as_dict
-from ampdoctor.reports.reading.from_json import report_from_text
+from ampdoctor.reports.json_report import report_as_dict
+from ampdoctor.reports.read_json import report_from_text
 from tests.reports.test_hostile_names import FORMATS, rendered
 
 WRITTEN = sorted(Path(__file__).with_name("written_by_0_1_0").glob("*.json*"), key=lambda path: path.name)

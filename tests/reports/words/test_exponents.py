@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ampdoctor.numerics import FORMATS, Histogram
-from ampdoctor.reports.forms.sections.exponents import ASCII, BINADES, FIRST, LAST, UNICODE, WINDOWS, Axis, fitting
+from ampdoctor.reports.console import ASCII, BINADES, FIRST, LAST, UNICODE, WINDOWS, Axis, fitting
 
 
 def bars(*magnitudes, **options):

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import BaselineSection, Suppressed
-from ampdoctor.reports.forms.human import render_human
-from ampdoctor.reports.forms.to_github import render_github
-from ampdoctor.reports.forms.to_html import render_html
-from ampdoctor.reports.forms.to_junit import render_junit
-from ampdoctor.reports.forms.to_markdown import render_markdown
-from ampdoctor.reports.words.gate_words import gate_words
+from ampdoctor.reports.github import render_github
+from ampdoctor.reports.html_report import render_html
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.junit import render_junit
+from ampdoctor.reports.markdown import render_markdown
+from ampdoctor.reports.text import gate_words
 from tests.samples import FIXED, HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 ASIDE = replace(

@@ -17,12 +17,12 @@ from ampdoctor.evidence.report_health import (
     ScalerHistory,
 )
 from ampdoctor.evidence.report_scaler import ScalePath, ScalerArguments
-from ampdoctor.reports.forms.canvas import Canvas
-from ampdoctor.reports.forms.formats import renderer
-from ampdoctor.reports.forms.sections.health_on_page import bundles
-from ampdoctor.reports.forms.to_markdown import render_markdown
-from ampdoctor.reports.words import health_words, words
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports import section_words
+from ampdoctor.reports import text as words
+from ampdoctor.reports.formats import Canvas, renderer
+from ampdoctor.reports.html_report import bundles
+from ampdoctor.reports.markdown import render_markdown
+from ampdoctor.reports.next_step import next_step
 
 RUN = HealthRun(
     name="small", source="logs/small", format="ampdoctor", steps=3, last_step=2, axis=HealthAxis(first=(), last=())
@@ -33,19 +33,19 @@ USED = ScalerArguments(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5
 
 
 def facts(**fields):
-    return list(health_words.facts(replace(RUN, **fields)))
+    return list(section_words.facts(replace(RUN, **fields)))
 
 
 def test_a_run_in_a_line():
-    assert health_words.run_line(RUN) == "steps 0 to 2"
+    assert section_words.run_line(RUN) == "steps 0 to 2"
     cut = replace(RUN, steps=2, curves=(LOSS,), ending="cut_off", precision="bf16", lost=1)
-    assert health_words.run_line(cut) == (
+    assert section_words.run_line(cut) == (
         "steps 0 to 2 (2 steps logged), bf16, loss 3 to 1.5, cut off: the log has no last line and no longer grows, "
         "1 line lost"
     )
-    assert health_words.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
-    assert health_words.title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
-    assert health_words.title(replace(RUN, optimizer="optimizer2")) == "run small, optimizer2 (logs/small)"
+    assert section_words.run_line(replace(RUN, ending="ended", exit_code=3)).endswith("ended with exit code 3")
+    assert section_words.health_title(replace(RUN, optimizer="critic")) == "run small, optimizer critic (logs/small)"
+    assert section_words.health_title(replace(RUN, optimizer="optimizer2")) == "run small, optimizer2 (logs/small)"
 
 
 def test_a_scaler_in_two_lines():

@@ -12,7 +12,7 @@ from ampdoctor.evidence.report_replay import ProofSection, ProofStep, StepFigure
 from ampdoctor.evidence.report_scaler import EmittedSettings
 from ampdoctor.evidence.report_scan import ChangedTensor, StructureSection, TrendSection
 from ampdoctor.evidence.run_facts import PrecisionAdvice
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.next_step import next_step
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
 
 RUN = {"factory": "run.py:make_run"}

@@ -17,10 +17,10 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Prescription, Report
 from ampdoctor.evidence.report_health import HealthSection, LookMark
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.reports.forms.human import render_human
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words.next_step import next_step
-from ampdoctor.reports.words.paste import PROTOCOL, Code, Setting, code_of, setting_of
+from ampdoctor.reports.fix_code import PROTOCOL, Code, Setting, code_of, setting_of
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from tests.browser.health_pages import health_run
 from tests.samples import OVERFLOW, SICK
 

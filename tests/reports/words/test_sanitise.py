@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.reports.words.sanitise import is_seen, sanitise, sanitise_lines, sentence
+from ampdoctor.reports.escape import is_seen, sanitise, sanitise_lines, sentence
 
 
 @given(st.text(alphabet=st.characters()))

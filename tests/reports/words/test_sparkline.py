@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ampdoctor.reports.words.sparkline import sparkline
+from ampdoctor.reports.text import sparkline
 
 
 def test_levels_go_from_the_lowest_to_the_highest():

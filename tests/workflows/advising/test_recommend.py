@@ -8,7 +8,7 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import thresholds_from
 from ampdoctor.evidence.report_scaler import ScalerSection
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.profile import read_profile, write_profile
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
 from ampdoctor.workflows.requests import ReplayRequest

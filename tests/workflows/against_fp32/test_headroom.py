@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampdoctor.replay.training_run import TrainingRun
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 

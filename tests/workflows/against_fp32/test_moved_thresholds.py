@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.catalogue import thresholds_from
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend

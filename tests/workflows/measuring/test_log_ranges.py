@@ -14,7 +14,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.live.log.run_log import RunLog
 from ampdoctor.numerics import Histogram
-from ampdoctor.reports.words.words import verdict
+from ampdoctor.reports.text import verdict
 from ampdoctor.workflows.profile import NOTE_ON_LOGS, ranges_of_log
 from ampdoctor.workflows.recommend import recommend_from_files
 from ampdoctor.workflows.requests import ReplayRequest

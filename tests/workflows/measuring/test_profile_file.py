@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.ranges.profile import merge
 from ampdoctor.ranges.profile_file import pack, unpack
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.profile import MAX_PROFILE_BYTES, profile, profile_from_files, read_profile, write_profile
 from ampdoctor.workflows.requests import ReplayRequest
 

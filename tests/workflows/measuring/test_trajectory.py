@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.scaling.scalers import OVERFLOW_AT
 from tests.corpus.reports import of_case, recommended
 

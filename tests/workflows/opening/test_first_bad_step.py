@@ -16,8 +16,8 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay import batches
 from ampdoctor.replay.snapshot import Snapshot
-from ampdoctor.reports.forms.human import render_human
-from ampdoctor.reports.forms.to_json import render_json, report_as_dict
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.json_report import render_json, report_as_dict
 from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest

@@ -11,8 +11,8 @@ from torch import nn
 
 from ampdoctor.cli.process.exit_code import judge
 from ampdoctor.replay.training_run import TrainingRun
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 

@@ -17,7 +17,7 @@ from ampdoctor.diagnosis.replay.nonfinite import cause_of, culprits
 from ampdoctor.errors import UsageError
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.reports.forms.to_json import report_as_dict
+from ampdoctor.reports.json_report import report_as_dict
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.close_look import LayerSearch, SearchLost
 from ampdoctor.workflows.open_replay import open_replay

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from ampdoctor.cli.process.exit_code import judge
 from ampdoctor.diagnosis.replay.outcome import Here, differences, known_failure
 from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 from tests.workflows.opening import long_runs

@@ -11,7 +11,7 @@ from torch import nn
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Source, Where
 from ampdoctor.evidence.trace import Birth, Passage, TensorStats, Way
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.report_notes import MOST_CARRIERS, module_types, path_section
 from ampdoctor.workflows.requests import ReplayRequest

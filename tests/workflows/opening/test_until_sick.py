@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows import close_look
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.open_replay import open_replay

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.replay.session import Session
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.requests import ReplayRequest
 from ampdoctor.workflows.trials import Trials

@@ -12,7 +12,7 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.report_replay import Proof, ReplayedStep
 from ampdoctor.evidence.trace import StepOutcome
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.trials import AFTER, AGREEMENT, MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
 from tests.corpus.reports import diagnosed, of_case, recommended, request_of

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan import scan
 
 CASES = Path(__file__).parents[3] / "fixtures" / "corpus" / "cases"

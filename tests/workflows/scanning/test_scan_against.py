@@ -19,7 +19,7 @@ from ampdoctor.checkpoints.folder import open_checkpoint
 from ampdoctor.checkpoints.stored_tensor import Shard, ShardedTensor, StridedTensor
 from ampdoctor.checkpoints.tensor_differences import side_by_side
 from ampdoctor.errors import CheckpointError
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan_against import compare
 from tests.workflows.scanning.trained import Training
 

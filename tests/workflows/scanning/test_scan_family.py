@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints.series import Member
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.report_scan import ListedLog
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare
 from ampdoctor.workflows.scan_checkpoint import list_structure

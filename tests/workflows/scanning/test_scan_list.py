@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints.stored_tensor import Block
 from ampdoctor.cli.main import main
 from ampdoctor.evidence.report_scan import ListedGroup, ListedLog, ListedRole
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan_checkpoint import list_structure
 from tests.workflows.scanning.trained import Training
 

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.gates.findings import Ignore, apply_ignores
-from ampdoctor.reports.forms.plain_text import plain_text
-from ampdoctor.reports.forms.to_github import render_github
-from ampdoctor.reports.forms.to_json import render_json
-from ampdoctor.reports.forms.to_sarif import render_sarif
+from ampdoctor.reports.github import render_github
+from ampdoctor.reports.human import plain_text
+from ampdoctor.reports.json_report import render_json
+from ampdoctor.reports.sarif import render_sarif
 from ampdoctor.workflows.scan import scan, scan_several
 
 CHECKPOINTS = Path(__file__).parents[3] / "fixtures" / "checkpoints"

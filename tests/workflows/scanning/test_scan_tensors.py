@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.json_report import render_json
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_against import compare
 from ampdoctor.workflows.scan_checkpoint import list_structure

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ampdoctor.cli.options.options import OutputOptions
     from ampdoctor.health.latest import Event
-    from ampdoctor.reports.forms.canvas import Color
+    from ampdoctor.reports.formats import Color
 
 FRAME_S = 0.25
 """Between two looks: an eye does not read faster, and a log is a twentieth of a second behind its training."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampdoctor.cli.process.progress import duration
-from ampdoctor.reports.words.sanitise import sanitise
-from ampdoctor.reports.words.sparkline import sparkline
+from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.text import sparkline
 
 if TYPE_CHECKING:
     from rich.text import Text

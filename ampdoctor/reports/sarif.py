@@ -17,12 +17,11 @@ from urllib.parse import quote
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.package import version
-from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.forms.to_json import strict_json
-from ampdoctor.reports.words import words
-from ampdoctor.reports.words.location import Location, in_repository, location_of
-from ampdoctor.reports.words.markdown_text import prose
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports import text as words
+from ampdoctor.reports.escape import prose, sanitise
+from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.json_report import strict_json
+from ampdoctor.reports.text import Location, in_repository, location_of
 
 MAX_RESULTS = 25_000
 MAX_COMPRESSED = 10_000_000  # bytes

@@ -28,9 +28,9 @@ from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
 from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.evidence.report_scan import TensorRow
-from ampdoctor.reports.forms.to_json import strict_json_line
-from ampdoctor.reports.words import words
-from ampdoctor.reports.words.location import file_in, target_file
+from ampdoctor.reports import text
+from ampdoctor.reports.json_report import strict_json_line
+from ampdoctor.reports.text import file_in, target_file
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ def _target(reports: Sequence[Report]) -> dict[str, Any]:
     shown = _shown(reports)
     paths = list(dict.fromkeys(shown(target_file(target), target) for target in targets))
     merged = [{"target": report.target, "verdict": report.verdict} for report in reports]
-    return {"path": words.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
+    return {"path": text.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
 
 
 def _differ(reports: Sequence[Report]) -> bool:
@@ -190,7 +190,7 @@ def _run(reports: Sequence[Report]) -> dict[str, Any]:
     agreed = _agreed(runs)
     notes = list(_once(report.run.get("notes") or () for report in reports))
     notes += [
-        f"{key}, by report: {', '.join(words.value(run.get(key)) for run in runs)}"
+        f"{key}, by report: {', '.join(text.value(run.get(key)) for run in runs)}"
         for key in dict.fromkeys(key for run in runs for key in run)
         if key not in agreed
     ]

@@ -11,7 +11,7 @@ from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, 
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.evidence.report_replay import NOT_THE_ORDER
-from ampdoctor.reports.words.key_order import SCALER, in_order
+from ampdoctor.reports.text import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 

@@ -13,15 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.reports.forms.canvas import Canvas
-from ampdoctor.reports.forms.renderer import Renderer
-from ampdoctor.reports.forms.sections import health_section, plan_section, range_sections, scan_sections
-from ampdoctor.reports.forms.sections.layout import heading, labelled, listed, show, text
-from ampdoctor.reports.words import plan_words, words
-from ampdoctor.reports.words.gate_words import gate_words
-from ampdoctor.reports.words.next_step import bundle_command, next_step
-from ampdoctor.reports.words.paste import Setting, code_of, setting_of
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports import human_sections, section_words
+from ampdoctor.reports import text as words
+from ampdoctor.reports.console import heading, labelled, listed, show, text
+from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.fix_code import Setting, code_of, setting_of
+from ampdoctor.reports.formats import Canvas, Renderer
+from ampdoctor.reports.next_step import bundle_command, next_step
+from ampdoctor.reports.text import gate_words
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}
@@ -62,14 +61,14 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
             console.print(text(f"not examined: {note}"))
         return
     _gated(report, console, verbose)
-    range_sections.loss_scaling(report.scaler, console, verbose=verbose)
-    range_sections.precision(report.precision, console, verbose=verbose)
-    range_sections.ranges(report.profile, console, verbose=verbose)
-    health_section.health(report.health, console)
-    plan_section.plan(report.plan, console, verbose=verbose)
-    scan_sections.trend(report, console)
-    scan_sections.change(report, console)
-    scan_sections.structure(report, console)
+    human_sections.loss_scaling(report.scaler, console, verbose=verbose)
+    human_sections.precision(report.precision, console, verbose=verbose)
+    human_sections.ranges(report.profile, console, verbose=verbose)
+    human_sections.health(report.health, console)
+    human_sections.plan(report.plan, console, verbose=verbose)
+    human_sections.trend(report, console)
+    human_sections.change(report, console)
+    human_sections.structure(report, console)
     _checks(report, console, verbose)
     listed("not examined", broken, console, style="bold red")
     listed("left out", (f"{s.what}: {s.reason}" for s in report.skipped), console)
@@ -112,7 +111,7 @@ def _head(report: Report, console: Console) -> None:
     if report.trend is not None:
         show(text(report.trend.summary), console)
     if report.plan is not None:
-        show(text(plan_words.title(report.plan)), console)
+        show(text(section_words.plan_title(report.plan)), console)
     if report.run:
         settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
         show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)
@@ -273,3 +272,23 @@ def _render(report: Report, canvas: Canvas, /) -> str:
 
 
 RENDERER: Renderer = _render
+
+
+# The human report as plain text, for places that are no terminal: a test's failure, a log.
+
+
+WIDTH = 100
+"""Columns: a failed test is read in a terminal, and in logs that fold what is longer."""
+
+
+def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
+    """Return the human report without colour.
+
+    Args:
+        report: What to show.
+        quiet: As for `Canvas`.
+        verbose: As for `Canvas`.
+        width: Columns.
+    """
+    text = RENDERER(report, Canvas(width=width, color="never", quiet=quiet, verbose=verbose))
+    return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")

@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
-from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.words import words
-from ampdoctor.reports.words.gate_words import fixed, fixed_lines, fixed_sentence
-from ampdoctor.reports.words.location import Location, in_repository, location_of, target_file
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports import text as words
+from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.text import Location, fixed, fixed_lines, fixed_sentence, in_repository, location_of, target_file
 
 MAX_ANNOTATIONS = 10
 _LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {

@@ -21,11 +21,10 @@ from xml.etree import ElementTree as ET
 
 from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Gate, Report, Severity
 from ampdoctor.package import version
-from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.words import words
-from ampdoctor.reports.words.gate_words import fixed, fixed_line, place_of
-from ampdoctor.reports.words.location import location_of, target_file
-from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.reports import text as words
+from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.text import fixed, fixed_line, location_of, place_of, target_file
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What no XML 1.0 document may hold, not even escaped (its production 2, Char)."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import statistics
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.evidence.json_records import to_plain
 from ampdoctor.evidence.location import Source, Where
+from ampdoctor.evidence.paths import checkpoint_path, file_within, path_in_repository, posix, scanned_path
 from ampdoctor.evidence.report import (
     SEVERITIES,
     Configuration,
     Finding,
+    FixedEntry,
     Prescription,
     PrescriptionStatus,
     Report,
+    Suppressed,
     Verdict,
 )
 from ampdoctor.evidence.thresholds import MovedThreshold
@@ -299,3 +305,209 @@ def binary(number: Any) -> str:
     if mantissa == 0.5 and not _SMALL < number <= _LARGE:
         return f"2^{exponent - 1}"
     return f"{number:.10g}"
+
+
+# The file of a finding, and its line if known: annotations and code scanning need one.
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place in a file.
+
+    Attributes:
+        file: Path with `/`, relative to the working directory if it lies below it.
+        line: 1-based; None if no source line is known.
+    """
+
+    file: str
+    line: int | None = None
+
+
+def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
+    """Returns the user's line of a finding, else the checkpoint's file, else what was examined."""
+    source = finding.where.source or finding.where.forward_source
+    if source is not None:
+        return Location(posix(source.file), source.line)
+    return Location(file_in(finding.where.file, target))
+
+
+def in_repository(at: Location, target: Mapping[str, Any]) -> Location:
+    """Returns the place from the repository's root, because GitHub knows nothing about a working directory."""
+    return replace(at, file=path_in_repository(at.file, target))
+
+
+def file_in(file: str | None, target: Mapping[str, Any]) -> str:
+    """Returns the checkpoint's file of that name, else what was examined."""
+    return target_file(target) if file is None else file_within(checkpoint_path(target), posix(file))
+
+
+def target_file(target: Mapping[str, Any]) -> str:
+    """Returns the file or folder of a report; for a factory its file, for a saved profile that profile; else ".".
+
+    For `package.module:function` it is `package/module.py`, which is where such a module lies in most repositories.
+    """
+    factory = target.get("factory")
+    if scanned_path(target):
+        return checkpoint_path(target)
+    if isinstance(factory, str) and ":" in factory and "profile" not in target:
+        module = factory.rpartition(":")[0]
+        return posix(module) if module.endswith(".py") else f"{module.replace('.', '/')}.py"
+    return posix(target.get("profile") or ".")
+
+
+# What gates have done to a report, in words: what was set aside, and what of the baseline is fixed.
+
+
+_IN_A_LINE = 12
+"""Fixed entries that get a line each."""
+
+
+def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]]]:
+    """Return a sentence, and the lines that belong below it, for each thing that there is to say.
+
+    Args:
+        report: Any.
+        verbose: From 1 on every finding that was set aside, and every entry that is fixed, has its line.
+    """
+    said: list[tuple[str, list[str]]] = []
+    if report.suppressed:
+        said.append(_set_aside(report, verbose=verbose))
+    if fixed(report):
+        said.append((fixed_sentence(report), fixed_lines(report, verbose=verbose)))
+    return said
+
+
+def fixed(report: Report) -> Sequence[FixedEntry]:
+    """Return the entries of the baseline that were not found again."""
+    return () if report.baseline is None else report.baseline.fixed
+
+
+def fixed_sentence(report: Report) -> str:
+    """Return how many those are, and what to do about the baseline."""
+    file = report.baseline.file if report.baseline is not None else ""
+    gone = f"{count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
+    return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
+
+
+def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
+    """Return a line for each of them, or for the first."""
+    entries = fixed(report)
+    shown = entries if verbose else entries[:_IN_A_LINE]
+    more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
+    return [*map(fixed_line, shown), *more]
+
+
+def fixed_line(entry: FixedEntry) -> str:
+    """Return what an entry says."""
+    return f"{entry.severity} {entry.code} {place_of(entry)}: {entry.message}"
+
+
+def place_of(entry: FixedEntry) -> str:
+    """Return what tells an entry from others of its code: tensor or module, what is done to it, of several its file."""
+    name, op, file = entry.tensor or entry.module, entry.op or "", entry.file
+    if name and op and not op.startswith("state:"):  # that is the tensor itself
+        name = f"{name} ({op})"
+    return f"{name or op} in {file}" if file else str(name or op)
+
+
+def _set_aside(report: Report, *, verbose: int) -> tuple[str, list[str]]:
+    known = [one for one in report.suppressed if one.by == "baseline"]
+    ignored = len(report.suppressed) - len(known)
+    parts = [f"{len(known)} by the baseline {known[0].reason}"] if known else []
+    parts += [f"{ignored} by an ignore"] if ignored else []
+    total = count(len(report.suppressed), "finding")
+    sentence = f"{total} set aside: {', '.join(parts)}"
+    if not verbose:
+        return f"{sentence}; -v lists {'it' if len(report.suppressed) == 1 else 'them'}", []
+    return sentence, [_gate_line(one) for one in report.suppressed]
+
+
+def _gate_line(one: Suppressed) -> str:
+    finding = one.finding
+    spot = place(finding.where)
+    return f"{finding.severity} {finding.code} {finding.name}: {finding.message} ({spot}); {one.by}: {one.reason}"
+
+
+# A curve in one line of text.
+
+
+_LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+_NONFINITE, _PLAIN_NONFINITE = "\N{MULTIPLICATION SIGN}", "!"
+
+
+def sparkline(values: Sequence[float | None], width: int, *, logarithmic: bool = False, plain: bool = False) -> str:
+    """Returns the last or all of the values, a character for one or more of them; a space where none is known.
+
+    A character stands for the median of its values, or says that one of them is not finite: an overflow among a
+    thousand good steps is seen.
+
+    Args:
+        values: In order; None where there is none.
+        width: Characters at most.
+        logarithmic: Levels are equal ratios; what is not positive is then on the lowest.
+        plain: ASCII only.
+    """
+    if width < 1 or not values:
+        return ""
+    columns = min(width, len(values))
+    cells = [values[len(values) * at // columns : len(values) * (at + 1) // columns] for at in range(columns)]
+    heights = [_height(cell, logarithmic=logarithmic) for cell in cells]
+    known = [height for height in heights if height is not None and math.isfinite(height)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    levels, nonfinite = (_PLAIN_LEVELS, _PLAIN_NONFINITE) if plain else (_LEVELS, _NONFINITE)
+    line = []
+    for height in heights:
+        if height is None:
+            line.append(" ")
+        elif math.isnan(height):
+            line.append(nonfinite)
+        else:
+            share = (height - low) / (high - low) if high > low and math.isfinite(height) else 0.0
+            line.append(levels[min(int(share * len(levels)), len(levels) - 1)])
+    return "".join(line)
+
+
+def _height(cell: Sequence[float | None], *, logarithmic: bool) -> float | None:
+    """The height of a column: NaN where a value of it is not finite, None where there is none."""
+    known = [value for value in cell if value is not None]
+    if not known:
+        return None
+    if not all(map(math.isfinite, known)):
+        return math.nan
+    value = statistics.median(known)
+    if not logarithmic:
+        return value
+    return math.log2(value) if value > 0.0 else -math.inf
+
+
+# The order of keys for people: JSON sorts its keys, so a report that was read back has lost their order.
+
+
+RUN = (
+    "device",
+    "policy",
+    "half_products",
+    "precision",
+    "autocast",
+    "steps",
+    "replays",
+    "torch",
+    "torch_shims",
+    "threads",
+    "notes",
+    "deterministic",
+    "strategy",
+    "partial_replays",
+    "bad_step_replays",
+    "saved",
+)
+"""Facts about a replay, in the order in which the workflows write them."""
+TARGET = ("path", "profile", "factory", "checkpoint", "format")
+SCALER = ("init_scale", "scale", "growth_factor", "backoff_factor", "growth_interval")
+"""Settings of a loss scaler, in the order of GradScaler's signature."""
+
+
+def in_order(values: Mapping[str, Any], first: Sequence[str]) -> dict[str, Any]:
+    """Return the mapping with the keys of `first` in that order, and the others after them, sorted."""
+    known = [name for name in first if name in values]
+    return {name: values[name] for name in (*known, *sorted(values.keys() - set(known)))}

@@ -1,14 +1,21 @@
-"""The place that a report is drawn for."""
+"""The forms that a report can have, by the name that `--format` takes; one renderer a file."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TextIO
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO, TypeAlias, cast
+
+from ampdoctor.evidence.report import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+# The place that a report is drawn for.
+
 
 Color = Literal["auto", "always", "never"]
 _COLORS: Mapping[Color, Literal["auto", "standard"] | None] = {"auto": "auto", "always": "standard", "never": None}
@@ -72,3 +79,45 @@ class _Buffer(io.StringIO):
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""
         return self._terminal
+
+
+# The seam between a report and the forms that it can have.
+
+
+class Renderer(Protocol):
+    """One form of a report. It is a seam so that whoever writes a report need not know which forms there are."""
+
+    def __call__(self, report: Report, canvas: Canvas, /) -> str:
+        """Return the whole text, byte for byte the same for the same report and canvas."""
+
+
+def the_same_everywhere(render: Callable[[Report], str]) -> Renderer:
+    """Return the renderer of a form that takes no account of where its text goes."""
+
+    def renderer(report: Report, _canvas: Canvas, /) -> str:
+        return render(report)
+
+    return renderer
+
+
+FORMATS: Mapping[str, str] = {
+    "human": "human",
+    "json": "json_report",
+    "jsonl": "jsonl",
+    "markdown": "markdown",
+    "github": "github",
+    "junit": "junit",
+    "sarif": "sarif",
+    "html": "html_report",
+}
+"""The file of each, whose `RENDERER` it is; in the order in which they are offered."""
+
+if TYPE_CHECKING:
+    ReportFormat: TypeAlias = str
+else:
+    ReportFormat = Literal[tuple(FORMATS)]  # the choices of an option
+
+
+def renderer(form: ReportFormat) -> Renderer:
+    """Return what renders a form, loaded now: most runs need one of them."""
+    return cast("Renderer", import_module(f"ampdoctor.reports.{FORMATS[form]}").RENDERER)

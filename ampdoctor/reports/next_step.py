@@ -14,8 +14,8 @@ from ampdoctor.evidence.report import BaselineSection, Finding, Report
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import ScalerSection
 from ampdoctor.evidence.report_scan import ChangeSection
-from ampdoctor.reports.words import words
-from ampdoctor.reports.words.paste import Code, code_of, setting_of
+from ampdoctor.reports import text
+from ampdoctor.reports.fix_code import Code, code_of, setting_of
 
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration: they say nothing of what was examined."""
@@ -268,7 +268,7 @@ def _sick(report: Report) -> Step:
     if prescription.verified and prescription.kind == "scaler" and code.torch:
         return Step(f"put the scaler shown into the training loop: {_proved('it is', 'it', finding, report)}")
     if prescription.verified:
-        return Step(f"{words.change(prescription)}: {_proved('that is', 'it', finding, report)}")
+        return Step(f"{text.change(prescription)}: {_proved('that is', 'it', finding, report)}")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
         return Step("find where it breaks", _replay("bisect-nan", report.target))
     if finding.code == _NOT_FINITE_IN_FP32:
@@ -384,7 +384,7 @@ def _recommended(report: Report) -> Step:
     if scaler.emit:
         return Step("put the settings shown into your configuration")
     settings = asdict(scaler.recommended) if scaler.recommended is not None else {}
-    arguments = ", ".join(f"{key}={words.setting(item)}" for key, item in settings.items())
+    arguments = ", ".join(f"{key}={text.setting(item)}" for key, item in settings.items())
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
 
 

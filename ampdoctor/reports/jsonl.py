@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.forms.to_json import report_as_dict, strict_json_line
+from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.json_report import report_as_dict, strict_json_line
 
 HEADER, SUMMARY = "report", "summary"
 LISTS: Mapping[str, str] = {

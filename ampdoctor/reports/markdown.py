@@ -15,14 +15,12 @@ from ampdoctor.evidence.report_health import HealthSection
 from ampdoctor.evidence.report_plan import PlanSection
 from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection
 from ampdoctor.evidence.run_facts import PrecisionAdvice
-from ampdoctor.reports.forms.renderer import the_same_everywhere
-from ampdoctor.reports.words import health_words, plan_words, words
-from ampdoctor.reports.words.gate_words import fixed, place_of
-from ampdoctor.reports.words.location import location_of
-from ampdoctor.reports.words.markdown_text import code, fence, header, prose, row
-from ampdoctor.reports.words.next_step import next_step
-from ampdoctor.reports.words.paste import Setting, code_of, setting_of
-from ampdoctor.reports.words.range_words import (
+from ampdoctor.reports import section_words, text
+from ampdoctor.reports.escape import code, fence, header, prose, row
+from ampdoctor.reports.fix_code import Setting, code_of, setting_of
+from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.next_step import next_step
+from ampdoctor.reports.section_words import (
     ABOUT,
     FEW,
     GRADIENTS,
@@ -37,6 +35,7 @@ from ampdoctor.reports.words.range_words import (
     summary_rows,
     worst_first,
 )
+from ampdoctor.reports.text import fixed, location_of, place_of
 
 MAX_BYTES = 900_000
 _TRUNCATED = "\n**Truncated here: the rest is more than GitHub shows; `--report json=FILE` has all of it.**\n"
@@ -72,13 +71,13 @@ def _pieces(report: Report) -> Iterator[str]:
 
 
 def _head(report: Report) -> Iterator[str]:
-    yield f"## ampdoctor {report.command}: {words.of_verdict(report).partition(':')[0]}\n\n"
-    about = words.target(report.target)
-    yield f"{code(about)}{': ' if about else ''}{prose(words.verdict(report))}\n"
+    yield f"## ampdoctor {report.command}: {text.of_verdict(report).partition(':')[0]}\n\n"
+    about = text.target(report.target)
+    yield f"{code(about)}{': ' if about else ''}{prose(text.verdict(report))}\n"
     step = next_step(report)
     yield f"\n**Next**: {prose(step.said)}{f': {code(step.line)}' if step.line else ''}\n"
     settings = [
-        f"{prose(key.replace('_', ' '))} {code(words.value(item))}"
+        f"{prose(key.replace('_', ' '))} {code(text.value(item))}"
         for key, item in report.run.items()
         if isinstance(item, str | int | float)
     ]
@@ -87,7 +86,7 @@ def _head(report: Report) -> Iterator[str]:
     for note in report.run.get("notes") or ():
         yield f"\nNote: {prose(note)}\n"
     if report.thresholds:
-        yield f"\n{prose(words.moved(report.thresholds))}\n"
+        yield f"\n{prose(text.moved(report.thresholds))}\n"
     if report.trend is not None:
         yield f"\nTrend: {prose(report.trend.summary)}\n"
 
@@ -109,18 +108,18 @@ def _overview(report: Report) -> Iterator[str]:
 
 
 def _finding(finding: Finding, setting: Setting) -> str:
-    lines = [f"**where**: {prose(words.place(finding.where))}"]
-    lines += [f"**why**: {prose(said)}" for said in words.why(finding)]
+    lines = [f"**where**: {prose(text.place(finding.where))}"]
+    lines += [f"**why**: {prose(said)}" for said in text.why(finding)]
     lines += [
-        f"**evidence**: {code(key)} = {code(words.record(item) if isinstance(item, Mapping) else words.value(item))}"
-        for key, item in words.known(finding.evidence).items()
+        f"**evidence**: {code(key)} = {code(text.record(item) if isinstance(item, Mapping) else text.value(item))}"
+        for key, item in text.known(finding.evidence).items()
     ]
     pasted = ""
     if finding.prescription is not None:
-        lines.append(f"**change**: {prose(words.change(finding.prescription))}")
-        lines.append(f"**proof**: {prose(words.proof(finding.prescription))}")
+        lines.append(f"**change**: {prose(text.change(finding.prescription))}")
+        lines.append(f"**proof**: {prose(text.proof(finding.prescription))}")
         lines += [
-            f"**also tried**: {prose(words.change(other))}: {prose(words.proof(other))}"
+            f"**also tried**: {prose(text.change(other))}: {prose(text.proof(other))}"
             for other in finding.prescription.alternatives
         ]
         paste = code_of(finding.prescription, setting, finding.cause)
@@ -135,30 +134,31 @@ def _finding(finding: Finding, setting: Setting) -> str:
 
 def _health(section: HealthSection | None) -> Iterator[str]:
     for run in section.runs if section is not None else ():
-        yield f"\n### {prose(health_words.title(run))}\n\n{prose(health_words.run_line(run))}\n\n"
-        for label, said in health_words.facts(run):
+        yield f"\n### {prose(section_words.health_title(run))}\n\n{prose(section_words.run_line(run))}\n\n"
+        for label, said in section_words.facts(run):
             yield f"- {f'**{prose(label)}**: ' if label else ''}{prose(said)}\n"
-        for command in health_words.commands(run):
+        for command in section_words.commands(run):
             yield f"\n{fence([command], 'console')}\n"
 
 
 def _plan(section: PlanSection | None) -> Iterator[str]:
     if section is None:
         return
-    yield f"\n### {prose(plan_words.title(section))}\n\nPlans, {prose(section.rule)}:\n\n"
-    yield _table(plan_words.plan_headings(section), plan_words.plan_rows(section))
-    for label, said in plan_words.memory_rows(section):
+    yield f"\n### {prose(section_words.plan_title(section))}\n\nPlans, {prose(section.rule)}:\n\n"
+    yield _table(section_words.plan_headings(section), section_words.plan_rows(section))
+    for label, said in section_words.memory_rows(section):
         yield f"\n- **{label}**: {prose(said)}"
     if section.changes:
         rows = (row([prose(one.what), code(one.figure), prose(one.said)]) for one in section.changes)
-        title = prose(plan_words.changes_title(section).capitalize())
+        title = prose(section_words.changes_title(section).capitalize())
         yield f"\n\n### {title}\n\n{header('what', 'by', 'because')}{''.join(rows)}"
     if section.flushed is not None:
-        shown = plan_words.flushed_rows(section.flushed, layers=plan_words.SHOWN_LAYERS)
-        yield f"\n### {prose(plan_words.flushed_title(section.flushed))}\n\n"
-        yield _table(plan_words.FLUSHED_HEADINGS, shown)
+        shown = section_words.flushed_rows(section.flushed, layers=section_words.SHOWN_LAYERS)
+        yield f"\n### {prose(section_words.flushed_title(section.flushed))}\n\n"
+        yield _table(section_words.FLUSHED_HEADINGS, shown)
     if section.left_as_it_is:
-        yield f"\n### Settings left as they are\n\n{_table(plan_words.LEFT_HEADINGS, plan_words.left_rows(section))}"
+        left = _table(section_words.LEFT_HEADINGS, section_words.left_rows(section))
+        yield f"\n### Settings left as they are\n\n{left}"
     if section.emit is not None:
         yield from _emitted(section.emit)
 
@@ -186,7 +186,7 @@ def _scaler(scaler: ScalerSection | None) -> Iterator[str]:
         yield head + row([code(name), _shown(current.get(name)), _setting(recommended.get(name)), prose(by)])
         head = ""
     if scaler.change and scaler.bound_by:
-        yield f"\nBound by: {prose(words.value(scaler.bound_by))}\n"
+        yield f"\nBound by: {prose(text.value(scaler.bound_by))}\n"
     if scaler.predicted and not scaler.change:  # else nobody has judged the settings
         yield "\nNo change needed: nothing tried is better by more than noise.\n"
     head = "\n" + header(
@@ -237,7 +237,7 @@ def _ranges(profile: Mapping[str, Any] | None) -> Iterator[str]:
         yield head + row([code(layer_name(site)), *map(prose, layer_cells(site, measured))])
         head = ""
     if len(sites) > FEW:
-        yield f"\n... and {words.count(len(sites) - FEW, 'more layer')}\n"
+        yield f"\n... and {text.count(len(sites) - FEW, 'more layer')}\n"
 
 
 def _set_aside(report: Report) -> Iterator[str]:
@@ -256,7 +256,7 @@ def _checks(report: Report) -> Iterator[str]:
     """Yield what was looked at and what was left out, each as one part: cut inside, it could not be folded."""
     tables = {
         "checked": [
-            row([prose(one.name), prose(one.result), code(words.record(one.headroom))]) for one in report.checks
+            row([prose(one.name), prose(one.result), code(text.record(one.headroom))]) for one in report.checks
         ],
         "left out": [row([code(one.what), "", prose(one.reason)]) for one in report.skipped],
     }
@@ -268,15 +268,15 @@ def _checks(report: Report) -> Iterator[str]:
 
 
 def _percent(fraction: Any) -> str:
-    return prose(words.percent(fraction))
+    return prose(text.percent(fraction))
 
 
 def _setting(item: Any) -> str:
-    return "" if item is None else code(words.setting(item))
+    return "" if item is None else code(text.setting(item))
 
 
 def _shown(item: Any) -> str:
-    return "" if item is None else code(words.value(item))
+    return "" if item is None else code(text.value(item))
 
 
 RENDERER = the_same_everywhere(render_markdown)

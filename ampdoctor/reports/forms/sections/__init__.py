@@ -1,1 +1,0 @@
-"""What the human form is put together from: pieces drawn to a console."""

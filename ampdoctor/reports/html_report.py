@@ -1,0 +1,413 @@
+"""The HTML renderer: one self-contained page that opens offline, on a phone and in the dark.
+
+What a reader needs first (findings, where, why, change, proof, lines to paste, every small table) is plain HTML, there
+without JavaScript as well. Scripts add charts and the tables that are too long for a page. Nothing is fetched: a
+Content-Security-Policy forbids every request and every script or style but those of the page, known by their hash.
+
+Names come from files that others wrote. In the HTML they pass `sanitise` and Jinja2's autoescape; the scripts get them
+as JSON, and put them into the page as text nodes only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from ampdoctor.evidence.json_records import to_plain
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report_health import HealthRun, HealthSection, LookMark
+from ampdoctor.reports import section_words
+from ampdoctor.reports import text as words
+from ampdoctor.reports.escape import sanitise, sanitise_lines
+from ampdoctor.reports.fix_code import setting_of
+from ampdoctor.reports.formats import the_same_everywhere
+from ampdoctor.reports.json_report import report_as_dict
+from ampdoctor.reports.next_step import next_step
+from ampdoctor.reports.section_words import NOT_MEASURED, ahead, finding_parts, measured_gradients
+from ampdoctor.reports.text import fixed, fixed_line
+
+# What the HTML page says of runs over time: sentences for everybody, and packed numbers for the scripts that draw.
+#
+# Three runs of 2,000 spans and six maps of 200 tensors are 700,000 numbers. As text they would be most of the page's
+# weight; as float32 in base64 each takes five letters, and seven digits of it stay.
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Names of the runs where there is room for no more than one letter."""
+_LARGEST, _LEAST = 3.4e38, 1.2e-38
+"""Of float32's normal numbers; beyond them a column keeps all its bits."""
+_SHOWN_BY: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "forward": (("activation", "parameter"), "headroom_binades"),
+    "backward": (("gradient", "activation_gradient"), "norm"),
+    "optimizer": (("parameter", "gradient"), "norm"),
+}
+"""Of each phase the roles whose maps may show a finding, and the map for one whose evidence names none."""
+_PACKED = frozenset({"axis", "curves", "maps"})
+
+
+def health_data(section: HealthSection, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what the scripts draw."""
+    return {
+        "axis": section.axis,
+        "runs": [_run(run, index) for index, run in enumerate(section.runs)],
+        "alerts": alerts(section, findings),
+    }
+
+
+def alerts(section: HealthSection, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return the findings that have a step, in the order of their steps.
+
+    Each with the number of its finding, and the number of its run: that whose log it names, the first where it names
+    none. Without a run there are none.
+    """
+    runs = {run.source: index for index, run in reversed(list(enumerate(section.runs)))}
+    found = [
+        {
+            "finding": index,
+            "step": it.where.step,
+            "run": runs.get(it.where.file or "", 0),
+            "severity": it.severity,
+            "code": it.code,
+            "name": it.name,
+            "message": it.message,
+            "place": it.where.tensor or it.where.module,
+            "map": _map_of(it, section.runs),
+        }
+        for index, it in enumerate(findings)
+        if it.where.step is not None and section.runs
+    ]
+    return sorted(found, key=lambda it: it["step"])
+
+
+def _map_of(finding: Finding, runs: Sequence[HealthRun]) -> tuple[int, int, int] | None:
+    """Return the run, its map and the row of it that show what a finding is about; None where none does.
+
+    A number that its evidence has is the map's own, else the one that its pass usually breaks.
+    """
+    where = finding.where
+    place = where.tensor or where.module
+    measured = [key.removesuffix("_before") for key in finding.evidence]
+    roles, usual = _SHOWN_BY.get(where.phase, ((), ""))
+    best: tuple[tuple[int, int], tuple[int, int, int]] | None = None
+    for at, run in enumerate(runs):
+        if where.file not in (None, run.source):
+            continue
+        for number, one in enumerate(run.maps):
+            known = one.name in measured
+            if one.role not in roles or place not in one.tensors or not (known or one.name == usual):
+                continue
+            rank = (measured.index(one.name) if known else len(measured), roles.index(one.role))
+            if best is None or rank < best[0]:
+                best = rank, (at, number, one.tensors.index(place))
+    return None if best is None else best[1]
+
+
+def bundles(report: Report) -> dict[int, LookMark]:
+    """Return the look at each finding's own step that has left a bundle, by the finding's number."""
+    section, found = report.health, {}
+    for alert in alerts(section, report.findings) if section else ():
+        looks = section.runs[alert["run"]].looks if section else ()
+        of_it = next((look for look in looks if look.bundle and look.step == alert["step"]), None)
+        if of_it is not None:
+            found[alert["finding"]] = of_it
+    return found
+
+
+def summaries(report: Report) -> list[dict[str, str]]:
+    """Return a line for each run: its letter, its name and the rest of the sentence."""
+    if report.health is None:
+        return []
+    by_run: dict[int, list[str]] = {}
+    for alert in alerts(report.health, report.findings):
+        by_run.setdefault(alert["run"], []).append(alert["severity"])
+    return [
+        {"letter": letter(index), "name": run.name, "says": summary(run, by_run.get(index, ()))}
+        for index, run in enumerate(report.health.runs)
+    ]
+
+
+def summary(run: HealthRun, severities: Sequence[str]) -> str:
+    """Return what a run was, how it ended and what was noticed, in one line."""
+    ends = {"running": "still running", "ended": "ended", "cut_off": "cut off without a last line", "unknown": ""}
+    end = ends[run.ending] + (f" with exit code {run.exit_code}" if run.exit_code else "")
+    steps = words.count(run.steps, "step") + (f", {run.first_step:,} to {run.last_step:,}" if run.steps > 1 else "")
+    share = "" if run.skip_share is None else f" ({words.percent(run.skip_share)})"
+    counted = [(severity, list(severities).count(severity)) for severity in ("error", "warning", "note")]
+    noticed = ", ".join(words.count(many, severity) for severity, many in counted if many) or "nothing noticed"
+    good = [mark.step for mark in run.checkpoints if mark.health == "good"]
+    parts = [
+        ", ".join(part for part in (run.optimizer, run.precision or "", f"log of {run.format}", end) if part),
+        steps,
+        f"{run.skipped:,} skipped{share}" if run.skipped or run.skip_share is not None else "",
+        noticed,
+        f"last good checkpoint after step {max(good):,}" if good else "",
+        f"{words.count(run.lost, 'line')} not in the log" if run.lost else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def letter(index: int) -> str:
+    """Return the letter of a run; beyond the alphabet its number."""
+    return LETTERS[index] if index < len(LETTERS) else str(index + 1)
+
+
+def _run(run: HealthRun, index: int) -> dict[str, Any]:
+    axis = run.axis
+    return {
+        **{name: to_plain(getattr(run, name)) for name in run.__dataclass_fields__ if name not in _PACKED},
+        "letter": letter(index),
+        "axis": {
+            "first": exactly(axis.first),
+            "last": exactly(axis.last),
+            **{name: exactly(known) for name in ("samples", "tokens") if (known := getattr(axis, name))},
+            **({"skipped": packed(axis.skipped)} if axis.skipped else {}),
+        },
+        "curves": {
+            curve.name: {
+                name: packed(values) for name in ("low", "middle", "high", "p99", "nonfinite")
+                if (values := getattr(curve, name)) is not None
+            }
+            for curve in run.curves
+        },
+        "maps": [
+            {
+                "name": one.name, "role": one.role, "steps": exactly(one.steps), "tensors": one.tensors, "of": one.of,
+                "values": packed(value for row in one.values for value in row),
+            }
+            for one in run.maps
+        ],
+    }  # fmt: skip
+
+
+def packed(values: Iterable[float | None]) -> dict[str, str]:
+    """Return numbers as float32, in base64; as float64 where one has no such form. What is missing is NaN.
+
+    A number that is itself NaN is infinite here: it is known, and it is no number.
+    """
+    known = [math.nan if v is None else math.inf if math.isnan(v) else float(v) for v in values]
+    beyond = any((abs(v) > _LARGEST and not math.isinf(v)) or 0.0 < abs(v) < _LEAST for v in known)
+    return _base64("d" if beyond else "f", known)
+
+
+def exactly(values: Iterable[float | None]) -> dict[str, str]:
+    """The same, always as float64: counts up to 2^53 are exact."""
+    return _base64("d", [math.nan if v is None else float(v) for v in values])
+
+
+def _base64(kind: str, values: list[float]) -> dict[str, str]:
+    made = array(kind, values)
+    if sys.byteorder == "big":
+        made.byteswap()
+    return {{"f": "f4", "d": "f8"}[kind]: base64.b64encode(made.tobytes()).decode("ascii")}
+
+
+_CHARTS = "vendor/echarts.min.js"
+_SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "heatmap.js", "headroom.js", "scaler.js",
+            "path.js", "proof.js", "tensors.js", "trend.js", "health.js", "health_lanes.js", "health_strip.js",
+            "health_maps.js", "health_scalers.js", "health_alerts.js", "start.js")  # fmt: skip
+"""In the order in which they rest on each other; one view a file."""
+_DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
+"""The sections that scripts draw."""
+_DRAWN = ("profile", "path", "proof", "trend", "health")
+"""Those that need the plotting library."""
+_IN_FULL = 3
+"""Findings of one code that are all in sight; of more, the first: one NaN makes hundreds of tensors NaN."""
+_UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
+"""Parts of a measured place that no view shows: a third of the page's size."""
+
+
+def render_html(report: Report) -> str:
+    """Return the report as one HTML page, byte for byte the same for the same report."""
+    shown = report_as_dict(replace(report, health=None))  # its numbers go to the scripts alone, packed
+    data = _data(shown)
+    if report.findings:
+        first = report.findings[0]
+        place = {"module": first.where.module, "tensor": first.where.tensor}
+        data["about"] = {"cause": first.cause, "name": first.name, **place}
+    if report.health:
+        data["health"] = health_data(report.health, report.findings)
+    drawn = any(data.get(name) for name in _DRAWN) or _trajectory(shown) is not None
+    scripts = [_file(_CHARTS)] if drawn else []
+    scripts += [_file(name) for name in _SCRIPTS]
+    style = _file("report.css")
+    return (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            report=shown,
+            verdict=words.of_verdict(report),
+            warned=sum(f.severity == "warning" for f in report.findings) if report.verdict == "healthy" else 0,
+            next_step=next_step(report),
+            moved=words.moved(report.thresholds) if report.thresholds else "",
+            findings=report.findings,
+            fixed=fixed(report),
+            alike=[
+                [(at, finding_parts(it, setting_of(report, it))) for at, it in group]
+                for group in _alike(report.findings)
+            ],
+            summaries=summaries(report),
+            bundles=bundles(report),
+            drawn=drawn,
+            in_full=_IN_FULL,
+            planned=report.plan,
+            plan_words=section_words,
+            trajectory=_trajectory(shown),
+            not_measured="" if measured_gradients(report.profile or {}) else NOT_MEASURED,
+            json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to
+            scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files
+            style=Markup(style),  # noqa: S704 - our own file
+            policy=_policy(scripts, style),
+        )
+    )
+
+
+@cache
+def environment() -> Environment:
+    """The templates' settings: every value is escaped, and what acts or hides in a text is made visible."""
+    made = Environment(
+        loader=PackageLoader("ampdoctor.reports", "html"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_inert,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "percent": words.percent,
+        "value": words.value,
+        "record": words.record,
+        "count": words.count,
+        "number": number,
+        "size": size,
+        "lines": _lines,
+        "settings": settings,
+        "exact": exact,
+        "ahead": ahead,
+        "gone": fixed_line,
+    }
+    return made
+
+
+def inert_json(value: Any) -> str:
+    r"""Return JSON that cannot end, or open, anything in HTML: ASCII, with `<`, `>` and `&` as `\u003c` and so on."""
+    text = json.dumps(_visible(value), sort_keys=True, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def number(value: Any) -> str:
+    """Return a number in four significant digits, `-` where there is none; what is not finite comes as a word."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    whole = float(value).is_integer() and abs(value) < 1e6
+    return f"{int(value)}" if whole else f"{value:.4g}"
+
+
+def size(count: int) -> str:
+    """Return bytes as `1.21 MB`."""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while amount >= 1000 and len(units) > 1:
+        amount /= 1000
+        units.pop(0)
+    return f"{amount:.3g} {units[0]}"
+
+
+def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> str:
+    """Return `key=value, key=value`, or `none`."""
+    return ", ".join(f"{k}={words.setting(v)}" for k, v in known.items() if k not in without) if known else "none"
+
+
+def _alike(findings: Sequence[Finding]) -> list[list[tuple[int, Finding]]]:
+    """Return the findings with their numbers, those of one code that follow each other together."""
+    numbered = enumerate(findings)
+    return [list(group) for _, group in groupby(numbered, key=lambda it: (it[1].severity, it[1].code, it[1].cause))]
+
+
+def _data(shown: Mapping[str, Any]) -> dict[str, Any]:
+    data = {name: shown[name] for name in _DATA if shown[name]}
+    if "scaler" in data:
+        data["scaler"] = {"trajectory": _trajectory(shown), "horizon": data["scaler"].get("horizon")}
+    if "profile" in data:
+        profile = data["profile"]
+        sites = [{k: v for k, v in site.items() if k not in _UNDRAWN} for site in profile.get("sites") or ()]
+        data["profile"] = {"sites": sites, **{k: profile.get(k) for k in ("loss_scale", "recommended_scale")}}
+        data["formats"] = json.loads(_file("formats.json"))
+    return data
+
+
+def _trajectory(shown: Mapping[str, Any]) -> Any:
+    return (shown["scaler"] or {}).get("trajectory")
+
+
+def _policy(scripts: Sequence[str], style: str) -> str:
+    allowed = " ".join(_hash(script) for script in scripts)
+    return f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def _file(name: str) -> str:
+    return files("ampdoctor.reports").joinpath(f"html/{name}").read_text(encoding="utf-8")
+
+
+def _inert(value: Any) -> Any:
+    return sanitise(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _lines(text: str) -> Markup:
+    return escape(sanitise_lines(text))
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str):
+        return sanitise(value)
+    if isinstance(value, Mapping):
+        return {sanitise(key): _visible(item) for key, item in value.items()}
+    return [_visible(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+RENDERER = the_same_everywhere(render_html)
+
+
+# A report in a notebook's cell: its verdict and findings as a small piece of HTML, without any script.
+#
+# Colours are the notebook's own (`currentColor`, in shades), so that the piece reads in the light and in the dark.
+
+
+_IN_FULL_IN_A_NOTEBOOK = 20
+"""Findings that get a line of their own; one NaN in a step makes hundreds of tensors NaN."""
+
+
+def render_fragment(report: Report) -> str:
+    """Return the report as a fragment of HTML; names in it are as inert as in the page."""
+    return (
+        environment()
+        .get_template("fragment.html.j2")
+        .render(
+            report=report,
+            findings=[
+                finding_parts(finding, setting_of(report, finding))
+                for finding in report.findings[:_IN_FULL_IN_A_NOTEBOOK]
+            ],
+            more=len(report.findings) - _IN_FULL_IN_A_NOTEBOOK,
+        )
+    )

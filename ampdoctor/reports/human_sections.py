@@ -1,0 +1,470 @@
+"""The sections of `profile` and `recommend`: loss scaling, precision by module, and ranges by format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report_health import HealthSection
+from ampdoctor.evidence.report_plan import PlanSection
+from ampdoctor.evidence.report_scaler import EmittedSettings, ScalerSection, ScalingConfidence, ScalingMargin, Simulated
+from ampdoctor.evidence.report_scan import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
+from ampdoctor.evidence.run_facts import PrecisionAdvice
+from ampdoctor.reports import console as layer_section
+from ampdoctor.reports import console as layout
+from ampdoctor.reports import section_words
+from ampdoctor.reports import text as words
+from ampdoctor.reports.console import heading, labelled, listed, show, table_of, text, titled
+from ampdoctor.reports.escape import sanitise
+from ampdoctor.reports.section_words import (
+    ABOUT,
+    KINDS,
+    NOT_MEASURED,
+    SUMMARY_HEADINGS,
+    ahead,
+    measured_gradients,
+    summary_rows,
+)
+
+_NEGLIGIBLE = 1e-5
+"""Differences of gradient errors that are not worth a word."""
+_SEEN, _OFF = 1e-3, 0.1
+"""Share from which a prediction has to hold, and its relative distance from what was measured that is worth a word."""
+_FEW = 12
+"""Groups of modules shown without -v."""
+
+
+def loss_scaling(scaler: ScalerSection | None, console: Console, *, verbose: int) -> None:
+    """What is there, what to use, what holds each setting, and what was predicted, simulated and seen."""
+    if scaler is None:
+        return
+    recommended = None if scaler.recommended is None else asdict(scaler.recommended)
+    rows = [("now", text(_settings(scaler.current, words.value)))]
+    if scaler.change:
+        rows.append(("use", text(_settings(recommended), "bold")))
+    elif scaler.predicted:
+        rows.append(("use", text("no change needed: nothing tried is better by more than noise", "bold")))
+    if scaler.bound_by and scaler.change:
+        rows.append(("bound by", text(words.value(scaler.bound_by))))
+    if scaler.change or verbose:
+        rows += [
+            ("", text(f"{name} {exact(bound.value)}: {bound.by}"))
+            for name, bound in (scaler.bounds or {}).items()
+            if verbose or not bound.by.startswith(("nothing", "kept as it is; in closed form", "the usual default"))
+        ]
+    if scaler.margin is not None:
+        rows.append(("margin", text(_margin(scaler.margin))))
+    if scaler.confidence is not None:
+        rows.append(("rests on", text(_confidence(scaler.confidence, scaler.horizon))))
+    layout.heading("loss scaling", console)
+    labelled(rows, console)
+    _outcomes(scaler, console)
+    _simulated(scaler, console)
+    if scaler.emit is not None:
+        _fragment(scaler.emit, console)
+
+
+def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
+    """The shares by format, the layers that lose most with their histograms, and what shadow steps measured."""
+    if profile is None or not profile.get("summary"):
+        return
+    _summary(profile, console)
+    layer_section.layers(profile, console, verbose=verbose)
+    _shadows(profile.get("shadows") or (), console)
+
+
+def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int) -> None:
+    """The precision for the run, and the modules that need another one than that."""
+    if advice is None:
+        return
+    rows = [("use", text(f"{advice.precision} on {advice.target}: {advice.why}", "bold"))]
+    if advice.alternative:
+        rows.append(("or", text(f"{advice.alternative}, which is as good")))
+    rows += [("do", text(remedy)) for remedy in advice.remedies]
+    rows += [("note", text(note)) for note in advice.notes]
+    layout.heading("precision", console)
+    labelled(rows, console)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in advice.rows:
+        if verbose or row.precision != advice.precision:
+            key = (row.type, row.part, row.precision, row.reason)
+            alike.setdefault((*key, row.module) if verbose else key, []).append(row.module)
+    shown = list(alike.items())[: None if verbose else _FEW]
+    if shown:
+        layout.heading("modules, and the precision of what they compute", console)
+    for (kind, op, fmt, why, *_), modules in shown:
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        named = f"{modules[0] or 'model, loss'}{more} ({kind}): {op} in {fmt}"
+        layout.show(text(named), console, indent=2, hang=2)
+        layout.show(text(why, "dim"), console, indent=4)
+    layout.left_over(len(alike) - len(shown), "row", console)
+
+
+def _summary(profile: Mapping[str, Any], console: Console) -> None:
+    """Shares of the nonzero gradients by format."""
+    title = f"nonzero gradients in each format {ABOUT}"
+    if measured_gradients(profile):
+        layout.titled(title, layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
+    else:
+        layout.heading(title, console)
+        layout.show(text(NOT_MEASURED), console, indent=2, hang=2)
+
+
+def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    rows = [
+        [
+            words.binary(shadow["scale"]),
+            KINDS.get(kind, kind),
+            words.percent(pair["predicted"]),
+            words.percent(pair["measured"]),
+            text(_remark(pair), "dim"),
+        ]
+        for shadow in shadows
+        for kind, pair in shadow["flushed"].items()
+        if pair["measured"] is not None
+    ]
+    if not rows:
+        return
+    headings = ("loss scale", "", "predicted", "measured", " ")
+    layout.titled(
+        "flushed to zero in fp16 steps, beside fp32 ones on the same batch and weights",
+        layout.table_of(headings, rows, left=["", " "]),
+        console,
+    )
+
+
+def _remark(pair: Mapping[str, Any]) -> str:
+    if pair["lower_bound"]:
+        return "prediction is a lower bound"
+    predicted, measured = pair["predicted"], pair["measured"]
+    if predicted is None or measured is None or max(predicted, measured) < _SEEN:
+        return ""
+    off = abs(predicted - measured) > _OFF * measured
+    return "what was measured counts: sums that cancel, or few values, tell it otherwise" if off else ""
+
+
+def _outcomes(scaler: ScalerSection, console: Console) -> None:
+    """What the scaling costs: as predicted, and as replays have measured it."""
+    changed = scaler.change
+    names = {"before": "replayed as it is", "observed": "replayed with the change" if changed else "replayed"}
+    rows = []
+    outcomes = {"predicted": scaler.predicted, "before": scaler.before, "observed": scaler.observed}
+    for name, outcome in outcomes.items():
+        if outcome is not None:
+            shares = [outcome.skip_rate, outcome.flushed.activation_grad, outcome.flushed.weight_grad]
+            rows.append([names.get(name, name), *map(words.percent, shares), words.short(outcome.relative_error)])
+    if rows:
+        headings = ("", "steps skipped", "dA flushed", "dW flushed", "error")
+        layout.titled(f"what it costs the gradients {ABOUT}", layout.table_of(headings, rows), console)
+
+
+def _simulated(scaler: ScalerSection, console: Console) -> None:
+    """The same from a simulation of the scaler over many steps to come."""
+    rows = []
+    simulated = scaler.simulated or Simulated(current=None, default=None, recommended=None)
+    for name, expected in (
+        ("current", simulated.current),
+        ("default", simulated.default),
+        ("recommended", simulated.recommended),
+    ):
+        if expected is not None:
+            low, middle, high = expected.skips
+            skips = f"{middle:g}" if low == high else f"{middle:g} ({low:g} to {high:g})"
+            ruined = "weights ruined" if expected.poisoned else ""
+            rows.append([name, skips, words.short(expected.relative_error), ruined])
+    if rows:
+        table = layout.table_of(("settings", "steps skipped", "error", ""), rows, left=[""])
+        layout.titled(f"simulated over {scaler.horizon} steps to come", table, console)
+
+
+def _margin(margin: ScalingMargin) -> str:
+    gains = []
+    if margin.skip_rate > 0.0:
+        gains.append(f"skip {words.percent(margin.skip_rate)} fewer steps")
+    if margin.relative_error > _NEGLIGIBLE:
+        gains.append(f"have a gradient error lower by {words.short(margin.relative_error)}")
+    text = f"simulated, the best settings found {' and '.join(gains)}" if gains else "no settings found are better"
+    below = margin.headroom
+    where = "at what fits" if below == 0 else f"2^{abs(below):.3g} {'below' if below > 0 else 'above'} what fits"
+    return f"{text}; the scale starts {where}"
+
+
+def _confidence(confidence: ScalingConfidence, horizon: int | None) -> str:
+    text = f"{words.count(confidence.steps, 'recorded step')}; {ahead(confidence.exceedances, horizon)}"
+    if confidence.censored:
+        text += f"; {words.percent(confidence.censored)} of the steps hide their largest gradient"
+    if confidence.drift:
+        text += f"; gradients drift by {confidence.drift:.2g} binades a step, taken to go on for as long again"
+    return f"{text}{'; few: record 50 or more' if confidence.low else ''}"
+
+
+def _fragment(emitted: EmittedSettings, console: Console) -> None:
+    """Lines to copy: never folded, which would break them."""
+    layout.show(text(f"  for {emitted.framework}", "dim"), console)
+    for line in emitted.text.splitlines():
+        console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
+    for note in emitted.notes:
+        layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
+
+
+def _settings(settings: Mapping[str, Any] | None, shown: Callable[[Any], str] = words.setting) -> str:
+    return ", ".join(f"{key}={shown(v)}" for key, v in settings.items()) if settings else "none"
+
+
+# The section of the human report on runs over their steps.
+
+
+def health(section: HealthSection | None, console: Console) -> None:
+    """Print each run: a line, what became of its scaler, its checkpoints, and what replays the steps that were kept."""
+    for run in section.runs if section is not None else ():
+        heading(section_words.health_title(run), console)
+        show(text(section_words.run_line(run)), console, indent=2, hang=2)
+        labelled(((label, text(said)) for label, said in section_words.facts(run)), console)
+        for command in section_words.commands(run):
+            console.print(text(f"    {command}"), soft_wrap=True)
+
+
+# The section of `plan`: the plans, what fits, what they change, and what nobody may leave as it is.
+
+
+def plan(section: PlanSection | None, console: Console, *, verbose: int) -> None:
+    """Show it all; of the gradients of a profile those that change most."""
+    if section is None:
+        return
+    layout.titled(f"plans, {section.rule}", _plans(section), console)
+    layout.heading("memory of a device", console)
+    layout.labelled([(label, text(said)) for label, said in section_words.memory_rows(section)], console)
+    if section.changes:
+        layout.heading(section_words.changes_title(section), console)
+        for change in section.changes:
+            layout.show(text(f"{change.what}: ") + text(change.figure, "bold"), console, indent=2, hang=2)
+            layout.show(text(change.said, "dim"), console, indent=4)
+    _flushed(section, console, verbose)
+    if section.left_as_it_is:
+        table = layout.table_of(
+            section_words.LEFT_HEADINGS, section_words.left_rows(section), left=section_words.LEFT_HEADINGS
+        )
+        layout.titled("settings left as they are", table, console)
+    if section.emit is not None:
+        fragment(section.emit, console)
+
+
+def fragment(emitted: EmittedSettings, console: Console) -> None:
+    """Print settings to copy: never folded, which would break them."""
+    layout.heading(f"for {emitted.framework}", console)
+    for line in emitted.text.splitlines():
+        console.print(Text(f"  {sanitise(line)}"), soft_wrap=True)
+    for note in emitted.notes:
+        layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
+
+
+def _plans(section: PlanSection) -> Table:
+    rows = [
+        [text(cell, "bold" if row[0] == "use" else "") for cell in row]
+        for row in map(list, section_words.plan_rows(section))
+    ]
+    headings = section_words.plan_headings(section)
+    return layout.table_of(headings, rows, left=[headings[1], headings[-1]])
+
+
+def _flushed(section: PlanSection, console: Console, verbose: int) -> None:
+    flushed = section.flushed
+    if flushed is None:
+        return
+    shown = None if verbose else section_words.SHOWN_LAYERS
+    table = layout.table_of(
+        section_words.FLUSHED_HEADINGS,
+        section_words.flushed_rows(flushed, layers=shown),
+        left=section_words.FLUSHED_HEADINGS[1:2],
+    )
+    layout.titled(section_words.flushed_title(flushed), table, console)
+    layout.left_over(0 if shown is None else len(flushed.layers) - shown, "gradient", console)
+
+
+# The sections that only a scan has: its checkpoints in order, what changed since an earlier one, and the structure.
+
+
+_VERDICT_STYLE = {"sick": "bold red", "healthy": "green", "unreadable": "bold yellow", "inconclusive": "yellow"}
+_ROLE_NAMES = {
+    "weight": "weights",
+    "buffer": "buffers",
+    "ema": "averaged copies",
+    "moment": "optimizer state",
+    "scaler": "scaler",
+    "other": "other tensors",
+}
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_MOST_MOVED = 5
+
+
+def trend(report: Report, console: Console) -> None:
+    """The checkpoints that were read, one a line."""
+    section = report.trend
+    if section is None:
+        return
+    points = {point.name: point for point in section.points}
+    rows = []
+    for member in report.target.get("members", ()):
+        point = points.get(member["name"], TrendFigures(name="", step=member["step"]))
+        weights = point.roles.get("weight")
+        step = point.step
+        rows.append(
+            (
+                "-" if step is None else str(step),
+                member["name"],
+                text(member["verdict"], _VERDICT_STYLE.get(member["verdict"], "")),
+                _number(weights and weights.amax),
+                words.percent(weights and weights.fp16_flushed),
+                _number(point.scale),
+                _number(point.loss),
+            )
+        )
+    headings = (section.unit, "checkpoint", "verdict", "largest weight", "flushed in fp16", "loss scale", "loss")
+    titled("checkpoints that were read", table_of(headings, rows, left=("checkpoint", "verdict")), console)
+
+
+def change(report: Report, console: Console) -> None:
+    """What became of the tensors, by role, and which moved most."""
+    section = report.change
+    if section is None:
+        return
+    old, new = section.old, section.new
+    steps = section.steps
+    passed = f", {words.count(steps, 'step')}" if isinstance(steps, int) and steps > 0 else ""
+    rows = [
+        (
+            _ROLE_NAMES[role],
+            str(figures.tensors),
+            words.percent(figures.unchanged),
+            _number(figures.relative_change),
+            _number(figures.old_amax),
+            _number(figures.amax),
+        )
+        for role, figures in section.roles.items()
+    ]
+    headings = ("", "tensors", "unchanged", "relative change", "largest before", "largest now")
+    title = f"since {old.path} ({_at(old)} to {_at(new)}{passed})"
+    titled(title, table_of(headings, rows), console)
+    if old.scale is not None or new.scale is not None:
+        line = f"loss scale: {_number(old.scale)} then, {_number(new.scale)} now"
+        layout.show(text(line), console, indent=2, hang=2)
+    moved = sorted(
+        (-t.relative_change, t.name)
+        for t in section.tensors
+        if t.role == "weight" and t.relative_change is not None and 0 < t.relative_change < math.inf
+    )[:_MOST_MOVED]
+    if moved:
+        line = ", ".join(f"{name} {_number(-change)}" for change, name in moved)
+        layout.show(text(f"moved most, relative to before: {line}"), console, indent=2, hang=2)
+
+
+def structure(report: Report, console: Console) -> None:
+    """Everything that lies in a checkpoint, by role; names are folded, never cut."""
+    section = report.structure
+    if section is None:
+        return
+    _members(section.members, console)
+    target = report.target
+    if section.tensors:
+        step = target.get("global_step")
+        files = target.get("files", ())
+        parts = [
+            words.count(len(section.tensors), "tensor"),
+            _size(target.get("bytes", 0)),
+            words.count(len(files), "file"),
+        ]
+        layout.show(text(", ".join([*parts, f"global step {step}" if step is not None else "no step stored"])), console)
+    holding = list(dict.fromkeys(tensor.file for tensor in section.tensors))
+    several = len(holding) > 1
+    for role, total in section.roles.items():
+        rows = [
+            (_name(tensor), tensor.dtype, str(list(tensor.shape)), _size(tensor.bytes))
+            + ((f"[{holding.index(tensor.file) + 1}]",) if several else ())
+            for tensor in section.tensors
+            if tensor.role == role
+        ]
+        headings = ("name", "dtype", "shape", "size", *(("file",) if several else ()))
+        table = table_of(headings, rows, left=("dtype", "shape"))
+        of = ", ".join(f"{count} {name}" for name, count in total.dtypes.items())
+        titled(
+            f"{_ROLE_NAMES[role]}: {words.count(total.tensors, 'tensor')} ({of}), {total.elements:,} elements, "
+            f"{_size(total.bytes)}",
+            table,
+            console,
+        )
+    if several:
+        listed("files", [f"[{index}] {file}" for index, file in enumerate(holding, start=1)], console)
+    _optimizers(section.optimizers, console)
+    listed(
+        "loss scalers",
+        (f"{s['key'] or 'scaler'}: {_changed_settings(s, {'key', 'file'})}" for s in section.scalers),
+        console,
+    )
+    log = section.log
+    if log is not None:
+        steps = f"steps {log.first_step} to {log.last_step}"
+        listed("log", [f"{words.count(log.entries, 'line')}, {steps}"], console)
+    listed("names that only an unsafe load would resolve", section.foreign, console)
+
+
+def _members(members: Sequence[ListedMember], console: Console) -> None:
+    if not members:
+        return
+    rows = []
+    for member in members:
+        files = ", ".join(member.files)
+        at = "-" if member.step is None else f"{'epoch ' * (member.unit == 'epoch')}{member.step}"
+        rows.append((at, member.name, files))
+    table = table_of(("step", "checkpoint", "files"), rows, left=("checkpoint", "files"))
+    titled(f"{words.count(len(members), 'checkpoint')}, in order; name one of them to list it", table, console)
+
+
+def _optimizers(optimizers: Iterable[ListedOptimizer], console: Console) -> None:
+    lines = []
+    for optimizer in optimizers:
+        states = words.count(optimizer.parameters, "parameter")
+        lines.append(f"{optimizer.path or 'optimizer'}: state of {states}")
+        for index, group in enumerate(optimizer.groups):
+            count = group.parameters
+            holds = "" if count is None else f" ({words.count(count, 'parameter')})"
+            lines.append(f"  group {index}{holds}: {_changed_settings(group.settings, set())}")
+    listed("optimizers", lines, console)
+
+
+def _changed_settings(settings: Mapping[str, Any], without: set[str]) -> str:
+    return ", ".join(f"{key}={words.value(item)}" for key, item in settings.items() if key not in without)
+
+
+def _name(tensor: ListedTensor) -> str:
+    name = f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
+    return f"{name}: {tensor.entry}" if tensor.role == "moment" or tensor.entry == "step" else name
+
+
+def _at(side: ChangedCheckpoint) -> str:
+    step = side.global_step
+    return "step unknown" if step is None else f"step {step}"
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, int | float) and math.isfinite(number)
+
+
+def _number(number: Any) -> str:
+    if number is None:
+        return "-"
+    return f"{number:.4g}" if not _finite(number) or float(number) != int(number) else f"{int(number)}"
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}"

@@ -1,0 +1,158 @@
+"""The JSON renderer: strict JSON with sorted keys, byte for byte the same for the same report.
+
+The form is fixed by `report.schema.json` beside this file; a change that breaks readers raises `SCHEMA_VERSION`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from io import StringIO
+from typing import Annotated, Any, Literal
+
+from ampdoctor.evidence.json_records import Text, form, schema_of, to_plain
+from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
+from ampdoctor.package import version
+from ampdoctor.reports.fix_code import Code, Setting, code_of, setting_of
+from ampdoctor.reports.formats import the_same_everywhere
+
+
+def render_json(report: Report) -> str:
+    """Return the report as JSON text (ASCII, two spaces of indent, a newline at the end)."""
+    return strict_json(report_as_dict(report))
+
+
+def strict_json(value: Any) -> str:
+    """Return `value` as strict JSON text; see `to_plain` for what becomes of numbers."""
+    encoder = json.JSONEncoder(indent=2, sort_keys=True, allow_nan=False, ensure_ascii=True)
+    text = StringIO()  # `json.dumps` keeps every piece until the end: 400 MB more for 100,000 tensors
+    text.writelines(encoder.iterencode(to_plain(value)))
+    return _inert(text.getvalue()) + "\n"
+
+
+def strict_json_line(value: Any) -> str:
+    """The same in one line, for a stream of such."""
+    return _inert(json.dumps(to_plain(value), sort_keys=True, allow_nan=False, ensure_ascii=True)) + "\n"
+
+
+def _inert(text: str) -> str:
+    """The same JSON without `##[`, which in a GitHub log begins a command wherever it stands; only strings hold it."""
+    return text.replace("##[", "#\\u0023[")
+
+
+def report_as_dict(report: Report) -> dict[str, Any]:
+    """Return the report as plain JSON values."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": {"name": "ampdoctor", "version": version()},
+        **to_plain(replace(report, findings=(), suppressed=())),
+        "findings": [_finding(finding, setting_of(report, finding)) for finding in report.findings],
+        "suppressed": [
+            {**to_plain(one), "finding": _finding(one.finding, setting_of(report, one.finding))}
+            for one in report.suppressed
+        ],
+    }
+
+
+def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
+    prescription = finding.prescription
+    return {
+        **to_plain(replace(finding, prescription=None)),
+        "also": [{key: getattr(place, key) for key in ("module", "op", "tensor", "file")} for place in finding.also],
+        "url": finding.url,
+        "fingerprint": finding.fingerprint,
+        "prescription": None if prescription is None else _prescription(prescription, setting, finding.cause),
+    }
+
+
+def _prescription(prescription: Prescription, setting: Setting, cause: str | None) -> dict[str, Any]:
+    return {
+        **to_plain(replace(prescription, alternatives=())),
+        "verified": prescription.verified,
+        "code": to_plain(code_of(prescription, setting, cause)),
+        "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
+    }
+
+
+RENDERER = the_same_everywhere(render_json)
+
+
+# The JSON Schemas of a report: made from the classes that it consists of, and shipped as files beside this room.
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """Who made the report.
+
+    Attributes:
+        name: Always ampdoctor.
+        version: The version, as --version prints it.
+    """
+
+    name: Literal["ampdoctor"]
+    version: Text
+
+
+@dataclass(frozen=True, slots=True)
+class OfReport:
+    """What is written of a report beside its own fields.
+
+    Attributes:
+        schema_version: Changes where a reader of the last one would break.
+        tool: Who made the report.
+    """
+
+    schema_version: Annotated[str, form(const=SCHEMA_VERSION)]
+    tool: Tool
+
+
+@dataclass(frozen=True, slots=True)
+class OfFinding:
+    """What is written of a finding beside its own fields.
+
+    Attributes:
+        url: The rule's page in the repository's documentation.
+        fingerprint: Of code, module, op and tensor: the same in another run, step or with other values. Of several
+            addresses, what they have in common.
+    """
+
+    url: Annotated[str, form(format="uri-reference")]
+    fingerprint: Annotated[str, form(pattern="^[0-9a-f]{16}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class OfPrescription:
+    """What is written of a prescription beside its own fields.
+
+    Attributes:
+        verified: True only for the status verified.
+        code: Lines of Python to paste: with ampdoctor.apply, and the same in plain torch; [] where there are none.
+    """
+
+    verified: bool
+    code: Code
+
+
+_ABOUT = (
+    "What every ampdoctor command returns with --format json. Fractions run from 0 to 1; a non-finite number is the "
+    "string NaN, Infinity or -Infinity."
+)
+_VERIFIED = {"if": {"properties": {"status": {"const": "verified"}}}} | {
+    branch: {"properties": {"verified": {"const": value}}} for branch, value in (("then", True), ("else", False))
+}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) that every report follows."""
+    text = files("ampdoctor.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def schema_of_classes() -> dict[str, Any]:
+    """Return the same, made anew; it needs docstrings, which `python -OO` takes away."""
+    made = schema_of(Report, {Report: OfReport, Finding: OfFinding, Prescription: OfPrescription})
+    made["$defs"]["prescription"] |= _VERIFIED  # a status and what it means cannot contradict each other
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"urn:ampdoctor:report:{SCHEMA_VERSION}"}
+    return {**head, "title": "ampdoctor report", **made, "description": _ABOUT}

@@ -1,1 +1,0 @@
-"""Reports read back, checked and merged."""

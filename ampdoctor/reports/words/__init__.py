@@ -1,1 +1,0 @@
-"""What every form says alike: words, places, lines to paste, the next step."""
