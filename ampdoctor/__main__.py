@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from ampdoctor.cli.process import ctrl_c
+from ampdoctor.cli import interrupt
 
 
 def main() -> int:
     """Run the command line of this process and return its exit code; Ctrl-C is heard before the rest is imported."""
-    ctrl_c.claim()
+    interrupt.claim()
     from ampdoctor.cli.main import main as answer
 
     return answer()

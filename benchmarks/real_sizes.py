@@ -71,7 +71,7 @@ def loop(model: str, steps: int, *, half: bool) -> None:
 def diagnosis(command: str, model: str, steps: int, *, bad: int | None, spill: bool) -> None:
     """A command on the same training."""
     import ampdoctor
-    from ampdoctor.cli.process.process import keep_freed_memory
+    from ampdoctor.cli.process import keep_freed_memory
     from benchmarks.real_runs import make_run
 
     arguments = {"model": model, "steps": steps, **({} if bad is None else {"bad": bad})}

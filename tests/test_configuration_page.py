@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from ampdoctor.cli.app import app
-from ampdoctor.cli.settings.config import read_config
-from ampdoctor.cli.settings.config_file import ConfigFile
-from ampdoctor.cli.settings.configured import ConfiguredCommand
-from ampdoctor.cli.settings.settings import EXPECTED
+from ampdoctor.cli.config import EXPECTED, ConfigFile, read_config
+from ampdoctor.cli.configured_command import ConfiguredCommand
+from ampdoctor.cli.main import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 TABLE = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- /settings -->)", re.DOTALL)

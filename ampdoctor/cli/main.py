@@ -17,12 +17,21 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from ampdoctor.cli.process import ctrl_c, ending, process, streams
-from ampdoctor.cli.process.action import Action
-from ampdoctor.cli.suggesting.as_typed import as_typed
-from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
+import typer
+
+from ampdoctor.cli import interrupt, process, run_command
+from ampdoctor.cli import process as streams
+from ampdoctor.cli.configured_command import ConfiguredCommand, ReplayCommand, configured
+from ampdoctor.cli.info_commands import env, merge, rule, versions
+from ampdoctor.cli.plan_command import plan
+from ampdoctor.cli.process import write_stdout
+from ampdoctor.cli.replay_commands import bisect_nan, profile, recommend
+from ampdoctor.cli.run_command import Action
+from ampdoctor.cli.scan_command import scan
+from ampdoctor.cli.suggest import as_typed, is_usage_error, said_by
+from ampdoctor.cli.training_commands import health, run
 from ampdoctor.errors import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
@@ -51,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and arguments[:1] == [
         "run"
     ]:  # the process is the script's: nothing is claimed but Ctrl-C until then
-        return ending.end_as_python(_answer(arguments))
+        return run_command.end_as_python(_answer(arguments))
     streams.harden()
     if argv is not None:
         return _answer(arguments)
@@ -61,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _answer(arguments)
     except KeyboardInterrupt:  # pressed between two lines of ours
         code = _say_interrupted()
-    ctrl_c.ignore()
-    if ctrl_c.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
+    interrupt.ignore()
+    if interrupt.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
         code = _say_interrupted()
     return process.settle(code)
 
@@ -73,15 +82,15 @@ def _answer(arguments: list[str]) -> int:
     except streams.StdoutClosedError:
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
-        if ctrl_c.interrupted() or _interrupted(error):
+        if interrupt.interrupted() or _interrupted(error):
             return _say_interrupted()
         _explain(error, arguments)
         return EXIT_ERROR
 
 
 def _say_interrupted() -> int:
-    ctrl_c.ignore()
-    streams.note(ctrl_c.INTERRUPTED)
+    interrupt.ignore()
+    streams.note(interrupt.INTERRUPTED)
     return EXIT_INTERRUPTED
 
 
@@ -97,7 +106,7 @@ def _run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> Action | int:
     """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
-    from ampdoctor.cli.app import app
+    from ampdoctor.cli.main import app
 
     hook = sys.excepthook
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
@@ -181,9 +190,8 @@ def _say_instead(error: BaseException, arguments: list[str]) -> bool:
     """Say which ways in there are, or what to type instead, where that can be known."""
     from typer.main import get_command
 
-    from ampdoctor.cli.app import app
-    from ampdoctor.cli.suggesting.doors import doors
-    from ampdoctor.cli.suggesting.instead import instead
+    from ampdoctor.cli.main import app
+    from ampdoctor.cli.suggest import doors, instead
 
     ways = doors(arguments, error)
     for line in ways:
@@ -210,3 +218,56 @@ def _verbosity(arguments: Sequence[str]) -> int:
     """How often -v was given; read here because a crash may come before the options are parsed."""
     short = (argument for argument in arguments if re.fullmatch(r"-[qv]+", argument))
     return sum(argument.count("v") for argument in short) + arguments.count("--verbose")
+
+
+# The Typer application: which commands there are.
+
+
+_EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
+
+_SETTINGS = (
+    "Settings: an option may also stand in [tool.ampdoctor] of pyproject.toml or in ampdoctor.toml (fail-on = "
+    '"warning"), or in the environment (AMPDOCTOR_FAIL_ON=warning).'
+)
+
+app = typer.Typer(
+    name="ampdoctor",
+    epilog=_EPILOG,
+    rich_markup_mode=None,  # plain help: half the start-up time, and the same text everywhere
+    pretty_exceptions_enable=False,  # main() alone says how an error looks
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        write_stdout(versions() + "\n")
+        raise typer.Exit
+
+
+@app.callback()
+def ampdoctor(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
+
+
+_ARGUMENTS_ARE_THE_SCRIPTS = {"allow_interspersed_args": False}
+"""Whatever stands behind the script, also what looks like an option of ours."""
+
+app.command(
+    "run", cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}", context_settings=_ARGUMENTS_ARE_THE_SCRIPTS
+)(configured(run))
+for _name, _command, _kind in (
+    ("scan", scan, ConfiguredCommand),
+    ("health", health, ConfiguredCommand),
+    ("bisect-nan", bisect_nan, ReplayCommand),
+    ("profile", profile, ReplayCommand),
+    ("recommend", recommend, ReplayCommand),
+    ("plan", plan, ConfiguredCommand),
+    ("merge", merge, ConfiguredCommand),
+):
+    app.command(_name, cls=_kind, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))
+for _name, _command in (("rule", rule), ("env", env)):
+    app.command(_name, epilog=_EPILOG)(_command)

@@ -83,7 +83,7 @@ if __name__ == "__main__":
         for module, function in (
             ("ampdoctor.reports.merge", "merge_reports"),
             ("ampdoctor.diagnosis.catalogue", "find_rule"),
-            ("ampdoctor.cli.commands.env", "_software"),
+            ("ampdoctor.cli.info_commands", "_software"),
         ):
             setattr(importlib.import_module(module), function, lambda *_: _behave(None))
     sys.exit(main())

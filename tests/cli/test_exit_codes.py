@@ -15,7 +15,7 @@ from typing import get_args
 
 import pytest
 
-from ampdoctor.cli.options.options import ListFormat
+from ampdoctor.cli.options import ListFormat
 from ampdoctor.reports.formats import FORMATS
 from ampdoctor.reports.json_report import render_json
 from tests.conftest import TERMINAL_VARIABLES
@@ -156,7 +156,7 @@ def test_the_exit_code_says_the_same_in_every_format(command, outcome, forms, fo
 def test_no_command_is_forgotten():
     from typer.main import get_command
 
-    from ampdoctor.cli.app import app
+    from ampdoctor.cli.main import app
 
     # the script's own code, that of a real log, and arithmetic: commands/test_run.py, test_health.py, test_plan.py
     apart = {"run", "health", "plan"}

@@ -50,7 +50,7 @@ def load():
     # what Typer makes of the program, which it does once in a process
     main = importlib.import_module("typer.main")
     main.get_command = functools.cache(main.get_command)
-    main.get_command(importlib.import_module("ampdoctor.cli.app").app)
+    main.get_command(importlib.import_module("ampdoctor.cli.main").app)
     sys.path.remove(ROOT)
     gc.collect()
     gc.freeze()

@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process.exit_code import judge
+from ampdoctor.cli.run_command import judge
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
 from ampdoctor.workflows.requests import ReplayRequest

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from ampdoctor.cli import follow as followed
+from ampdoctor.cli.follow import number, view
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process.following import follow as followed
-from ampdoctor.cli.process.following.live_view import number, view
 from ampdoctor.evidence.log_records import (
     CheckpointLine,
     DetailLine,

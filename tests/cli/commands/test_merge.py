@@ -98,12 +98,12 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, written, run_cli):
 
 
 def test_a_file_larger_than_any_report_is_refused_unread(monkeypatch, tmp_path, written, capsys):
-    from ampdoctor.cli.commands import merge
+    from ampdoctor.cli import info_commands
 
     file = tmp_path / "large.json"
     with file.open("wb") as large:
         large.truncate(8192 + 1)
-    monkeypatch.setattr(merge, "_MAX_REPORT", 8192)
+    monkeypatch.setattr(info_commands, "_MAX_REPORT", 8192)
     assert main(["merge", str(file)]) == 2
     assert capsys.readouterr().err == f"ampdoctor: error: cannot read the report {file}: it is larger than 8 KiB\n"
     assert main(["merge", written(HEALTHY)]) == 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ampdoctor.cli import run_command
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process import action
 from ampdoctor.errors import OutputError
 from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
@@ -153,7 +153,7 @@ def test_a_baseline_that_cannot_be_written_sets_nothing_aside(finds, capsys, che
         raise OutputError("no space left")
 
     finds(SCANNED)
-    monkeypatch.setattr(action, "write_file", full)
+    monkeypatch.setattr(run_command, "write_file", full)
     code, report, said = scan(capsys, check_report, "--write-baseline", "base.json")
     assert (code, len(report["findings"]), report["baseline"]) == (2, 2, None)
     assert "no space left" in said
@@ -216,9 +216,9 @@ def test_a_known_baseline_may_be_written_anew(finds, capsys, check_report):
 def test_an_ignore_holds_until_its_day_is_over(finds, tmp_path, capsys, check_report, monkeypatch):
     finds(SCANNED)
     (tmp_path / "ampdoctor.toml").write_text("[[ignore]]\nrule = 'AMP201'\nreason = 'r'\nexpires = 2026-11-21\n")
-    monkeypatch.setattr(action, "today", lambda: date(2026, 11, 21))
+    monkeypatch.setattr(run_command, "today", lambda: date(2026, 11, 21))
     assert scan(capsys, check_report)[0] == 0
-    monkeypatch.setattr(action, "today", lambda: date(2026, 11, 22))
+    monkeypatch.setattr(run_command, "today", lambda: date(2026, 11, 22))
     code, report, _ = scan(capsys, check_report)
     assert (code, [finding["code"] for finding in report["findings"]]) == (1, ["AMP201", "AMP301", "AMP912"])
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.cli.options.size import bytes_of
+from ampdoctor.cli.plan_command import bytes_of
 from ampdoctor.errors import UsageError
 
 

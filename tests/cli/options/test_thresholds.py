@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.options.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
+from ampdoctor.cli.options import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
 from ampdoctor.diagnosis.catalogue import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.json_report import render_json

@@ -70,7 +70,7 @@ sys.meta_path.insert(0, Presses())
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.parametrize("started", ["runpy.run_module('ampdoctor', run_name='__main__')", "script"])
-@pytest.mark.parametrize("module", ["ampdoctor.cli.main", "typer", "ampdoctor.evidence.report", "ampdoctor.cli.app"])
+@pytest.mark.parametrize("module", ["ampdoctor.cli.main", "typer", "ampdoctor.evidence.report"])
 def test_ctrl_c_while_the_command_line_is_imported_is_130(module, started):
     if started == "script":
         entry, _, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][

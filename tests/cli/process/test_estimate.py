@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.cli.process.estimate import Estimate
+from ampdoctor.cli.progress import Estimate
 
 
 def test_three_steps_are_timed_and_the_one_in_the_middle_counts(capsys):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ampdoctor.cli.process.github_summary import MAX_BYTES, append_summary
+from ampdoctor.cli.output import MAX_BYTES, append_summary
 from ampdoctor.errors import OutputError
 from ampdoctor.reports.markdown import render_markdown
 from tests.samples import HEALTHY, SICK

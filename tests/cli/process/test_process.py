@@ -310,7 +310,7 @@ def test_env_says_what_a_bug_report_needs(run_cli):
 
 LOADED = """
 import gc
-from ampdoctor.cli.process import process
+from ampdoctor.cli import process
 {claim}
 with process.loading():
     within = gc.isenabled()
@@ -335,7 +335,7 @@ def test_the_collector_stands_still_over_imports_of_a_process_of_ours_alone(clai
 
 FREED = """
 import resource
-from ampdoctor.cli.process import process
+from ampdoctor.cli import process
 {kept}
 for _ in range(8):
     b"x" * (64 << 20)

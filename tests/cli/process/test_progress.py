@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ampdoctor.cli.process.progress import ProgressLine
+from ampdoctor.cli.progress import ProgressLine
 
 
 def lines(*calls, **options):

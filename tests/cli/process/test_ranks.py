@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process.ranks import of_rank, rank_file, rank_of
+from ampdoctor.cli.output import of_rank, rank_file, rank_of
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.read_json import report_from_text
 from tests.samples import SICK

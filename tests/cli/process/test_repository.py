@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ampdoctor.cli.config import load_config
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process.repository import place_in_repository
-from ampdoctor.cli.settings.config_file import load_config
+from ampdoctor.cli.output import place_in_repository
 
 FACTORY = """
 import sys

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ampdoctor.cli.app import app
-from ampdoctor.cli.main import main
-from ampdoctor.cli.settings.config_file import MAX_BYTES
-from ampdoctor.cli.settings.config_paths import USES
-from ampdoctor.cli.settings.configured import ConfiguredCommand
-from ampdoctor.cli.settings.settings import options_of
+from ampdoctor.cli.config import MAX_BYTES, USES, options_of
+from ampdoctor.cli.configured_command import ConfiguredCommand
+from ampdoctor.cli.main import app, main
 from ampdoctor.errors import UsageError
 from tests.samples import HEALTHY, SICK, WARNED
 
@@ -559,7 +556,7 @@ def test_help_reads_no_file_and_shows_the_tools_defaults(folder, capsys, monkeyp
 
 def test_a_setting_for_replays_does_not_refuse_a_saved_profile(folder, capsys, monkeypatch, stub_workflow):
     (folder / "run.profile").write_text("{}")
-    monkeypatch.setattr("ampdoctor.cli.options.options.is_profile", lambda target: True)
+    monkeypatch.setattr("ampdoctor.cli.options.is_profile", lambda target: True)
     stub_workflow("recommend", None)
     monkeypatch.setattr("ampdoctor.workflows.recommend.recommend_from_files", lambda *_: HEALTHY, raising=False)
     (folder / "ampdoctor.toml").write_text("steps = 9\n")

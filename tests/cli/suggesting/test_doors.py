@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.suggesting.doors import door_of
+from ampdoctor.cli.suggest import door_of
 
 RAISES = "raise SystemExit('this file is read as text, and never run')\n"
 LOOP = "import torch\nfor batch in loader:\n    loss.backward()\n    optimizer.step()\n"

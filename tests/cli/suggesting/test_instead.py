@@ -171,12 +171,12 @@ def test_a_file_that_is_no_python_is_not_looked_into(folder, capsys):
 
 
 def test_a_guess_that_fails_costs_nothing(folder, capsys, monkeypatch):
-    import ampdoctor.cli.suggesting.instead
+    import ampdoctor.cli.suggest
 
     def fail(arguments, error, commands):
         raise AttributeError("another Typer")
 
-    monkeypatch.setattr(ampdoctor.cli.suggesting.instead, "instead", fail)
+    monkeypatch.setattr(ampdoctor.cli.suggest, "instead", fail)
     assert main(["model.pt"]) == 2
     said = capsys.readouterr().err
     assert said == "ampdoctor: error: No such command 'model.pt'.\nTry 'ampdoctor --help' for help.\n"

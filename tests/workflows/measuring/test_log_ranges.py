@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.options.options import is_profile
+from ampdoctor.cli.options import is_profile
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.log_records import DetailLine, RunLine, StepLine, TensorDetail
 from ampdoctor.live.log.run_log import RunLog

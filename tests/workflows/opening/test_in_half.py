@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.cli.process.exit_code import judge
+from ampdoctor.cli.run_command import judge
 from ampdoctor.replay.training_run import TrainingRun
 from ampdoctor.reports.json_report import render_json
 from ampdoctor.reports.next_step import next_step

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli.process.exit_code import judge
+from ampdoctor.cli.run_command import judge
 from ampdoctor.diagnosis.replay.outcome import Here, differences, known_failure
 from ampdoctor.evidence.checkpoint_stats import LogEntry, ScalerState
 from ampdoctor.reports.json_report import render_json

@@ -1,22 +1,103 @@
-"""The options of `plan`."""
+"""`ampdoctor plan`."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ampdoctor.cli.options.devices import bytes_each_of, devices_of, parameters_of
-from ampdoctor.cli.options.one_run import ONE_RUN
-from ampdoctor.cli.options.options import refuse_empty
-from ampdoctor.cli.options.size import bytes_of
+from ampdoctor.cli.options import ONE_RUN, GateOptions, OutputOptions, flatten, refuse_empty
+from ampdoctor.cli.process import loading, read_text
+from ampdoctor.cli.run_command import Action, reporting
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.targets import PlanFramework
-from ampdoctor.workflows.requests import Precision
+from ampdoctor.workflows.requests import Precision, Progress, SetAside
 
 if TYPE_CHECKING:
     from ampdoctor.batching.plans import BatchSettings, Cluster, Memory, PlanRequest, States
+
+
+# Devices and numbers as people type them: `512`, `64x8`; `7e9`, `7B`, `350M`.
+
+
+_DEVICES = re.compile(r"(?P<first>\d{1,9})(x(?P<each>\d{1,9}))?")
+_NUMBER = re.compile(r"(?P<number>\d{1,15}(\.\d{1,6})?(e\d{1,2})?)(?P<unit>[kmbt]?)", re.IGNORECASE)
+_POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+
+
+def devices_of(option: str, text: str) -> tuple[int, int | None]:
+    """Return how many devices there are, and how many on a node where that is said.
+
+    Raises:
+        UsageError: It is neither a number nor NODESxDEVICES, or there are none.
+    """
+    found = _DEVICES.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{option} {text}: devices are a number, or nodes x devices of a node, as in 512 or 64x8")
+    first, each = int(found["first"]), found["each"]
+    devices = first if each is None else first * int(each)
+    if devices < 1:
+        raise UsageError(f"{option} {text}: a job needs at least 1 device")
+    return devices, None if each is None else int(each)
+
+
+def parameters_of(option: str, text: str) -> float:
+    """Return how many parameters a number means.
+
+    Raises:
+        UsageError: It is none, or less than 1.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    number = 0.0 if found is None else float(found["number"]) * 10 ** _POWERS[found["unit"].lower()]
+    if number < 1:
+        raise UsageError(f"{option} {text}: parameters are a number, as in 7e9, 7B or 350M")
+    return number
+
+
+def bytes_each_of(option: str, text: str) -> tuple[float, float, float]:
+    """Return the bytes of a parameter's weight, gradient and optimizer states.
+
+    Raises:
+        UsageError: It is not three numbers.
+    """
+    parts = text.split(",")
+    try:
+        weight, gradient, moments = (float(part) for part in parts)
+    except ValueError:
+        raise UsageError(
+            f"{option} {text}: bytes of a parameter's weight, gradient and optimizer states, as in 2,2,12"
+        ) from None
+    return weight, gradient, moments
+
+
+# Sizes as people type them: `512MB`, `4GB`, `1.5GiB`, `2g`.
+
+
+_SIZE = re.compile(r"(?P<number>\d{1,12}(\.\d{1,6})?) ?(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
+_BYTE_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def bytes_of(option: str, text: str) -> int:
+    """Return the bytes that a size means: thousands of thousands, with an `i` powers of 1024, without a unit bytes.
+
+    Raises:
+        UsageError: It is none, or less than a byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found["binary"] and not found["unit"]):
+        raise UsageError(f"{option} {text}: a size is a number with its unit, as in 512MB or 4GB")
+    size = int(float(found["number"]) * (1024 if found["binary"] else 1000) ** _BYTE_POWERS[found["unit"].lower()])
+    if size < 1:
+        raise UsageError(f"{option} {text}: that is not one byte")
+    return size
+
+
+# The options of `plan`.
+
 
 _SIZES = ("tensor", "pipeline", "context")
 
@@ -294,3 +375,51 @@ class PlanOptions:
             scale=self.scale,
             config=config,
         )
+
+
+_MAX_BYTES = 1 << 20
+"""Of a configuration: they have some kilobytes."""
+
+
+@flatten
+def plan(
+    settings: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="What is in force: a DeepSpeed JSON, Megatron-LM's arguments, Trainer arguments as JSON or YAML, an "
+            "Accelerate YAML, a torchtitan TOML, or the folder of a watched run's log. Options stand in its place.",
+        ),
+    ] = None,
+    *,
+    batch: BatchOptions,
+    cluster: ClusterOptions,
+    fit: MemoryOptions,
+    wanted: PlanOptions,
+    gates: GateOptions,
+    output: OutputOptions,
+) -> Action:
+    """Keep the global batch on another number of devices.
+
+    Which micro-batch and accumulation give it exactly, what fits, and what that changes: above all what fp16 gradients
+    feel. Exit code 0 where an exact plan fits, 1 where there are only near ones.
+    """
+    refuse_empty("CONFIG", settings)
+
+    def work(_: Progress | None, __: SetAside) -> Report:
+        with loading():
+            from ampdoctor.batching.config_files import read_settings
+            from ampdoctor.batching.plans import BatchSettings
+            from ampdoctor.workflows import plan as workflow
+
+        read = BatchSettings()
+        if settings is not None and Path(settings).is_dir():
+            from ampdoctor.workflows.plan import batch_of_log
+
+            read = batch_of_log(settings)
+        elif settings is not None:
+            read = read_settings(read_text(settings, limit=_MAX_BYTES, what="the configuration"), settings)
+        return workflow.plan(wanted.request(read, settings, cluster, batch, fit))
+
+    files = [file for file in (settings, wanted.profile) if file is not None]
+    return reporting(work, output, gates, files)

@@ -8,13 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.options.flatten import flatten
-from ampdoctor.cli.options.gate_options import GateOptions
-from ampdoctor.cli.options.options import OutputOptions, refuse_empty
-from ampdoctor.cli.options.thresholds import ThresholdOptions
-from ampdoctor.cli.process.action import Action, reporting
-from ampdoctor.cli.process.process import loading
-from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.configured_command import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.options import GateOptions, OutputOptions, ThresholdOptions, flatten, refuse_empty
+from ampdoctor.cli.process import loading
+from ampdoctor.cli.run_command import Action, reporting
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import Thresholds

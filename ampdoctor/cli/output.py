@@ -9,22 +9,124 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
-from ampdoctor.cli.options.options import OutputOptions
-from ampdoctor.cli.process.github_summary import append_summary, summary_file
-from ampdoctor.cli.process.ranks import rank_file
-from ampdoctor.cli.process.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
-from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.cli.options import OutputOptions
+from ampdoctor.cli.process import NAMES_OF_STDOUT, STDOUT, note, report_stream, write_stdout
+from ampdoctor.errors import CheckpointError, OutputError, UsageError
 from ampdoctor.evidence.paths import file_key
+from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.live.log.facts import launched
 from ampdoctor.reports.formats import FORMATS, Canvas, Color, ReportFormat, renderer
 from ampdoctor.workflows.output_files import refuse_part, refuse_unwritable, write_whole
 
-if TYPE_CHECKING:
-    from ampdoctor.evidence.report import Report
+# One process of several, as torchrun starts them: rank 0 speaks, and every other keeps its report in a file.
+
+
+_NUMBER = re.compile("[0-9]{1,9}")
+"""Of a process; `int` itself refuses thousands of digits with an error of its own."""
+
+
+def rank_of(environment: Mapping[str, str] | None = None) -> int:
+    """The rank of this process as torchrun, Slurm or Open MPI has it; 0 where it is the only one.
+
+    Raises:
+        UsageError: They are set and are no numbers of a process group.
+    """
+    known = os.environ if environment is None else environment
+    rank, size = known.get("RANK"), known.get("WORLD_SIZE")
+    if not rank or not size:
+        return launched(known).rank
+    if not (_NUMBER.fullmatch(rank) and _NUMBER.fullmatch(size) and int(rank) < int(size)):
+        raise UsageError(f"RANK={rank} and WORLD_SIZE={size} name no process of a group: unset them, or run torchrun")
+    return int(rank)
+
+
+def rank_file(rank: int, output: str | None, log: str | None = None) -> str:
+    """Where a rank other than 0 keeps its report: with its log, else beside the `--output` of rank 0, or here."""
+    if log is not None:
+        return str(Path(log) / f"report.rank{rank}.jsonl")
+    return str(Path(output or "").parent / f"rank{rank}.jsonl")
+
+
+def own_file(file: str, rank: int) -> str:
+    """A file of this rank alone: `ranges.npz` of rank 0 is `ranges.rank1.npz` of rank 1."""
+    path = Path(file)
+    return file if rank == 0 else str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
+
+
+def of_rank(report: Report, rank: int) -> Report:
+    """The report with the rank in the address of each finding."""
+    if rank == 0:
+        return report
+
+    def placed(finding: Finding) -> Finding:
+        return replace(finding, where=replace(finding.where, rank=rank))
+
+    return replace(
+        report,
+        findings=tuple(map(placed, report.findings)),
+        suppressed=tuple(replace(one, finding=placed(one.finding)) for one in report.suppressed),
+    )
+
+
+# `--github-summary`: the report as Markdown at the end of the step's summary, a file that GitHub names and shows.
+
+
+VARIABLE = "GITHUB_STEP_SUMMARY"
+MAX_BYTES = 1024 * 1024
+"""Of all that a step leaves there; above it GitHub shows none of it (docs.github.com, "Step isolation and limits")."""
+
+
+def summary_file() -> str:
+    """The file that takes the summary.
+
+    Raises:
+        UsageError: There is none, or it cannot be written.
+    """
+    file = os.environ.get(VARIABLE)
+    if not file:
+        raise UsageError(f"--github-summary is for a step of GitHub Actions: {VARIABLE} is not set")
+    refuse_unwritable(file)
+    return file
+
+
+def append_summary(report: Report, file: str) -> None:
+    """Append the report, whole or not at all; a line where it does not fit beside what is there.
+
+    Raises:
+        OutputError: The file cannot be written; what was there before is still there.
+    """
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _append(descriptor, report)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _append(descriptor: int, report: Report) -> None:
+    from ampdoctor.reports import text as words
+    from ampdoctor.reports.escape import prose
+    from ampdoctor.reports.markdown import render_markdown
+
+    before = os.fstat(descriptor).st_size
+    short = f"\nampdoctor {report.command}: {prose(words.verdict(report))}; the report does not fit in this summary\n"
+    fitting = (text.encode() for text in (f"\n{render_markdown(report)}", short))
+    data = next((text for text in fitting if before + len(text) <= MAX_BYTES), None)
+    if data is None:
+        note("ampdoctor: the step's summary is full; the report is not in it")
+        return
+    written = os.write(descriptor, data)
+    if written < len(data):
+        os.ftruncate(descriptor, before)
+        raise OSError(f"only {written} of {len(data)} bytes fit")
+
 
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
@@ -214,3 +316,39 @@ def _refuse_input(file: str, read: str) -> None:
         if Path(file).samefile(read):
             raise UsageError(f"cannot write {file}: it is what is to be read")
     refuse_part(file, read)
+
+
+# The repository that the working directory lies in.
+#
+# A report's paths are from the working directory. GitHub takes those of annotations and of code scanning from the
+# repository's root, so that a report made below it says where it was made.
+
+
+def repository_root(folder: Path) -> Path | None:
+    """The nearest folder, this one or above it, with `.git`: a folder, or the file of a worktree or submodule."""
+    return next((level for level in (folder, *folder.parents) if os.path.exists(level / ".git")), None)  # noqa: PTH110 - never raises
+
+
+def place_in_repository() -> dict[str, Any]:
+    """What a report's target says of the working directory: nothing where it is the root, or in no repository.
+
+    In a job of GitHub Actions the root is the workspace, which need not be a clone.
+    """
+    try:
+        here = Path.cwd()
+    except OSError:  # somebody has deleted it
+        return {}
+    root = next((root for root in _roots(here) if here.is_relative_to(root)), here)
+    if root == here:
+        return {}
+    return {"repository": {"root": root.as_posix(), "folder": here.relative_to(root).as_posix()}}
+
+
+def _roots(here: Path) -> Iterator[Path]:
+    """Yield what may be the root, the likeliest first; without links, as the working directory is."""
+    workspace = Path(os.environ.get("GITHUB_WORKSPACE", ""))
+    if workspace.is_absolute():
+        yield Path(os.path.realpath(workspace))
+    nearest = repository_root(here)
+    if nearest is not None:
+        yield nearest

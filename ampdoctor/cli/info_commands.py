@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ampdoctor.cli.options.options import ListFormat
-from ampdoctor.cli.process.action import Action
-from ampdoctor.cli.process.exit_code import Outcome
-from ampdoctor.cli.process.output import canvas
-from ampdoctor.cli.process.streams import report_stream, write_stdout
-from ampdoctor.errors import EXIT_OK
+from ampdoctor.cli.options import GateOptions, ListFormat, OutputOptions, flatten, refuse_empty
+from ampdoctor.cli.output import canvas
+from ampdoctor.cli.process import read_text, report_stream, write_stdout
+from ampdoctor.cli.run_command import Action, Outcome, reporting
+from ampdoctor.errors import EXIT_OK, ReportError
+from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.software import installed, machine, packages, variables
+from ampdoctor.package import version
 from ampdoctor.reports.formats import Color
+from ampdoctor.workflows.requests import Progress, SetAside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,3 +114,96 @@ def _line(threshold: Threshold) -> str:
     short = f", {threshold.option}" if threshold.option else ""
     range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}{short}"
     return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"
+
+
+# `ampdoctor env`.
+
+
+def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human") -> Action:
+    """List what to paste into a bug report.
+
+    Versions, devices, and the settings that change numbers; nothing else of the environment is shown.
+    """
+
+    def action() -> Outcome:
+        facts = {**_software(), **_torch(), **variables()}
+        if form == "json":
+            from ampdoctor.reports.json_report import strict_json
+
+            write_stdout(strict_json(facts))
+        else:
+            from ampdoctor.reports.escape import sanitise
+
+            write_stdout("".join(f"{name}: {sanitise(_shown(fact))}\n" for name, fact in facts.items()))
+        return Outcome(EXIT_OK)
+
+    return action
+
+
+def versions() -> str:
+    """Return one line with the versions of the tool, torch and Python, without importing torch."""
+    torch = installed("torch") or "not installed"
+    return f"ampdoctor {version()} (torch {torch}, Python {platform.python_version()})"
+
+
+def _software() -> dict[str, Any]:
+    return {**machine(), "stdout_encoding": getattr(report_stream(), "encoding", None), **packages()}
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch  # noqa: F401 - alone, and first: one that cannot be loaded is what this page is for
+    except Exception as error:  # noqa: BLE001
+        return {"torch_import": f"{type(error).__name__}: {error}"}
+    from ampdoctor.precision.hardware import device_facts, torch_facts
+
+    return {"torch_import": "ok", **torch_facts(), **device_facts()}
+
+
+def _shown(fact: Any) -> str:
+    if fact is None:
+        return "none"
+    return "; ".join(fact) or "none" if isinstance(fact, list) else str(fact)
+
+
+# `ampdoctor merge`.
+
+
+_MAX_REPORT = 256 * 1024 * 1024
+"""Bytes: one with a histogram for each of 1,000 modules has some 10 MB."""
+
+
+@flatten
+def merge(
+    reports: Annotated[
+        list[str], typer.Argument(metavar="REPORT", help="Reports that were written with --format json or jsonl.")
+    ],
+    gates: GateOptions,
+    output: OutputOptions,
+) -> Action:
+    """Show reports again, in any form; several become one.
+
+    Several are those of the ranks of a job, or of several jobs: a finding of more than one rank is there once, with its
+    ranks. Under torchrun rank 0 writes as it is told, and rank N its report to rankN.jsonl, in the folder of --output
+    or here; give every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge.
+    `run` needs no --exit-zero there, and keeps rank N's report beside its log, in report.rankN.jsonl.
+    """
+    for file in reports:
+        refuse_empty("REPORT", file)
+
+    def work(_: Progress | None, __: SetAside) -> Report:
+        from ampdoctor.reports.merge import merge_reports
+
+        return merge_reports([_read(file) for file in reports])
+
+    return reporting(work, output, gates, reports)
+
+
+def _read(file: str) -> Report:
+    from ampdoctor.reports.read_json import report_from_text
+
+    text = read_text(file, limit=_MAX_REPORT, what="the report")
+    try:
+        return report_from_text(text)
+    except ReportError as error:
+        raise ReportError(f"{file}: {error}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +19,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ampdoctor.cli.options.options import refuse_empty
-from ampdoctor.cli.process.action import Action, Decided, Examination
-from ampdoctor.cli.settings.config import Config, Default, read_config
-from ampdoctor.cli.settings.config_file import load_config
-from ampdoctor.cli.settings.config_paths import paths_in
-from ampdoctor.cli.settings.settings import Setting, settings_of
-from ampdoctor.cli.suggesting.typer_errors import said_of_the_value
-from ampdoctor.errors import UsageError
+from ampdoctor.cli.config import Config, Default, Setting, load_config, paths_in, read_config, settings_of
+from ampdoctor.cli.options import refuse_empty
+from ampdoctor.cli.process import note, write_stdout
+from ampdoctor.cli.run_command import Action, Decided, Examination, Outcome
+from ampdoctor.cli.suggest import near_name, said_of_the_value
+from ampdoctor.errors import EXIT_OK, UsageError
 from ampdoctor.evidence.thresholds import Moves
+from ampdoctor.reports.escape import sanitise
 
 R = TypeVar("R")
 
@@ -119,7 +119,7 @@ class ConfiguredCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Action:
         """Return the command's action, with what the configuration has decided."""
         if ctx.params["show_config"]:
-            from ampdoctor.cli.settings.show_config import show_config
+            from ampdoctor.cli.configured_command import show_config
 
             variables = [v for name, group in _all_settings(ctx).items() for s in group for v in s.variables(name)]
             form = ctx.params["format"]
@@ -243,3 +243,132 @@ def _all_settings(ctx: Any) -> Mapping[str, Sequence[Setting]]:
 
 def _source(ctx: Any, name: str) -> str | None:
     return getattr(ctx.get_parameter_source(name), "name", None)
+
+
+# What follows `--` on the command line of a command that runs the user's code: the arguments of their script.
+
+
+_KEY = "ampdoctor.script_arguments"
+
+
+class ReplayCommand(ConfiguredCommand):
+    """A command whose target may be a script, with arguments of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before `--`, where that names the target; else `--` only ends the options, as ever."""
+        head, after = _split(args)
+        if after and not ctx.resilient_parsing and self._names_target(ctx, head):
+            ctx.meta[_KEY] = tuple(after)
+            args = head
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage line's pieces."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
+
+    def _names_target(self, ctx: Any, args: list[str]) -> bool:
+        try:
+            parsed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        except Exception:  # noqa: BLE001 - what is wrong with it is said where it is parsed in earnest
+            return True
+        arguments: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
+        return any(isinstance(parsed.get(one.name), str | list | tuple) and parsed[one.name] for one in arguments)
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in args:
+        return args, []
+    at = args.index("--")
+    return args[:at], args[at + 1 :]
+
+
+def script_arguments(context: typer.Context) -> tuple[str, ...]:
+    """Return the arguments of the user's script."""
+    given: tuple[str, ...] = context.meta.get(_KEY, ())
+    return given
+
+
+# `--show-config`: every setting of a command, and where it comes from.
+
+
+_PREFIX = "AMPDOCTOR_"
+
+
+def show_config(
+    command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str, variables: Sequence[str]
+) -> Action:
+    """Return the action that shows them.
+
+    Args:
+        command: The command's name.
+        settings: Key, value and origin of each.
+        config: The configuration that was read.
+        form: `json`, or anything else for people.
+        variables: The environment variables that there are.
+    """
+
+    def action() -> Outcome:
+        _note_strangers(variables)
+        write_stdout(_as_json(command, settings, config) if form == "json" else _as_text(settings, config))
+        return Outcome(EXIT_OK)
+
+    return action
+
+
+def _note_strangers(variables: Sequence[str]) -> None:
+    """Say which variables look like settings and are none: a typing error there is silent anywhere else."""
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in variables:
+            near = near_name(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in variables])
+            hint = f"; did you mean {_PREFIX}{near}?" if near else ""
+            note(f"ampdoctor: {name} is set, and no setting{hint}")
+
+
+def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
+    from ampdoctor.reports.json_report import strict_json
+
+    return strict_json(
+        {
+            "command": command,
+            "config": config.file,
+            "settings": {key: {"value": value, "from": origin} for key, value, origin in settings},
+            "rules": config.rules,
+            "ignore": [_ignore(config, index) for index in range(len(config.ignores))],
+        }
+    )
+
+
+def _as_text(settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
+    rows = [(f"{key} = {_shown(value)}", origin) for key, value, origin in settings]
+    for code, rule in config.rules.items():
+        numbers = {"severity": rule.severity, **rule.thresholds}
+        for key, number in numbers.items():
+            name = f"rules.{code}.{key}"
+            rows += (
+                [(f"{name} = {_shown(number)}", f"{config.file}: {config.prefix}{name}")] if number is not None else []
+            )
+    for index in range(len(config.ignores)):
+        entry = _ignore(config, index)
+        told = ", ".join(f"{key} {v}" for key, v in entry.items() if v is not None and key not in ("written", "reason"))
+        rows.append((f"ignore {told}: {entry['reason']}", entry["written"]))
+    width = min(max(len(row[0]) for row in rows), 48)
+    lines = [f"{sanitise(said):{width}}  {sanitise(origin)}" for said, origin in rows]
+    return "\n".join([f"configuration file: {sanitise(config.file or 'none')}", *lines]) + "\n"
+
+
+def _ignore(config: Config, index: int) -> dict[str, Any]:
+    ignore = config.ignores[index]
+    line = f":{ignore.written.line}" if ignore.written is not None else ""
+    return {
+        "rule": ignore.rule,
+        "tensor": ignore.tensor,
+        "module": ignore.module,
+        "file": ignore.file,
+        "expires": None if ignore.expires is None else ignore.expires.isoformat(),
+        "reason": ignore.reason,
+        "written": f"{config.file}{line}",
+    }
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,1 +1,0 @@
-"""One thin file a command: parse, call the workflow, render."""

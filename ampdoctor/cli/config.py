@@ -1,0 +1,634 @@
+"""What a configuration file says, checked key by key: defaults of options, settings of rules, ignores."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from typer.models import OptionInfo
+
+from ampdoctor.cli.options import ONE_RUN
+from ampdoctor.cli.output import repository_root
+from ampdoctor.cli.process import NAMES_OF_STDOUT, mentions, note, read_text
+from ampdoctor.diagnosis.catalogue import EXPIRED_IGNORE, UNUSED_IGNORE, check_threshold, find_rule, rules
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.location import Source
+from ampdoctor.gates.findings import Ignore, RuleSettings, SeverityOrIgnore
+from ampdoctor.reports.escape import is_seen
+
+# Which options are settings: what a configuration file and the environment may say instead of the command line.
+#
+# All of them are read off the commands' own signatures, so that there is no second list to keep.
+
+
+Kind = Literal["boolean", "integer", "number", "text", "list"]
+EXPECTED: Mapping[Kind, str] = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "text": "a string",
+    "list": "a list of strings",
+}
+_KINDS: Mapping[Any, Kind] = {bool: "boolean", int: "integer", float: "number", str: "text"}
+
+NO_SETTINGS = frozenset({"config", "isolated", "show-config", "write-baseline", "module"})
+"""Options of one run alone. As a standing setting --write-baseline would make every run its own baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """An option, as a configuration file knows it.
+
+    Attributes:
+        parameter: Python's name of it.
+        key: The long option without its dashes.
+        kind: What its value is.
+        choices: The values that there are, where they are counted.
+    """
+
+    parameter: str
+    key: str
+    kind: Kind
+    choices: tuple[str, ...] = ()
+
+    @property
+    def option(self) -> str:
+        """The long option."""
+        return f"--{self.key}"
+
+    def variables(self, command: str) -> list[str]:
+        """Return the environment variables that set it for a command, the one that holds before the other first."""
+        name = self.key.upper().replace("-", "_")
+        return [f"AMPDOCTOR_{command.upper().replace('-', '_')}_{name}", f"AMPDOCTOR_{name}"]
+
+
+def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
+    """Return the settings of a command, in the order of its options.
+
+    Args:
+        function: The command, with `Annotated[type, typer.Option("--name", ...)]` parameters.
+    """
+    return tuple(one for one, of_one_run in options_of(function) if not of_one_run)
+
+
+def options_of(function: Callable[..., Any]) -> Iterator[tuple[Setting, bool]]:
+    """Yield every option of a command, and whether it is about one run, so that it is no setting.
+
+    Args:
+        function: As in `settings_of`.
+    """
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotated, *metadata = get_args(parameter.annotation) or (None,)
+        option = next((item for item in metadata if isinstance(item, OptionInfo)), None)
+        if option is None:
+            continue
+        first = option.default  # in an annotation the first name stands where defaults do
+        names = map(str, (first, *(option.param_decls or ())))
+        key = next(name.removeprefix("--") for name in names if name.startswith("--"))
+        kind, choices = _kind(annotated)
+        yield Setting(parameter=name, key=key, kind=kind, choices=choices), key in NO_SETTINGS or ONE_RUN in metadata
+
+
+def _kind(annotated: Any) -> tuple[Kind, tuple[str, ...]]:
+    if get_origin(annotated) in (Union, UnionType):
+        (annotated,) = (part for part in get_args(annotated) if part is not NoneType)
+    if get_origin(annotated) is list:
+        return "list", ()
+    if get_origin(annotated) is Literal:
+        return "text", tuple(map(str, get_args(annotated)))
+    return _KINDS[annotated], ()
+
+
+# The configuration file: where it is looked for, and how it is read. It is data; nothing in it is ever executed.
+
+
+RULES_KEY, IGNORE_KEY = "rules", "ignore"
+OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
+"""In a folder that has both, the first is read. In the second our table is one of many: `[tool.ampdoctor]`."""
+_FEW = 8
+"""Keys that an error lists; more are shown by a command of their own."""
+MAX_BYTES = 512 * 1024
+_WHAT = "the configuration"
+_MAX_DOTS = 500
+"""In a line. Python's parser takes time and memory with the square of a dotted key's parts: 40 kB took it 4 s, and
+400 kB more memory than there was."""
+_HEADER = re.compile(r"""^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*["']?ampdoctor["']?[ \t]*[.\]]""", re.MULTILINE)
+"""Of a table of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """One configuration file, read.
+
+    Attributes:
+        name: Its path from the working directory.
+        found: True where it lay there, False where the user named it. Whoever wrote a file that lay there may be
+            anybody: it may not reach beyond its own folder.
+        prefix: What stands before each of its keys: "tool.ampdoctor." or nothing.
+        table: Its content, not yet looked at.
+        ignore_lines: The line of each `[[ignore]]` in it, where they can be told.
+    """
+
+    name: str
+    found: bool
+    prefix: str
+    table: Mapping[str, Any]
+    ignore_lines: tuple[int, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The folder that its relative paths are relative to."""
+        return Path(self.name).parent
+
+    def place(self, key: str) -> str:
+        """Return where a key stands, for a sentence."""
+        return f"{self.name}: {self.prefix}{key}"
+
+
+def load_config(named: str | None) -> ConfigFile | None:
+    """Return the configuration file that is named, or that the working directory belongs to; None where there is none.
+
+    One of another user is not read unless it is named: anybody may leave one in /tmp, and it could turn a sick
+    checkpoint green. That is said on stderr and is no error, or it would keep everybody there from working.
+
+    Raises:
+        UsageError: It cannot be read, or is not TOML.
+    """
+    if named is not None:
+        return _read(Path(named), found=False)
+    try:
+        here = Path.cwd()
+    except OSError:  # somebody has deleted it
+        return None
+    for path in _candidates(here):
+        if path.name == SHARED and not _is_ours(path):
+            continue
+        if not _foreign(path):
+            return _read(path, found=True)
+        name = os.path.relpath(path)
+        note(f"ampdoctor: {name} is another user's and not read: --config {name} accepts it, --isolated is silent")
+    return None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Where a configuration may lie: in this folder or the nearest above it, up to the root of the repository."""
+    paths = []
+    root = repository_root(folder)
+    for level in (folder, *folder.parents):
+        paths += [path for name in (OWN, SHARED) if os.path.lexists(path := level / name)]
+        if level == root:
+            break
+    return paths
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a pyproject.toml has our table; whatever is wrong with one that has none is not our affair.
+
+    One that names us and is too large to be looked at may have it: reading it refuses it.
+    """
+    name = str(path)
+    try:
+        if not mentions(name, b"ampdoctor", what=_WHAT):
+            return False
+    except UsageError:
+        return False
+    try:
+        text = read_text(name, limit=MAX_BYTES, what=_WHAT, lenient=True)
+    except UsageError:
+        return True
+    if _HEADER.search(text):
+        return True
+    try:
+        tool = _parse(text, name).get("tool")
+    except UsageError:
+        return False
+    return isinstance(tool, dict) and "ampdoctor" in tool
+
+
+def _read(path: Path, *, found: bool) -> ConfigFile:
+    name = os.path.relpath(path) if found else str(path)
+    text = read_text(name, limit=MAX_BYTES, what=_WHAT)
+    shared = path.name == SHARED
+    table = _parse(text, name)
+    if shared:
+        tool = table.get("tool")
+        own = tool.get("ampdoctor") if isinstance(tool, dict) else None
+        if own is None:
+            raise UsageError(f"{name} has no table [tool.ampdoctor]")
+        if not isinstance(own, dict):
+            raise UsageError(f"{name}: tool.ampdoctor is no table")
+        table = own
+    return ConfigFile(
+        name=name,
+        found=found,
+        prefix="tool.ampdoctor." if shared else "",
+        table=table,
+        ignore_lines=_ignore_lines(text, shared=shared),
+    )
+
+
+def _foreign(path: Path) -> bool:
+    """Whether the file, or a link to it, is of a user who is neither this one nor root."""
+    if not hasattr(os, "geteuid"):
+        return False
+    owners = {path.lstat().st_uid}
+    with contextlib.suppress(OSError):  # a link to nowhere: reading it says so
+        owners.add(path.stat().st_uid)
+    return not owners <= {os.geteuid(), 0}
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    import tomllib  # --help reads no file
+
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise UsageError(f"{name}: line {number} has more than {_MAX_DOTS} dots; break it into several")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is not TOML: {error}") from None
+    except (RecursionError, ValueError):  # a date that is none, an integer of too many digits
+        raise UsageError(
+            f"{name} is not TOML that can be read: it is nested too deeply, or a number is too long"
+        ) from None
+
+
+def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
+    own = r"tool\s*\.\s*ampdoctor\s*\.\s*ignore" if shared else "ignore"
+    header = re.compile(rf"\s*\[\[\s*{own}\s*\]\]")
+    return tuple(number for number, line in enumerate(text.split("\n"), 1) if header.match(line))
+
+
+def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
+    """Return the error of a key that there is not, with the nearest that there is."""
+    near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
+    few = (
+        f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
+    )
+    return UsageError(f"{place}: there is no such key; {f'did you mean {near[0]}?' if near else few}")
+
+
+def wrong_value(place: str, expected: str, value: Any) -> UsageError:
+    """Return the error of a value of another type than the key takes."""
+    kinds = {
+        bool: "a boolean",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "a table",
+    }
+    return UsageError(f"{place}: expected {expected}, not {kinds.get(type(value), 'a date or time')}")
+
+
+# Paths in a configuration file: relative to its folder, and what a file that merely lay there may not reach.
+#
+# A configuration that was found above the working directory may be a stranger's, come with a repository. It can set
+# options, and some of them write files or name code. So a found one may only write into its own folder, and not to
+# hidden files there (`.git`, `.github`, `.env` belong to other tools), and may only name code by a path in it: a module
+# is whatever Python finds by that name, `os` for one. What is read is read inertly, from wherever. A file that the user
+# names with --config is the user's word, and may do all of it.
+#
+# What an option does with its text stands in one table, `USES`; a test holds it complete.
+
+
+Use = Literal["writes", "writes forms", "exports", "runs code", "runs code from", "reads", "neither"]
+USES: Mapping[str, Use] = {
+    "against": "reads",
+    "app-dir": "runs code from",
+    "arg": "neither",
+    "baseline": "reads",
+    "batches": "runs code",
+    "bundle-max": "neither",
+    "checkpoint": "reads",
+    "config": "reads",
+    "device": "neither",
+    "device-memory": "neither",
+    "export": "exports",
+    "gpus": "neither",
+    "health": "writes",
+    "loss": "runs code",
+    "memory-per-sample": "neither",
+    "model": "runs code",
+    "output": "writes",
+    "params": "neither",
+    "peak-memory": "neither",
+    "profile": "reads",
+    "report": "writes forms",
+    "save": "writes",
+    "skip-batches": "neither",
+    "state-bytes": "neither",
+    "target": "neither",
+    "threshold": "neither",
+    "to-gpus": "neither",
+    "write-baseline": "writes",
+}
+"""Of every option whose value is a text or a list of texts, and not one of a few words, what is done with it.
+
+"writes": a file or a folder of this name; "writes forms": FORM=FILE; "exports": KIND=TARGET, a place or a server; "runs
+code": FILE.py:NAME or a module; "runs code from": a folder; "reads": a file, inertly; "neither": it is no path.
+"""
+
+
+def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
+    """Return a setting's value with its paths as they are from the working directory.
+
+    Args:
+        file: The configuration file.
+        place: Where the key stands, for the sentence.
+        key: The setting's key.
+        value: What stands there.
+
+    Raises:
+        UsageError: The file was found, not named, and the value leads where such a file may not reach.
+    """
+    match USES.get(key, "neither"):
+        case "writes forms":
+            return [_with_path(file, place, text) for text in value]
+        case "exports":
+            return [_exported(file, place, text) for text in value]
+        case "writes":
+            return _one(file, place, value, writes=True)
+        case "runs code":
+            return _code(file, place, value, alone=key == "model")
+        case "runs code from":
+            return _one(file, place, value, runs=True)
+        case "reads":
+            return _one(file, place, value)
+        case _:
+            return value
+
+
+def paths_in(key: str, value: Any) -> list[str]:
+    """Return the files that a setting's value names, by which an error may speak of it."""
+    use = USES.get(key, "neither")
+    if use in ("writes forms", "exports"):
+        return [path for text in value if (path := text.partition("=")[2])]
+    return [value] if value and use in ("writes", "reads") else []
+
+
+def _with_path(file: ConfigFile, place: str, text: str) -> str:
+    form, equals, path = text.partition("=")
+    return f"{form}{equals}{_one(file, place, path, writes=True)}"
+
+
+def _exported(file: ConfigFile, place: str, text: str) -> str:
+    """The target of an export as it is from the working directory; a found file names no server and no account."""
+    from ampdoctor.health.sinks.export import KINDS  # what few runs need
+
+    name, equals, target = text.partition("=")
+    kind = next((kind for kind in KINDS if kind.name == name), None)
+    if kind is None or not target.strip():
+        return text  # the option itself refuses it
+    if kind.is_path and not kind.is_endpoint(target) and "://" not in target:
+        return f"{name}{equals}{_one(file, place, os.path.expanduser(target), writes=True)}"  # noqa: PTH111 - a text
+    if file.found:
+        raise UsageError(f"{place}: {text} sends the run's numbers to where it says, and {_because(file)}")
+    return text
+
+
+def _code(file: ConfigFile, place: str, value: str, *, alone: bool) -> str:
+    """FILE.py:NAME, or FILE.py `alone`."""
+    path, colon, name = value.rpartition(":")
+    if alone and value.endswith(".py"):
+        return _one(file, place, value, runs=True)
+    if path.endswith(".py"):
+        return f"{_one(file, place, path, runs=True)}{colon}{name}"
+    if file.found and value.strip():
+        said = f"{value} is a module, wherever Python finds it, and {_because(file)}"
+        raise UsageError(f"{place}: {said}: name its file (FILE.py:NAME)")
+    return value
+
+
+def _one(file: ConfigFile, place: str, path: str, *, writes: bool = False, runs: bool = False) -> str:
+    if not path.strip() or (writes and path in NAMES_OF_STDOUT):  # empty: the option itself refuses it
+        return path
+    joined = os.path.normpath(file.folder / path)
+    if file.found and (writes or runs):
+        _refuse_outside(file, place, joined, written=writes)
+    return f".{os.sep}{joined}" if joined.startswith("~") else joined  # a folder of that name, and nobody's home
+
+
+def _refuse_outside(file: ConfigFile, place: str, path: str, *, written: bool) -> None:
+    folder, target = Path(os.path.realpath(file.folder)), Path(os.path.realpath(path))
+    if not target.is_relative_to(folder):
+        raise UsageError(f"{place}: {path} lies outside the file's own folder, and {_because(file)}")
+    if written and any(part.startswith(".") for part in target.relative_to(folder).parts):
+        raise UsageError(f"{place}: {path} is hidden, or in a hidden folder, and {_because(file)}")
+
+
+def _because(file: ConfigFile) -> str:
+    return f"{file.name} was found, not named with --config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """A value that stands in a file, and where."""
+
+    value: Any
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A configuration, as one command sees it.
+
+    Attributes:
+        file: Its name; None where there is none.
+        prefix: What stands before each of its keys.
+        defaults: Of the command's options, by key.
+        rules: Settings of rules, by code.
+        ignores: In the order in which they stand.
+    """
+
+    file: str | None = None
+    prefix: str = ""
+    defaults: Mapping[str, Default] = field(default_factory=dict)
+    rules: Mapping[str, RuleSettings] = field(default_factory=dict)
+    ignores: tuple[Ignore, ...] = ()
+
+    @property
+    def sets_something(self) -> bool:
+        """Whether the file says anything to the command."""
+        return bool(self.defaults or self.rules or self.ignores)
+
+
+def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[Setting]]) -> Config:
+    """Return what a file says to a command. The whole file is checked, whichever command runs.
+
+    Args:
+        file: The file.
+        command: The command's name.
+        settings: Of each command, by its name.
+
+    Raises:
+        UsageError: A key that there is not, or a value that it does not take.
+    """
+    everywhere: dict[str, Setting] = {s.key: s for group in settings.values() for s in group}
+    own = {setting.key for setting in settings[command]}
+    shared: dict[str, Default] = {}
+    special: dict[str, Default] = {}
+    rules: Mapping[str, RuleSettings] = {}
+    ignores: tuple[Ignore, ...] = ()
+    for key, value in file.table.items():
+        if key == RULES_KEY:
+            from ampdoctor.cli.config import read_rules
+
+            rules = read_rules(file, value)
+        elif key == IGNORE_KEY:
+            from ampdoctor.cli.config import read_ignores
+
+            ignores = read_ignores(file, value)
+        elif key in settings and (
+            isinstance(value, dict) or key not in everywhere
+        ):  # `health` is an option of run, too
+            read = _of_command(file, key, value, settings[key], everywhere)
+            special = read if key == command else special
+        elif key == "tool" and not file.prefix:
+            raise UsageError(f"{file.name}: here the keys stand without `tool.ampdoctor`; that is for {SHARED}")
+        elif key in everywhere:
+            shared[key] = _checked(file, key, value, everywhere[key])
+        else:
+            raise unknown_key(file.place(key), key, [*everywhere, *settings, RULES_KEY, IGNORE_KEY])
+    defaults = {**{key: default for key, default in shared.items() if key in own}, **special}
+    return Config(file=file.name, prefix=file.prefix, defaults=defaults, rules=rules, ignores=ignores)
+
+
+def _of_command(
+    file: ConfigFile, command: str, table: Any, settings: Sequence[Setting], everywhere: Mapping[str, Setting]
+) -> dict[str, Default]:
+    """The keys of a command's own table."""
+    if not isinstance(table, dict):
+        raise wrong_value(file.place(command), "a table", table)
+    known = {setting.key: setting for setting in settings}
+    read = {}
+    for key, value in table.items():
+        place = f"{command}.{key}"
+        if key not in known:
+            if key in everywhere:
+                raise UsageError(f"{file.place(place)}: `ampdoctor {command}` has no option --{key}")
+            raise unknown_key(file.place(place), key, known)
+        read[key] = _checked(file, place, value, known[key])
+    return read
+
+
+def _checked(file: ConfigFile, key: str, value: Any, setting: Setting) -> Default:
+    place = file.place(key)
+    if not _is(value, setting.kind):
+        raise wrong_value(place, EXPECTED[setting.kind], value)
+    for text in value if setting.kind == "list" else [value]:
+        if setting.kind in ("text", "list") and not (isinstance(text, str) and text.isprintable()):
+            raise UsageError(f"{place}: expected {EXPECTED[setting.kind]} without control characters")
+    return Default(value=placed(file, place, setting.key, value), place=place)
+
+
+def _is(value: Any, kind: Kind) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    types: dict[Kind, Any] = {"boolean": bool, "integer": int, "number": int | float, "text": str, "list": list}
+    return isinstance(value, types[kind])
+
+
+# `[tool.ampdoctor.rules]` and `[[tool.ampdoctor.ignore]]`: what a project has decided about rules and findings.
+
+
+_MAX_IGNORES = 1000
+"""Each is held against each finding, of which a hostile checkpoint has as many as it likes."""
+_PATTERNS = ("tensor", "module", "file")
+_IGNORE_KEYS = ("rule", *_PATTERNS, "reason", "expires")
+
+
+def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
+    """Return the settings of rules, by code.
+
+    Raises:
+        UsageError: A rule that there is not, twice the same one, or a value that its key does not take.
+    """
+    if not isinstance(table, dict):
+        raise wrong_value(file.place(RULES_KEY), "a table", table)
+    rules: dict[str, RuleSettings] = {}
+    for name, settings in table.items():
+        place = file.place(f"{RULES_KEY}.{name}")
+        code = _rule_code(place, name)
+        if code in rules:
+            raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
+        if not isinstance(settings, dict):
+            raise wrong_value(place, "a table", settings)
+        rules[code] = _rule(place, code, settings)
+    return rules
+
+
+def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
+    """Return the ignores, in the order in which they stand.
+
+    Raises:
+        UsageError: One without rule or reason, an unknown key, or a value that its key does not take.
+    """
+    if not isinstance(tables, list):
+        raise UsageError(
+            f"{file.place(IGNORE_KEY)}: expected tables, [[{file.prefix}{IGNORE_KEY}]], each of one ignore"
+        )
+    if len(tables) > _MAX_IGNORES:
+        raise UsageError(f"{file.place(IGNORE_KEY)}: more than {_MAX_IGNORES} ignores; for so many there is --baseline")
+    lines = file.ignore_lines if len(file.ignore_lines) == len(tables) else (1,) * len(tables)
+    return tuple(
+        _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))
+        for index, table in enumerate(tables)
+    )
+
+
+def _rule(place: str, code: str, settings: Mapping[str, Any]) -> RuleSettings:
+    severity = settings.get("severity")
+    known = get_args(SeverityOrIgnore)
+    if severity is not None and severity not in known:
+        raise UsageError(f"{place}.severity: expected one of {', '.join(known)}")
+    thresholds = {key: value for key, value in settings.items() if key != "severity"}
+    for key, value in thresholds.items():
+        movable = any(threshold.name == key for threshold in rules()[code].thresholds)
+        if not movable and get_close_matches(key, ["severity"]):
+            raise unknown_key(f"{place}.{key}", key, ["severity"])
+        if movable and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise wrong_value(f"{place}.{key}", "a number", value)
+        try:
+            check_threshold(code, key, value)
+        except UsageError as error:
+            raise UsageError(f"{place}.{key}: {error}") from None
+    return RuleSettings(severity=severity, thresholds=thresholds)
+
+
+def _ignore(place: str, table: Any, written: Source) -> Ignore:
+    if not isinstance(table, dict):
+        raise wrong_value(place, "a table", table)
+    for key, value in table.items():
+        if key not in _IGNORE_KEYS:
+            raise unknown_key(f"{place}.{key}", key, _IGNORE_KEYS)
+        if key != "expires" and not isinstance(value, str):
+            raise wrong_value(f"{place}.{key}", "a string", value)
+    for key in ("rule", "reason"):
+        if not is_seen(table.get(key, "")):
+            raise UsageError(f"{place}: {key} is missing; an ignore says which rule, and why")
+    code = _rule_code(f"{place}.rule", table["rule"])
+    if code in (UNUSED_IGNORE.code, EXPIRED_IGNORE.code):
+        raise UsageError(f'{place}.rule: {code} is about ignores; `rules.{code}.severity = "ignore"` switches it off')
+    expires = table.get("expires")
+    if expires is not None and (not isinstance(expires, date) or isinstance(expires, datetime)):
+        raise UsageError(f"{place}.expires: expected a date without quotes, such as 2027-01-31")
+    patterns = {key: table.get(key) for key in _PATTERNS}
+    return Ignore(rule=code, reason=table["reason"], expires=expires, written=written, **patterns)
+
+
+def _rule_code(place: str, name: str) -> str:
+    try:
+        return find_rule(name).code
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from None

@@ -1,0 +1,623 @@
+"""The options that commands share, each written once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import typer
+
+from ampdoctor.diagnosis.catalogue import all_thresholds, check_threshold, thresholds_from
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS, Framework
+from ampdoctor.evidence.thresholds import (
+    ERROR_BAD,
+    ERROR_NOTE,
+    ERROR_WARNING,
+    FLUSHED,
+    FP32_SHARE,
+    HORIZON,
+    SKIP_RATE,
+    Moves,
+    Threshold,
+    Thresholds,
+)
+from ampdoctor.health.sinks.export import KINDS, Export, export_of
+from ampdoctor.reports.formats import FORMATS, Color, ReportFormat
+from ampdoctor.workflows.requests import (
+    HalfProducts,
+    Policy,
+    Precision,
+    ReplayRequest,
+    SetAside,
+    is_profile,
+    set_all_aside,
+)
+
+# What a shell is offered for the value of an option that is no plain choice.
+
+
+def report_completions(incomplete: str) -> list[str]:
+    """`FORMAT=`, after which the shell completes a file."""
+    return _begun((f"{form}=" for form in FORMATS), incomplete)
+
+
+def export_completions(incomplete: str) -> list[str]:
+    """`KIND=`, after which comes where to."""
+    return _begun((f"{kind.name}=" for kind in KINDS), incomplete)
+
+
+def threshold_completions(incomplete: str) -> list[str]:
+    """`CODE.NAME=` of every threshold."""
+    return _begun((f"{key}=" for key in all_thresholds()), incomplete)
+
+
+def hardware_completions(incomplete: str) -> list[str]:
+    """What a precision is recommended for."""
+    return _begun(TARGETS, incomplete)
+
+
+def _begun(values: Iterable[str], incomplete: str) -> list[str]:
+    return [value for value in values if value.startswith(incomplete)]
+
+
+ListFormat = Literal["human", "json"]
+"""Of what is no report: a rule's page, the environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """Where the report goes, and in which form."""
+
+    format: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = "human"
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="FILE", help="Write the report here instead of to stdout.")
+    ] = None
+    report: Annotated[
+        list[str],
+        typer.Option(
+            "--report",
+            metavar="FORMAT=FILE",
+            help="Also write the report in this form; may be repeated.",
+            autocompletion=report_completions,
+        ),
+    ] = field(default_factory=list)
+    github_summary: Annotated[
+        bool,
+        typer.Option("--github-summary", help="Also append the report to the summary of the step of GitHub Actions."),
+    ] = False
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Findings only; no progress.")] = False
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            min=0,
+            show_default=False,
+            help="More evidence; -vv: tracebacks of our own errors.",
+        ),
+    ] = 0
+    color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress on stderr.")] = False
+
+    def __post_init__(self) -> None:
+        refuse_empty("--output", self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceOptions:
+    """For whom the advice is."""
+
+    emit: Annotated[
+        Framework | None,
+        typer.Option("--emit", help="Print the settings for this framework, whose scaler is then simulated."),
+    ] = None
+    hardware: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="HARDWARE",
+            help=f"Recommend a precision for: {', '.join(TARGETS)}.",
+            autocompletion=hardware_completions,
+        ),
+    ] = DEFAULT_TARGET
+    precision_matters: Annotated[
+        bool,
+        typer.Option("--precision-matters", help="bf16's 8 bits are too few (training and sampling must agree)."),
+    ] = False
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", min=1, help="Processes that the training averages gradients over.")
+    ] = 1
+    reduce_fp16: Annotated[
+        Literal["before", "after", "split"] | None,
+        typer.Option("--reduce-fp16", help="Gradients are reduced in fp16, divided before or after the sum, or both."),
+    ] = None
+    accumulation: Annotated[
+        int | None,
+        typer.Option("--accumulation", metavar="N", min=1, help="Micro-batches a step of the training, if others."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """How a run is replayed."""
+
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", metavar="PATH", help="Read inertly, and loaded into the run before step 0."),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=1,
+            help="Optimizer steps to replay, at most as there are batches [default: 8 for bisect-nan, else 50].",
+        ),
+    ] = None
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Overrides the run's own.")] = None
+    policy: Annotated[
+        Policy | None,
+        typer.Option(
+            "--policy",
+            help="Autocast on a CPU: as CUDA does it, or the CPU's own [default: cuda; a bundle's own].",
+        ),
+    ] = None
+    half_products: Annotated[
+        HalfProducts,
+        typer.Option("--half-products", help="fp16 products on a CPU: by fp32 kernels, rounded once, or its own."),
+    ] = "fp32"
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
+    spill: Annotated[
+        bool,
+        typer.Option("--spill", help="Keep what is put back between replays on disk (TMPDIR), not in memory."),
+    ] = False
+    arg: Annotated[
+        list[str], typer.Option("--arg", metavar="KEY=JSON", help="An argument of the factory; may be repeated.")
+    ] = field(default_factory=list)
+    app_dir: Annotated[
+        str | None,
+        typer.Option("--app-dir", metavar="FOLDER", help="First on the factory's import path [default: here]."),
+    ] = None
+    batches: Annotated[
+        str | None,
+        typer.Option("--batches", metavar="MODULE:NAME", help="The batches, where the factory returns a bare module."),
+    ] = None
+    loss: Annotated[
+        str | None,
+        typer.Option("--loss", metavar="MODULE:NAME", help="loss(model, batch), where the factory returns a module."),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="SPEC", help="What makes a bundle's model: FILE.py:function, :Class, FILE.py."),
+    ] = None
+    expect_failure: Annotated[
+        bool,
+        typer.Option(
+            "--expect-failure", help="The run is known to fail: a clean replay is 'not reproduced' and exits with 2."
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--checkpoint", self.checkpoint),
+            ("--app-dir", self.app_dir),
+            ("--batches", self.batches),
+            ("--loss", self.loss),
+            ("--model", self.model),
+        ):
+            refuse_empty(option, value)
+
+    def inputs(self, target: str) -> list[str]:
+        """Return the files and folders that the command may read, as far as its arguments name them."""
+        named = [part for part in (target, self.batches, self.loss, self.model) if part is not None]
+        files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
+        return files if self.checkpoint is None else [*files, self.checkpoint]
+
+    def target(
+        self,
+        targets: list[str],
+        thresholds: Thresholds,
+        *,
+        allow_partial: bool,
+        typed: Collection[str],
+        advice: AdviceOptions | None = None,
+        script_arguments: tuple[str, ...] = (),
+    ) -> tuple[ReplayRequest, list[str]]:
+        """Return what the workflows take, and the saved profiles where those are the target.
+
+        Args:
+            targets: As they were typed.
+            thresholds: What counts as lost, as harmful, as too many.
+            allow_partial: A checkpoint may fit the model only in part.
+            typed: The parameters that the command line itself gives.
+            advice: For whom the advice is.
+            script_arguments: Those of the user's script.
+
+        Raises:
+            UsageError: Several targets, and not all of them are profiles; or options of a replay where nothing runs.
+        """
+        for target in targets:
+            refuse_empty("TARGET", target)
+        files = [target for target in targets if is_profile(target)]
+        if len(targets) > 1 and len(files) < len(targets):
+            other = next(target for target in targets if target not in files)
+            raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
+        given = [*self._given(typed), *(["what follows --"] if script_arguments else [])]
+        if files and given:
+            raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
+        request = self.request(targets[0], allow_partial=allow_partial, script_arguments=script_arguments)
+        request = replace(request, thresholds=thresholds)
+        if advice is not None:
+            request = replace(
+                request,
+                emit=advice.emit,
+                target=advice.hardware,
+                precision_matters=advice.precision_matters,
+                ranks=advice.ranks,
+                reduce_fp16=advice.reduce_fp16,
+                accumulation=advice.accumulation,
+            )
+        return request, files
+
+    def _given(self, typed: Collection[str]) -> list[str]:
+        """Those of its options that were typed: a setting is there for the runs that it fits."""
+        return [f"--{option.name.replace('_', '-')}" for option in fields(self) if option.name in typed]
+
+    def request(self, factory: str, *, allow_partial: bool, script_arguments: tuple[str, ...] = ()) -> ReplayRequest:
+        """Return what the workflows take."""
+        return ReplayRequest(
+            factory=factory,
+            arguments=parse_arguments(self.arg),
+            script_arguments=script_arguments,
+            checkpoint=self.checkpoint,
+            steps=self.steps,
+            precision=self.precision,
+            policy=self.policy,
+            half_products=self.half_products,
+            device=self.device,
+            app_dir=self.app_dir,
+            allow_partial=allow_partial,
+            batches=self.batches,
+            loss=self.loss,
+            model=self.model,
+            expect_failure=self.expect_failure,
+            spill=self.spill,
+        )
+
+
+def refuse_empty(name: str, value: str | None) -> None:
+    """Refuse the empty string that an unset variable of a script becomes.
+
+    Raises:
+        UsageError: `value` is empty or blank.
+    """
+    if value is not None and not value.strip():
+        raise UsageError(f"{name} is empty: is a variable of the script not set?")
+
+
+def parse_arguments(pairs: list[str]) -> dict[str, Any]:
+    """Return the keyword arguments that `--arg KEY=JSON` names.
+
+    Raises:
+        UsageError: No `=`, a key that is no Python name, a key twice, or a value that is not JSON.
+    """
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--arg {pair}: the form is KEY=JSON, where KEY is an argument of the factory")
+        if key in arguments:
+            raise UsageError(f"--arg {key}: given twice")
+        arguments[key] = _value(pair, key, text)
+    return arguments
+
+
+def _value(pair: str, key: str, text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise UsageError(f"--arg {pair}: {constant} is not JSON; give the factory a string and let it make the number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError:
+        quoted = json.dumps(text)
+        raise UsageError(f"--arg {key}: the value is not JSON; a string needs quotes: '{key}={quoted}'") from None
+    except RecursionError:
+        raise UsageError(f"--arg {key}: the value is nested too deeply") from None
+    except ValueError:  # Python reads no integer of more than some thousand digits
+        raise UsageError(f"--arg {key}: a number in the value has too many digits") from None
+
+
+# Give Typer one option per field of an options dataclass, so that options shared by commands are written once.
+
+
+R = TypeVar("R")
+
+
+def flatten(function: Callable[..., R]) -> Callable[..., R]:
+    """Return `function` with each parameter that is a dataclass replaced by that dataclass's fields.
+
+    The fields carry Typer's `Annotated[type, typer.Option(...)]`; the values come back to `function` as the dataclass.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints[name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            groups[name] = hint
+            parameters += _options_of(hint)
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> R:
+        built = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        return function(**values, **built)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _options_of(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in fields(group)
+    ]
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+# The options that say what the findings come to: what fails a run, and what has been decided about it before.
+
+
+FailOn = Literal["error", "warning", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateOptions:
+    """What exit code the report means."""
+
+    fail_on: Annotated[
+        FailOn, typer.Option("--fail-on", help="Exit with 1 for findings of this severity and worse.")
+    ] = "error"
+    exit_zero: Annotated[
+        bool, typer.Option("--exit-zero", help="Exit with 0 where findings would exit with 1; other codes stay.")
+    ] = False
+    allow_partial: Annotated[
+        bool,
+        typer.Option(
+            "--allow-partial",
+            help="Accept a checkpoint that fits the model only in part, and an incomplete report that has a verdict.",
+        ),
+    ] = False
+    baseline: Annotated[
+        str | None,
+        typer.Option("--baseline", metavar="FILE", help="Set aside what is known there; only what is new counts."),
+    ] = None
+    write_baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--write-baseline", metavar="FILE", help="Write what is found as the baseline: from now on known."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        refuse_empty("--baseline", self.baseline)
+        refuse_empty("--write-baseline", self.write_baseline)
+
+    def lived_with(self, set_aside: SetAside) -> SetAside:
+        """What a replay goes on behind: what is set aside, and all failures where a baseline is to hold all of them."""
+        return set_aside if self.write_baseline is None else lambda report: set_all_aside(set_aside(report))
+
+
+# The option that says where a log goes beside the report.
+
+
+_KINDS = ", ".join(f"{kind.name}={kind.target}" for kind in KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Where the numbers and the alerts of a log go."""
+
+    export: Annotated[
+        list[str],
+        typer.Option(
+            "--export",
+            metavar="KIND=TARGET",
+            help=f"Also show the log's numbers and alerts there; may be repeated: {_KINDS}.",
+            autocompletion=export_completions,
+        ),
+    ] = field(default_factory=list)
+
+    def exports(self) -> tuple[Export, ...]:
+        """Return what was asked for.
+
+        Raises:
+            UsageError: One makes no sense, or its library is not installed.
+        """
+        return tuple(export_of(text) for text in self.export)
+
+
+def files_of(exports: Iterable[Export]) -> tuple[str, ...]:
+    """Return the files that exports write in folders that are there: those in others take nobody's place."""
+    return tuple(file for one in exports for file in one.files() if Path(file).parent.is_dir())
+
+
+# Options that say something of one run alone, which no file or environment may say for many.
+
+
+ONE_RUN = "of one run"
+"""Stands behind the option in `Annotated`."""
+
+
+# The options by which a user moves thresholds, and what they come to.
+
+
+SHORT: Mapping[str, Threshold] = MappingProxyType(
+    {
+        "tau": FLUSHED,
+        "rho": SKIP_RATE,
+        "error_note": ERROR_NOTE,
+        "error_warning": ERROR_WARNING,
+        "error_bad": ERROR_BAD,
+        "fp32_share": FP32_SHARE,
+        "horizon": HORIZON,
+    }
+)
+"""By parameter of `AdviceThresholdOptions`: the threshold that it is another name of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdOptions:
+    """Any threshold of any rule, by its full name."""
+
+    threshold: Annotated[
+        list[str],
+        typer.Option(
+            "--threshold",
+            metavar="CODE.NAME=VALUE",
+            help="Move a number of a rule (AMP107.saturated=0.1; `ampdoctor rule CODE` shows them); may be repeated.",
+            autocompletion=threshold_completions,
+        ),
+    ] = field(default_factory=list)
+
+    def thresholds(self, *below: Moves, typed: Collection[str] | None = None) -> Thresholds:
+        """Return all thresholds as the workflows take them.
+
+        Args:
+            below: Values from elsewhere, over which the options win; a later one wins over those before it.
+            typed: The options that the command line itself gives, which win over those from the environment or a
+                configuration file; None: all of them.
+
+        Raises:
+            UsageError: One is not known, out of its range or given twice, or two contradict each other.
+        """
+        options = {option.name for option in fields(self)}
+        here = options if typed is None else options.intersection(typed)
+        return thresholds_from(*below, self.moves(options - here), self.moves(here))
+
+    def moves(self, options: Collection[str]) -> Moves:
+        """Return what these of the options ask for, as a configuration has it.
+
+        Raises:
+            UsageError: The form is another, or a threshold is given twice.
+        """
+        named = {code: dict(names) for code, names in parse_thresholds(self.threshold).items()}
+        moves = named if "threshold" in options else {}
+        for option, threshold in SHORT.items():
+            value = getattr(self, option, None)
+            if value is None or option not in options:
+                continue
+            if threshold.name in moves.get(threshold.code, {}):
+                raise UsageError(f"{threshold.option} and --threshold {threshold.key} are one and the same: give one")
+            moves.setdefault(threshold.code, {})[threshold.name] = value
+        return moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceThresholdOptions(ThresholdOptions):
+    """With short names for what counts as lost, as harmful, as too many in a recommendation."""
+
+    tau: Annotated[
+        float | None,
+        typer.Option(
+            "--tau",
+            metavar="SHARE",
+            help=f"Share of gradients that may flush to zero (AMP301) [default: {FLUSHED.default:g}].",
+        ),
+    ] = None
+    rho: Annotated[
+        float | None,
+        typer.Option(
+            "--rho",
+            metavar="SHARE",
+            help=f"Share of steps that a settled scaler may skip [default: {SKIP_RATE.default:g}].",
+        ),
+    ] = None
+    error_note: Annotated[
+        float | None,
+        typer.Option(
+            "--error-note",
+            metavar="ERROR",
+            help=f"Gradient error that is as good as bf16's (AMP301) [default: {ERROR_NOTE.default:g}].",
+        ),
+    ] = None
+    error_warning: Annotated[
+        float | None,
+        typer.Option(
+            "--error-warning",
+            metavar="ERROR",
+            help=f"Gradient error that makes training worse [default: {ERROR_WARNING.default:g}].",
+        ),
+    ] = None
+    error_bad: Annotated[
+        float | None,
+        typer.Option(
+            "--error-bad",
+            metavar="ERROR",
+            help=f"Gradient error at which training fails [default: {ERROR_BAD.default:g}].",
+        ),
+    ] = None
+    fp32_share: Annotated[
+        float | None,
+        typer.Option(
+            "--fp32-share",
+            metavar="SHARE",
+            help=f"Share of parameters that may go to fp32 (AMP303) [default: {FP32_SHARE.default:g}].",
+        ),
+    ] = None
+    horizon: Annotated[
+        int | None,
+        typer.Option(
+            "--horizon",
+            metavar="N",
+            help=f"Steps that a simulation looks ahead [default: {HORIZON.default}].",
+        ),
+    ] = None
+
+
+def parse_thresholds(pairs: list[str]) -> Moves:
+    """Return the values that `--threshold CODE.NAME=VALUE` names.
+
+    Raises:
+        UsageError: No `.` or `=`, a value that is no number or out of range, an unknown threshold, or one twice.
+    """
+    moves: dict[str, dict[str, float]] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        code, dot, name = key.strip().partition(".")
+        if not (code and dot and name and equals):
+            raise UsageError(f"--threshold {pair}: the form is CODE.NAME=VALUE, for example AMP107.saturated=0.1")
+        try:
+            value = float(text)
+        except ValueError:
+            raise UsageError(f"--threshold {pair}: {text!r} is no number") from None
+        try:
+            check_threshold(code.upper(), name, value)
+        except UsageError as error:
+            raise UsageError(f"--threshold {pair}: {error}") from None
+        names = moves.setdefault(code.upper(), {})
+        if name in names:
+            raise UsageError(f"--threshold {key.strip()}: given twice")
+        names[name] = value
+    return moves

@@ -1,1 +1,0 @@
-"""Streams, exit codes, files written, and what surrounds a command."""

@@ -1,1 +1,0 @@
-"""A log that is shown while it grows."""

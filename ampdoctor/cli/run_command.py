@@ -1,0 +1,549 @@
+"""What a command hands to `main()`: the work, not yet begun.
+
+Typer only parses. It turns a broken pipe and Ctrl-C into codes of its own, so nothing of ours runs inside it: a command
+returns a function, and `main()` calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from ampdoctor.cli import interrupt
+from ampdoctor.cli.options import GateOptions, OutputOptions, files_of
+from ampdoctor.cli.output import (
+    Destination,
+    deliver,
+    destinations,
+    of_rank,
+    place_in_repository,
+    rank_of,
+    refuse_unread,
+    write_file,
+)
+from ampdoctor.cli.process import STDOUT, StdoutClosedError, note, read_text, report_on_stderr
+from ampdoctor.cli.progress import progress_line
+from ampdoctor.errors import (
+    EXIT_ERROR,
+    EXIT_FINDINGS,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    AmpdoctorError,
+    CheckpointError,
+    FactoryError,
+    ForkedChildError,
+    OutputError,
+    ReplayError,
+    UsageError,
+)
+from ampdoctor.evidence.paths import shown_path, to_be_written
+from ampdoctor.evidence.report import SEVERITIES, Configuration, ErrorNote, Gate, Report
+from ampdoctor.health.sinks.export import Export
+from ampdoctor.live.log.facts import exit_code_ends_others
+from ampdoctor.live.script import Script, run_script
+from ampdoctor.reports.escape import sentence
+from ampdoctor.workflows.output_files import refuse_of_log
+from ampdoctor.workflows.requests import Progress, SetAside, WatchRequest
+
+if TYPE_CHECKING:
+    from ampdoctor.gates.baseline import Baseline
+    from ampdoctor.gates.findings import Ignore, RuleSettings
+    from ampdoctor.workflows.watch_script import Watching
+
+
+# What exit code a report means.
+#
+# Decided from the report alone, before anything is rendered: the same for every format.
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An exit code, and a sentence for stderr where the code is not the report's findings."""
+
+    code: int
+    reason: str | None = None
+
+
+def judge(
+    report: Report,
+    *,
+    fail_on: Literal["error", "warning", "never"] = "error",
+    exit_zero: bool = False,
+    allow_partial: bool = False,
+) -> Outcome:
+    """Return the exit code of a report.
+
+    The first that holds:
+
+    1. incomplete, and not `allow_partial`: 2. What was not examined may be sick, so neither 0 nor 1 would be true. The
+       sentence offers `allow_partial` only where it would give another code.
+    2. findings at or above `fail_on`: 1, or 0 with `exit_zero`.
+    3. verdict `not_reproduced` or `inconclusive`: 2. The question that was asked has no answer yet; 0 would read as
+       "healthy" in a script. `exit_zero` does not lift this: it is about findings.
+    4. otherwise 0.
+    """
+    if not report.complete and not allow_partial:
+        parts = f"{len(report.errors)} part{'' if len(report.errors) == 1 else 's'}"
+        accepted = _answer(report, fail_on=fail_on, exit_zero=exit_zero)
+        offer = "" if accepted.code == EXIT_ERROR else "; --allow-partial accepts that"
+        return Outcome(EXIT_ERROR, f"incomplete: {parts} could not be examined{offer}")
+    return _answer(report, fail_on=fail_on, exit_zero=exit_zero)
+
+
+def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], exit_zero: bool) -> Outcome:
+    threshold = () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+    if any(finding.severity in threshold for finding in report.findings):
+        return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)
+    if report.verdict == "not_reproduced":
+        from ampdoctor.diagnosis.replay.outcome import comparison_left_out
+
+        cut = comparison_left_out(report)
+        more = "--max-steps" if "--until-sick" in (report.target.get("options") or {}) else "--steps"
+        further = f"more {more} may reach it" if cut is None else f"one that stays finite shows without {cut}"
+        return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
+    if report.verdict == "inconclusive":
+        return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")
+    return Outcome(EXIT_OK)
+
+
+Action: TypeAlias = Callable[[], Outcome]
+Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
+"""Makes a command's report; where it reads no more than it takes, what is set aside does not end its search."""
+
+_SHOWING_AGAIN = "merge"
+"""The command whose reports are of other commands."""
+_MAX_BASELINE = 64 * 1024 * 1024
+"""Bytes: of some 200 for each finding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What was decided before the run, in the configuration.
+
+    Attributes:
+        command: The command that runs; None where nobody has said.
+        file: The configuration's file, which nothing may overwrite.
+        sets: Whether it sets anything for this command; then the report names it.
+        rules: Settings of rules, by code.
+        ignores: Findings to set aside.
+    """
+
+    command: str | None = None
+    file: str | None = None
+    sets: bool = False
+    rules: Mapping[str, RuleSettings] = field(default_factory=dict)
+    ignores: tuple[Ignore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """The action of a command that makes a report: work, gates, exit code, delivery.
+
+    Attributes:
+        work: Gives the report.
+        output: Where it goes.
+        gates: What its findings come to.
+        inputs: What is read: none of it is written over.
+        also: Files that `work` itself writes.
+        log: The folder in which `work` keeps a log, no part of which is written over; it need not exist yet.
+        decided: What the configuration says.
+    """
+
+    work: Work
+    output: OutputOptions
+    gates: GateOptions
+    inputs: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    log: str | None = None
+    decided: Decided = field(default_factory=Decided)
+
+    def __call__(self) -> Outcome:
+        """Do it."""
+        from ampdoctor.gates.baseline import baseline_of, set_known_aside, to_text
+
+        rank = rank_of()
+        gates, write = self.gates, None if rank else self.gates.write_baseline
+        known = self._baseline() if gates.baseline is not None and write is None else None
+        read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
+        written = self.also if write is None else (*self.also, write)
+        places = destinations(self.output, [*self.inputs, *read], written, rank=rank, log=self.log)
+        files = [*written, *(place.file for place in places if place.file != STDOUT)]
+        # found before user code runs, which may go elsewhere; a saved report has the place where it was made
+        placed = {} if self.decided.command == _SHOWING_AGAIN else place_in_repository()
+        if self.log is not None and not rank:
+            for file in files:
+                refuse_of_log(file, self.log)
+        with to_be_written(files):
+            try:
+                with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
+                    report = of_rank(self.work(progress, self._set_aside(known)), rank)
+            except (CheckpointError, FactoryError, ReplayError) as error:
+                refuse_unread(self.inputs, files)
+                self._deliver_failure(error, places, placed)
+                raise
+        report = self._decide(replace(report, target={**report.target, **placed}))
+        report = replace(report, configuration=self._configuration())
+        refused: AmpdoctorError | None = None
+        if write is not None:
+            try:
+                made = baseline_of(report)
+                write_file(write, to_text(made))
+                known = made
+            except (UsageError, OutputError) as error:  # the report is worth as much without it
+                refused = error
+        name = write or gates.baseline
+        if known is not None and name is not None:
+            report = set_known_aside(report, known, name, written=write is not None)
+        report = replace(report, gate=self._gate())
+        outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
+        wanted = self.wanted(report, places, rank)
+        deliver(report, wanted, self.output)
+        if rank and wanted and not self.output.quiet:
+            note(f"ampdoctor: rank {rank}: the report is in {wanted[0].file}")
+        return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
+
+    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:  # noqa: ARG002 - who has a say in it
+        """Return where this report goes: everywhere."""
+        return places
+
+    def _decide(self, report: Report) -> Report:
+        """The report with what the configuration says of its findings."""
+        from ampdoctor.gates.findings import apply_ignores, apply_severities
+
+        return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
+
+    def _set_aside(self, known: Baseline | None) -> SetAside:
+        from ampdoctor.gates.baseline import set_known_aside
+
+        def left(report: Report) -> Report:
+            decided = self._decide(report)
+            return decided if known is None else set_known_aside(decided, known, self.gates.baseline or "")
+
+        return left
+
+    def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
+        """Write a report that says what could not be examined, for whoever reads a report and no sentence on stderr.
+
+        What is written cannot hide `error`, which ends the command.
+        """
+        if self.decided.command is None:
+            return
+        named = self.inputs[0] if self.inputs else self.decided.command
+        target = {"path": named, "location": shown_path(named)} if self.inputs else {}
+        report = Report(
+            command=self.decided.command,
+            target={**target, **placed},
+            verdict="inconclusive",
+            complete=False,
+            errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),
+            configuration=self._configuration(),
+            gate=self._gate(),
+        )
+        readers = [place for place in places if (place.format, place.file) != ("human", STDOUT)]
+        with contextlib.suppress(OutputError, StdoutClosedError):
+            deliver(report, readers, self.output)
+
+    def _gate(self) -> Gate:
+        return Gate(fail_on=self.gates.fail_on, exit_zero=self.gates.exit_zero)
+
+    def _configuration(self) -> Configuration | None:
+        file = self.decided.file
+        return Configuration(file=file) if self.decided.sets and file is not None else None
+
+    def _baseline(self) -> Baseline:
+        from ampdoctor.gates.baseline import from_text, refuse_other_command
+
+        name = self.gates.baseline or ""
+        if not os.path.lexists(name):
+            why = f"No such file or directory; `{shlex.join(['--write-baseline', name])}` makes one"
+            raise UsageError(f"cannot read the baseline {name}: {why}")
+        baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
+        if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
+            refuse_other_command(baseline, self.decided.command, name)
+        return baseline
+
+
+def today() -> date:
+    """The day by which ignores expire: in UTC, so that every machine says the same. The only clock in a verdict."""
+    return datetime.now(tz=UTC).date()
+
+
+def reporting(
+    work: Work,
+    output: OutputOptions,
+    gates: GateOptions,
+    inputs: Iterable[str] = (),
+    also: Iterable[str] = (),
+) -> Examination:
+    """Return the action that does `work`, judges its report and delivers it; arguments are those of `Examination`."""
+    return Examination(work=work, output=output, gates=gates, inputs=tuple(inputs), also=tuple(also))
+
+
+# How a process ends that belongs to somebody's script: as Python itself ends it, word for word.
+
+
+_RAISED = 1
+"""Python's exit code after an error that nobody has caught."""
+
+
+class _Ended:
+    """What is known of the process; one, as the process is one."""
+
+    interrupted: ClassVar[list[KeyboardInterrupt]] = []
+
+
+def answer(error: BaseException | None) -> int:
+    """Say what Python says of what a script has ended with, and return the exit code.
+
+    Args:
+        error: With the traceback as it is to be shown; None: the script has reached its end.
+    """
+    if error is None:
+        return EXIT_OK
+    if isinstance(error, SystemExit):
+        return _asked(error)
+    asked = _show(error)
+    if asked is not None:
+        return asked
+    if isinstance(error, KeyboardInterrupt):
+        _Ended.interrupted[:] = [error]
+        return EXIT_INTERRUPTED
+    return _RAISED
+
+
+def flush() -> None:
+    """Empty the streams' buffers, as Python does behind a file's last line; what cannot be written is told later."""
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def end_as_python(code: int) -> int:
+    """Return the exit code of the process.
+
+    Raises:
+        KeyboardInterrupt: One has ended the script, and has been told. Python dies of the signal where it meets one
+            that nobody has caught, after exit handlers and threads, which is how a shell's loop knows to stop.
+    """
+    if _Ended.interrupted and code == EXIT_INTERRUPTED:
+        sys.excepthook = _say_nothing
+        raise _Ended.interrupted.pop()
+    return code
+
+
+def _asked(error: SystemExit) -> int:
+    if error.code is None:
+        return EXIT_OK
+    if isinstance(error.code, int):
+        return error.code
+    _write(error.code)
+    _write("\n")
+    return _RAISED
+
+
+def _show(error: BaseException) -> int | None:
+    """Call the script's `sys.excepthook`, or Python's; an exit code where it ends the process."""
+    told = (type(error), error, error.__traceback__)
+    sys.last_type, sys.last_value, sys.last_traceback = told
+    if sys.version_info >= (3, 12):  # which forgets it at the process's end, as those before do not
+        sys.last_exc = error
+    hook = getattr(sys, "excepthook", None)
+    sys.audit("sys.excepthook", hook, *told)
+    if hook is None:
+        _write("sys.excepthook is missing\n")
+        sys.__excepthook__(*told)
+        return None
+    failed = _failed(hook, told)
+    if isinstance(failed, SystemExit):
+        return _asked(failed)
+    if failed is not None:
+        _write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(failed), failed, failed.__traceback__)
+        _write("\nOriginal exception was:\n")
+        sys.__excepthook__(*told)
+    return None
+
+
+def _failed(hook: Any, told: tuple[Any, ...]) -> BaseException | None:
+    """Call it; what it raises is returned, without the frame of this function."""
+    try:
+        hook(*told)
+    except BaseException as error:  # noqa: BLE001 - as Python takes it
+        traceback = error.__traceback__
+        return error.with_traceback(None if traceback is None else traceback.tb_next)
+    return None
+
+
+def _write(what: object) -> None:
+    if sys.stderr is not None:
+        with contextlib.suppress(Exception):
+            sys.stderr.write(str(what))
+
+
+def _say_nothing(*_: object) -> None:
+    """It has been told."""
+
+
+# The action of `ampdoctor run`: somebody's script, from its first line to its last, and what was seen meanwhile.
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """The script's one run.
+
+    Attributes:
+        script: What runs.
+        request: How it is watched.
+        code: Its exit code; None before it has ended.
+        tell: Shows the diagnosis when it is made.
+        still_open: In a process that the script has forked: the watch, which the parent ends.
+        shown: The diagnoses that were shown when they were made.
+    """
+
+    script: Script
+    request: WatchRequest
+    code: int | None = None
+    still_open: ExitStack | None = None
+    shown: list[Report] = field(default_factory=list)
+    home: ExitStack = field(default_factory=ExitStack)
+    tell: Callable[[Report], None] | None = None
+    watch: Watching | None = None
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether a launcher, or other processes, take an exit code other than 0 for a crash."""
+        doctor = None if self.watch is None else self.watch.doctor
+        return exit_code_ends_others() or (doctor is not None and doctor.place.world > 1)
+
+    def _told(self, report: Report) -> None:
+        doctor = None if self.watch is None else self.watch.doctor
+        if self.tell is not None and (doctor is None or doctor.speaks):
+            self.tell(report)
+
+    def __call__(self, _progress: Progress | None, _set_aside: SetAside) -> Report:
+        """Run it, watched.
+
+        Raises:
+            ForkedChildError: The script has forked, and this is the child at the script's end.
+            UsageError: There is nothing to run.
+        """
+        from ampdoctor.workflows.watch_script import watching
+
+        process, folder = os.getpid(), Path.cwd()
+        stack, watch = ExitStack(), None
+        try:
+            watch = self.watch = stack.enter_context(watching(self.request, tell=self._told, say=_say))
+        except Exception as error:
+            if isinstance(error, AmpdoctorError):
+                raise
+            _unwatched("cannot begin", error)
+        interrupt.release()
+        try:
+            ended = run_script(self.script)
+            if self.script.kind == "file":
+                flush()
+            self.code = answer(ended)
+            if watch is not None and os.getpid() == process:
+                watch.ended(ended)
+            del ended  # its traceback leads to this frame: only the collector would free what the script's frames hold
+        finally:
+            if os.getpid() != process:
+                self.still_open, stack = stack.pop_all(), ExitStack()
+            try:
+                stack.close()
+            except Exception as error:  # noqa: BLE001 - nothing of ours ends somebody's script
+                _unwatched("has failed", error)
+        if os.getpid() != process:
+            raise ForkedChildError
+        with contextlib.suppress(OSError):  # files are named from where the command was typed
+            self.home.enter_context(contextlib.chdir(folder))
+        report = None if watch is None else watch.report
+        logged = watch is not None and watch.has_begun
+        return self._nothing_sick(logged=logged) if report is None else replace(report, command="run")
+
+    def _nothing_sick(self, *, logged: bool) -> Report:
+        target = {"factory": self.script.named, "arguments": list(self.script.arguments)}
+        run = {"kept": {"health": self.request.named}} if logged else {}
+        return Report(command="run", target=target, run=run, verdict="not_judged")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRun(Examination):
+    """Runs a script, and then does with the report what every command does; the script's own exit code goes first."""
+
+    def __call__(self) -> Outcome:
+        """Do it."""
+        job = self.work
+        assert isinstance(job, _Job)  # noqa: S101 for the type checker
+
+        def tell(report: Report) -> None:
+            """Show it now: the training may go on for days."""
+            decided = replace(self._decide(report), gate=self._gate())
+            here = [place for place in destinations(self.output, self.inputs) if _is_for_people(place)]
+            job.shown.append(report)  # where stderr takes nothing, it does not take it at the end either
+            deliver(decided, here, self.output)
+
+        job.tell = tell
+        with job.home, report_on_stderr():
+            try:
+                outcome = Examination.__call__(self)
+            except ForkedChildError:
+                return Outcome(job.code or 0)
+            except Exception as error:
+                if not job.code and not job.is_one_of_several:
+                    raise
+                note(f"ampdoctor: error: {sentence(str(error) or type(error).__name__)}")
+                return Outcome(job.code or 0)
+        if not job.code and outcome.code and job.is_one_of_several:
+            return self._left_to_health(job, outcome)
+        return Outcome(job.code or outcome.code, outcome.reason)
+
+    def _left_to_health(self, job: _Job, outcome: Outcome) -> Outcome:
+        """A launcher takes any code but 0 for a crash: it ends the other processes, or starts all of them anew."""
+        if outcome.reason and job.shown:
+            note(f"ampdoctor: {sentence(outcome.reason)}")
+        if job.shown or rank_of() == 0:
+            folder = shlex.quote(job.request.named or job.request.health)
+            note(
+                "ampdoctor: the exit code is the script's, as one of several processes; the verdict: "
+                f"ampdoctor health {folder} --fail-on error"
+            )
+        return Outcome(0)
+
+    def wanted(self, report: Report, places: tuple[Destination, ...], rank: int) -> tuple[Destination, ...]:
+        """Return where this report goes: among what a script prints, only what has something to say."""
+        job = self.work
+        if isinstance(job, _Job) and job.shown:
+            return tuple(place for place in places if not _is_for_people(place))
+        if report.findings or report.errors:
+            return places
+        files = () if rank else places
+        return tuple(place for place in files if not _is_for_people(place))
+
+
+def watched_run(script: Script, request: WatchRequest, output: OutputOptions, gates: GateOptions) -> WatchedRun:
+    """Return the action that runs the script, watched, and judges and delivers what was seen."""
+    files = () if script.kind == "module" else (script.named,)
+    job = _Job(script=script, request=request)
+    exports = files_of(one for one in request.export if isinstance(one, Export))
+    return WatchedRun(work=job, output=output, gates=gates, inputs=files, also=exports, log=request.health)
+
+
+def _is_for_people(place: Destination) -> bool:
+    return (place.format, place.file) == ("human", STDOUT)
+
+
+def _say(sentence_: str) -> None:
+    note(f"ampdoctor: {sentence(sentence_)}")
+
+
+def _unwatched(what: str, error: Exception) -> None:
+    note(f"ampdoctor: internal error: the watch {what}: {type(error).__name__}: {sentence(str(error))}")

@@ -1,1 +1,0 @@
-"""Where a setting comes from: command line, environment, file, default."""

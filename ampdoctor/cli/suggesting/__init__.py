@@ -1,1 +1,0 @@
-"""What to type instead of a command line that was refused."""
