@@ -21,8 +21,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ampdoctor.precision import fp16_matmul as table
 from ampdoctor.precision import half_products  # the repository is on the path only now
-from ampdoctor.precision.emulation import half_products as table
 
 Call = Callable[[], object]
 

@@ -155,7 +155,7 @@ def _torch() -> dict[str, Any]:
         import torch  # noqa: F401 - alone, and first: one that cannot be loaded is what this page is for
     except Exception as error:  # noqa: BLE001
         return {"torch_import": f"{type(error).__name__}: {error}"}
-    from ampdoctor.precision.hardware import device_facts, torch_facts
+    from ampdoctor.precision.spec import device_facts, torch_facts
 
     return {"torch_import": "ok", **torch_facts(), **device_facts()}
 

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from ampdoctor.precision.casting import CastInputs, InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
-from ampdoctor.precision.emulation.cuda_emulation import CudaEmulation, emulate_cuda
-from ampdoctor.precision.emulation.gpu.asking import heard_by
-from ampdoctor.precision.emulation.gpu.lasting import lasting_emulation
-from ampdoctor.precision.emulation.half_products import HalfProducts, half_products
-from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy, policy_in_force
-from ampdoctor.precision.emulation.tf32 import round_to_tf32, tf32
-from ampdoctor.precision.emulation.torch_internals import lends_kernels, let_compile_see_hooks
-from ampdoctor.precision.island import Island, island_of, island_on
-from ampdoctor.precision.islands import (
+from ampdoctor.precision.casting import (
+    REDUCED,
+    CastInputs,
+    InPlaceCast,
+    MasterWeights,
+    Swap,
+    cast_model,
+    cast_up,
+    map_tensors,
+    master_weights,
+    moments,
+    parameters_and_buffers,
+)
+from ampdoctor.precision.cuda_autocast import AutocastPolicy, PolicyName, autocast_policy, policy_in_force
+from ampdoctor.precision.dtype_overrides import (
+    AutocastOverride,
+    WideCasts,
+    WideNumbers,
+    as_written,
+    override_autocast,
+    without_overrides,
+)
+from ampdoctor.precision.fake_gpu.emulate import CudaEmulation, emulate_cuda
+from ampdoctor.precision.fake_gpu.processes import lasting_emulation
+from ampdoctor.precision.fake_gpu.replace import heard_by
+from ampdoctor.precision.fp16_matmul import HalfProducts, half_products
+from ampdoctor.precision.fp32_modules import (
+    Island,
     Islands,
     force_fp32,
     half_dtype,
     half_tensors,
+    island_of,
+    island_on,
     resolve_islands,
     widen_islands,
 )
-from ampdoctor.precision.masters import MasterWeights, master_weights
-from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
-from ampdoctor.precision.override import AutocastOverride, override_autocast, without_overrides
+from ampdoctor.precision.kernels import lends_kernels, let_compile_see_hooks
 from ampdoctor.precision.spec import Compute, Precision
-from ampdoctor.precision.widening import WideCasts, WideNumbers, as_written
+from ampdoctor.precision.tf32 import round_to_tf32, tf32
 
 __all__ = [
     "REDUCED",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampdoctor.hooks import torch_internals as of_loops
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.precision.emulation import torch_internals as of_casts
+from ampdoctor.precision import kernels as of_casts
 
 
 def torch_shims() -> dict[str, str]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.emulation.tf32 import tf32
+from ampdoctor.precision.shims import torch_shims
+from ampdoctor.precision.tf32 import tf32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16"]
 """What matrix products compute in."""
@@ -104,3 +109,62 @@ class _CudaSwitches(AbstractContextManager[None]):
         if self._before is not None:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
             self._before = None
+
+
+# What torch computes on, and how.
+
+
+def torch_facts() -> dict[str, Any]:
+    """The build of torch, its threads, and what stands in for something that it lacks."""
+    return {
+        "torch_cuda": torch.version.cuda,
+        "torch_hip": torch.version.hip,
+        "torch_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_shims": [f"{name}: {sentence}" for name, sentence in torch_shims().items()],
+    }
+
+
+def device_facts() -> dict[str, Any]:
+    """The GPUs. Where nothing has yet, asking begins to use CUDA, and a forked process can then use it no more."""
+    if not torch.cuda.is_available():
+        return {"cuda_available": False}
+    return {
+        "cuda_available": True,
+        "cudnn": torch.backends.cudnn.version(),
+        "devices": [
+            "{0}, compute capability {1[0]}.{1[1]}".format(
+                torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+            )
+            for index in range(torch.cuda.device_count())
+        ],
+    }
+
+
+# Layers of libraries that compute a linear layer in FP8 or fewer bits: as the `nn.Linear` that they are.
+
+
+_LIBRARIES = frozenset({"torchao"})
+"""Packages whose subclasses of `nn.Linear` quantise what they multiply, and keep weight and bias as an `nn.Linear`."""
+
+
+def computes_in_low_bits(module: nn.Module) -> bool:
+    """Is it a linear layer that a library computes in fewer bits (torchao's `Float8Linear`, `MXLinear`)?"""
+    kind = type(module)
+    quantises = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward
+    return quantises and kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+@contextmanager
+def as_plain_linears(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, such layers compute `x @ weight.T + bias` in their weights' own format, and nothing is quantised.
+
+    Args:
+        modules: Any modules; others than these are left alone.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            if computes_in_low_bits(module) and "forward" not in vars(module):
+                module.forward = MethodType(nn.Linear.forward, module)
+                stack.callback(vars(module).pop, "forward", None)
+        yield

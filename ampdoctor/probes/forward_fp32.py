@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.trace import Amplified
 from ampdoctor.hooks.torch_internals import in_backward, no_modes
-from ampdoctor.precision.widening import wide_numbers
+from ampdoctor.precision.dtype_overrides import wide_numbers
 from ampdoctor.probes.modules import takes_apart, tensors_in
 from ampdoctor.probes.ops import UNINITIALISED, Site, Sites, kernel_name, reads_layout
 from ampdoctor.probes.recompute import NO_RESULT, widened

@@ -18,8 +18,8 @@ from ampdoctor.evidence.location import Source
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.program import called_as_recorded, recorded_line
 from ampdoctor.package import FOLDER
-from ampdoctor.precision.nested import REDUCED
-from ampdoctor.precision.widening import wide_numbers
+from ampdoctor.precision.casting import REDUCED
+from ampdoctor.precision.dtype_overrides import wide_numbers
 from ampdoctor.probes.ops import FunctionNames, changes_shape, function_name, is_cast
 from ampdoctor.probes.recompute import NO_RESULT
 from ampdoctor.probes.user_code import as_source, user_line

@@ -32,7 +32,7 @@ from ampdoctor.precision import (
     master_weights,
     override_autocast,
 )
-from ampdoctor.precision.low_bit import as_plain_linears
+from ampdoctor.precision.spec import as_plain_linears
 from ampdoctor.replay.batches import BatchTape
 from ampdoctor.replay.frameworks.accelerate import shared_states
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
@@ -46,7 +46,7 @@ from ampdoctor.replay.user_code import prints_to_nobody, user_code
 if TYPE_CHECKING:
     from ampdoctor.hooks.interfaces import Probe
     from ampdoctor.hooks.program import EarlierStep
-    from ampdoctor.precision.masters import MasterWeights
+    from ampdoctor.precision.casting import MasterWeights
     from ampdoctor.replay.training_run import TrainingRun
 
 _ROOM = 1 << 26

@@ -15,9 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from ampdoctor.precision import autocast_policy
-from ampdoctor.precision.emulation import policy_ops
-from ampdoctor.precision.emulation.torch_internals import overload, registered
+from ampdoctor.precision import autocast_policy, kernels
+from ampdoctor.precision.kernels import overload, registered
 from benchmarks.gpu_check.section import Section
 from fixtures.op_samples import ALL
 
@@ -33,7 +32,7 @@ COMBINATIONS = (
 )
 """Dtype of an op's first operand, of its others, and autocast's."""
 RAISES = "raises"
-UNREACHED_BY_FAKES = policy_ops.RECURRENT | {"gru_cell", "grid_sampler"}
+UNREACHED_BY_FAKES = kernels.RECURRENT | {"gru_cell", "grid_sampler"}
 """cuDNN casts for the first; the others ask for the device itself."""
 CHOSEN_BY_THE_GPU = frozenset(
     {
@@ -103,7 +102,7 @@ def _rows(
     autocast: Callable[[torch.dtype], AbstractContextManager[Any]],
     place: Callable[[torch.Tensor], torch.Tensor],
 ) -> Rows:
-    listed = registered("AutocastCUDA") | policy_ops.RECURRENT
+    listed = registered("AutocastCUDA") | kernels.RECURRENT
     rows: Rows = {}
     for name in sorted(names):
         dtypes = {}

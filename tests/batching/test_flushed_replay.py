@@ -10,7 +10,7 @@ import torch
 
 from ampdoctor.batching.flushed import flushed_plan
 from ampdoctor.batching.plans import BatchPlan
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.measure import measure, shadowed
 from ampdoctor.workflows.profile import profile_section

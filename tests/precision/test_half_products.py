@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ampdoctor.precision import fp16_matmul as module
 from ampdoctor.precision import half_products
-from ampdoctor.precision.emulation import half_products as module
-from ampdoctor.precision.emulation.torch_internals import kernel_of
+from ampdoctor.precision.kernels import kernel_of
 
 HALF = torch.float16
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="no detour before torch 2.9")

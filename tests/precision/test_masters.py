@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.precision.masters import master_weights
+from ampdoctor.precision.casting import master_weights
 
 HALF, SINGLE = torch.float16, torch.float32
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from ampdoctor.precision.nested import cast_up, map_tensors
+from ampdoctor.precision.casting import cast_up, map_tensors
 
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - as users write them
 H = torch.ones(2, dtype=torch.float16)

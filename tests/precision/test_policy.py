@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.emulation.policy import autocast_policy
-from ampdoctor.precision.emulation.torch_internals import registered
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.kernels import registered
 
 HALF = torch.float16
 CPU_OWN = registered("AutocastCPU")
@@ -35,7 +35,7 @@ def assert_native():
         torch.nn.functional.avg_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=HALF), 2)
     with torch.autocast("cpu", HALF):
         assert torch.nn.functional.binary_cross_entropy(torch.ones(2), torch.ones(2)).item() == 0
-    assert torch.clear_autocast_cache.__module__ != "ampdoctor.precision.emulation.policy"
+    assert torch.clear_autocast_cache.__module__ != "ampdoctor.precision.cuda_autocast"
 
 
 def test_the_cpus_own_policy_is_back():

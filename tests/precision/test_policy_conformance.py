@@ -7,9 +7,9 @@ import contextlib
 import pytest
 import torch
 
-from ampdoctor.precision.emulation import policy_ops
-from ampdoctor.precision.emulation.policy import autocast_policy
-from ampdoctor.precision.emulation.torch_internals import cast_on_cuda, overload
+from ampdoctor.precision import kernels
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.kernels import cast_on_cuda, overload
 from fixtures import op_samples as samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")  # torch, of chain_matmul and others
@@ -34,13 +34,13 @@ def cast_here(ops):
 
 
 def test_every_op_of_the_policy_has_a_sample():
-    assert set(samples.LOWER) == (policy_ops.LOWER_PRECISION | policy_ops.RECURRENT) - samples.NO_CPU_KERNEL
-    assert set(samples.FP32) == policy_ops.FP32
-    assert set(samples.OPTIONAL_DTYPE) == policy_ops.FP32_SET_OPT_DTYPE
-    assert set(samples.APPENDED_DTYPE) == policy_ops.FP32_APPEND_DTYPE
-    assert set(samples.PROMOTE) == policy_ops.PROMOTE
-    assert set(samples.BANNED) == policy_ops.BANNED
-    assert not set(samples.UNLISTED) & policy_ops.ALL
+    assert set(samples.LOWER) == (kernels.LOWER_PRECISION | kernels.RECURRENT) - samples.NO_CPU_KERNEL
+    assert set(samples.FP32) == kernels.FP32
+    assert set(samples.OPTIONAL_DTYPE) == kernels.FP32_SET_OPT_DTYPE
+    assert set(samples.APPENDED_DTYPE) == kernels.FP32_APPEND_DTYPE
+    assert set(samples.PROMOTE) == kernels.PROMOTE
+    assert set(samples.BANNED) == kernels.BANNED
+    assert not set(samples.UNLISTED) & kernels.ALL
 
 
 @pytest.mark.parametrize("name", cast_here(samples.LOWER))
@@ -48,7 +48,7 @@ def test_lower_precision(name):
     build = samples.LOWER[name]
     assert run(name, build, SINGLE, SINGLE) is HALF
     assert run(name, build, SINGLE, HALF) is HALF
-    lower = HALF if name in policy_ops.RECURRENT else torch.bfloat16  # cuDNN's networks are cast to fp16 in any case
+    lower = HALF if name in kernels.RECURRENT else torch.bfloat16  # cuDNN's networks are cast to fp16 in any case
     assert run(name, build, SINGLE, SINGLE, lower=torch.bfloat16) is lower
     assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.precision.emulation import casts, policy_ops
-from ampdoctor.precision.emulation.casts import WeightCache, policy_kernels
-from ampdoctor.precision.emulation.policy import autocast_policy
-from ampdoctor.precision.emulation.torch_internals import cast_on_cuda, registered
+from ampdoctor.precision import cuda_autocast
+from ampdoctor.precision import kernels as policy_ops
+from ampdoctor.precision.cuda_autocast import WeightCache, autocast_policy, policy_kernels
+from ampdoctor.precision.kernels import cast_on_cuda, registered
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
@@ -59,7 +59,7 @@ def test_what_some_versions_do_not_cast_is_known():
 def test_a_build_that_does_not_cast_an_op_on_cuda_replays_it_as_it_is(monkeypatch):
     x, here = torch.rand(2, 4).to(torch.float16), cast_on_cuda()
     assert rms_norm_under_the_policy(x).dtype is torch.float32 or "rms_norm" not in here
-    monkeypatch.setattr(casts, "cast_on_cuda", lambda: here - {"rms_norm"})
+    monkeypatch.setattr(cuda_autocast, "cast_on_cuda", lambda: here - {"rms_norm"})
     assert rms_norm_under_the_policy(x).dtype is torch.float16
 
 

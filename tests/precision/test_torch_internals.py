@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ampdoctor.precision import autocast_policy, tf32
-from ampdoctor.precision.emulation import torch_internals
-from ampdoctor.precision.emulation.half_kernels import COMPOSITES, LEAVES
-from ampdoctor.precision.emulation.tf32 import OPERANDS
+from ampdoctor.precision import autocast_policy, kernels, tf32
+from ampdoctor.precision.cuda_autocast import COMPOSITES, LEAVES
 from ampdoctor.precision.shims import torch_shims
+from ampdoctor.precision.tf32 import OPERANDS
 
 HALF = torch.float16
 IMAGE = (1, 2, 6, 6)
@@ -66,7 +65,7 @@ def test_a_half_kernel_that_is_lent(call, dtype, without_get_kernel):
 
 
 def test_each_kernel_has_a_stand_in_but_the_fused_recurrent_layer(without_get_kernel):
-    lacking = [name for name in (*LEAVES, *COMPOSITES, *OPERANDS) if torch_internals.kernel_of(name, "CPU") is None]
+    lacking = [name for name in (*LEAVES, *COMPOSITES, *OPERANDS) if kernels.kernel_of(name, "CPU") is None]
     assert lacking == ["mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"]
 
 
@@ -114,6 +113,6 @@ def test_what_differs_is_named_with_a_sentence(without_get_kernel):
 
 
 def test_a_cast_that_is_not_known_is_named(monkeypatch):
-    here = torch_internals.registered
-    monkeypatch.setattr(torch_internals, "registered", lambda key: here(key) | {"brand_new_op"})
+    here = kernels.registered
+    monkeypatch.setattr(kernels, "registered", lambda key: here(key) | {"brand_new_op"})
     assert "brand_new_op" in torch_shims()["unknown-cuda-casts"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.evidence.run_facts import OVERFLOWED
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes.formats_seen import ModuleFactsProbe
 from ampdoctor.replay.session import Session
 

@@ -16,7 +16,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.run_facts import Site
 from ampdoctor.numerics import Histogram
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.probes import ranges
 from ampdoctor.probes.formats_seen import HalfProbe
 from ampdoctor.probes.gradients import GradientProbe

@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.evidence.location import Source
 from ampdoctor.package import FOLDER
-from ampdoctor.precision.emulation.gpu import asking
+from ampdoctor.precision.fake_gpu import replace
 from ampdoctor.probes import user_code
 from ampdoctor.probes.user_code import applied_line, as_source, shown_from, user_line
 from ampdoctor.replay.user_files import is_users_file
@@ -55,7 +55,7 @@ def test_a_folder_whose_name_begins_like_ours_or_torchs_is_neither(file):
     assert not user_code._is_user(torch.nn.functional.__file__)
     if "site-packages" not in file.parts:
         assert is_users_file(str(file))
-    assert asking._package(str(file)) not in ("torch", "ampdoctor")
+    assert replace._package(str(file)) not in ("torch", "ampdoctor")
 
 
 def test_what_pythons_own_library_calls_is_its_callers_line():

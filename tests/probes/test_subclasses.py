@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ampdoctor.numerics import describe, nonfinite_flag
 from ampdoctor.numerics.tensors import is_readable, parts_of
-from ampdoctor.precision.low_bit import as_plain_linears
+from ampdoctor.precision.spec import as_plain_linears
 from ampdoctor.probes.formats_seen import HalfProbe
 from ampdoctor.probes.written_state import OldCastsProbe
 from tests.probes.traced import Inline, births_of, session_of, trace_of

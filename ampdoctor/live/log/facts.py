@@ -31,7 +31,7 @@ def hardware() -> dict[str, Any]:
     """What torch computes on. GPUs are named only where CUDA is in use already: asking would begin to use it."""
     import torch
 
-    from ampdoctor.precision.hardware import device_facts, torch_facts
+    from ampdoctor.precision.spec import device_facts, torch_facts
 
     return {"hardware": {**torch_facts(), **(device_facts() if torch.cuda.is_initialized() else {})}}
 

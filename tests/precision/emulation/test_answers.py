@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision import emulate_cuda, heard_by
-from ampdoctor.precision.emulation.cuda_emulation import DEVICE_NOTE, YES_NOTE
+from ampdoctor.precision.fake_gpu.emulate import DEVICE_NOTE, YES_NOTE
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
 

@@ -13,8 +13,8 @@ import torch
 import torch.cuda.amp
 
 from ampdoctor.hooks.torch_internals import reset_default_device
-from ampdoctor.precision.emulation.cuda_emulation import emulate_cuda
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
+from ampdoctor.precision.fake_gpu.emulate import emulate_cuda
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the scripts would find the GPU that this emulates"),

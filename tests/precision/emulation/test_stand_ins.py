@@ -12,8 +12,8 @@ import torch
 
 from ampdoctor.errors import ReplayError
 from ampdoctor.precision import autocast_policy, emulate_cuda
-from ampdoctor.precision.emulation.stand_ins import apex, attention
-from ampdoctor.precision.emulation.stand_ins.table import STAND_INS
+from ampdoctor.precision.fake_gpu import fused_attention, missing_libraries
+from ampdoctor.precision.fake_gpu.missing_libraries import STAND_INS
 from ampdoctor.replay.user_code import explained
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and nothing is emulated")
@@ -55,55 +55,63 @@ def reference(q, k, v, *, scale=None, seen=lambda i, j: True, bias=lambda i, j: 
 )
 def test_flash_attention_is_attention(shape, options, said):
     q, k, v = operands(*shape)
-    found = attention.flash_attn_func(q, k, v, **options)
+    found = fused_attention.flash_attn_func(q, k, v, **options)
     assert found.dtype is HALF
     torch.testing.assert_close(found.double(), reference(q, k, v, **said), atol=4e-3, rtol=0)
 
 
 def test_packed_and_ragged_sequences():
     q, k, v = operands(5, 5)
-    whole = attention.flash_attn_func(q, k, v, causal=True)
+    whole = fused_attention.flash_attn_func(q, k, v, causal=True)
     qkv = torch.stack((q, k, v), 2)
-    assert torch.equal(attention.flash_attn_qkvpacked_func(qkv, causal=True), whole)
-    assert torch.equal(attention.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), whole)
+    assert torch.equal(fused_attention.flash_attn_qkvpacked_func(qkv, causal=True), whole)
+    assert torch.equal(fused_attention.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), whole)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    packed, indices, begins, longest, used = attention.unpad_input(qkv, mask)
+    packed, indices, begins, longest, used = fused_attention.unpad_input(qkv, mask)
     assert (begins.tolist(), longest, used.tolist()) == ([0, 3, 8], 5, [3, 5])
-    found = attention.flash_attn_varlen_qkvpacked_func(packed, begins, longest, causal=True)
-    padded = attention.pad_input(found, indices, 2, 5)
+    found = fused_attention.flash_attn_varlen_qkvpacked_func(packed, begins, longest, causal=True)
+    padded = fused_attention.pad_input(found, indices, 2, 5)
     assert torch.equal(padded, whole * mask[..., None, None])
 
 
 def test_what_flash_attention_refuses_is_refused():
     q, k, v = operands(4, 4)
     with pytest.raises(RuntimeError, match="only support fp16 and bf16"):
-        attention.flash_attn_func(q.float(), k.float(), v.float())
+        fused_attention.flash_attn_func(q.float(), k.float(), v.float())
     with pytest.raises(ReplayError, match="no softcap"):
-        attention.flash_attn_func(q, k, v, softcap=30.0)
+        fused_attention.flash_attn_func(q, k, v, softcap=30.0)
 
 
 def test_xformers_attention():
     q, k, v = (part.float() for part in operands(4, 6))
     with emulate_cuda(), autocast_policy("cuda"), torch.autocast("cuda"):
-        found = attention.memory_efficient_attention(q, k, v, attn_bias=attention.LowerTriangularMask(), scale=0.3)
+        found = fused_attention.memory_efficient_attention(
+            q, k, v, attn_bias=fused_attention.LowerTriangularMask(), scale=0.3
+        )
     assert found.dtype is torch.float32  # its kernels are no ops of torch's: autocast does not cast them
     expected = reference(q, k, v, scale=0.3, seen=lambda i, j: j + 6 <= i + 4)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
-    flat = attention.memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
-    torch.testing.assert_close(flat, attention.memory_efficient_attention(q, k, v)[:, :, 0])
+    flat = fused_attention.memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+    torch.testing.assert_close(flat, fused_attention.memory_efficient_attention(q, k, v)[:, :, 0])
     with pytest.raises(ReplayError, match="no attention bias object"):
-        attention.memory_efficient_attention(q, k, v, attn_bias=object())
+        fused_attention.memory_efficient_attention(q, k, v, attn_bias=object())
 
 
 @pytest.mark.parametrize(
     ("fused", "plain"),
     [
-        (lambda p: apex.FusedAdam(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1)),
         (
-            lambda p: apex.FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
+            lambda p: missing_libraries.FusedAdam(p, lr=0.1, weight_decay=0.1),
+            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
+        ),
+        (
+            lambda p: missing_libraries.FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
             lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
         ),
-        (lambda p: apex.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+        (
+            lambda p: missing_libraries.FusedSGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        ),
     ],
 )
 def test_apex_optimizers_are_torchs(fused, plain):
@@ -118,7 +126,7 @@ def test_apex_optimizers_are_torchs(fused, plain):
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize("norm", [apex.FusedLayerNorm, apex.FusedRMSNorm])
+@pytest.mark.parametrize("norm", [missing_libraries.FusedLayerNorm, missing_libraries.FusedRMSNorm])
 def test_apex_norms_run_in_half_under_autocast(norm):
     layer, x = norm(8), torch.linspace(-3, 5, 16).reshape(2, 8)
     with emulate_cuda(), autocast_policy("cuda"):
@@ -138,8 +146,8 @@ def test_the_users_import_finds_them_and_nobody_else_does():
         from xformers.ops.fmha.attn_bias import LowerTriangularMask
 
         assert flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
-        assert importlib.import_module("apex.optimizers").FusedAdam is apex.FusedAdam
-        assert LowerTriangularMask is attention.LowerTriangularMask
+        assert importlib.import_module("apex.optimizers").FusedAdam is missing_libraries.FusedAdam
+        assert LowerTriangularMask is fused_attention.LowerTriangularMask
         assert importlib.util.find_spec("flash_attn") is None
         assert importlib.util.find_spec("xformers") is None
         code = compile("import apex.normalization", "/opt/lib/site-packages/timm/norm.py", "exec")
@@ -188,5 +196,5 @@ def test_another_missing_module_is_not_explained():
 
 def test_a_query_that_sees_nothing_is_zero():
     q, k, v = operands(4, 2)
-    assert attention.flash_attn_func(q, k, v, causal=True)[:, :2].abs().max() == 0
-    assert math.isfinite(attention.flash_attn_func(q, k, v, causal=True).float().sum())
+    assert fused_attention.flash_attn_func(q, k, v, causal=True)[:, :2].abs().max() == 0
+    assert math.isfinite(fused_attention.flash_attn_func(q, k, v, causal=True).float().sum())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor import TrainingRun
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows import recommend as workflow
 from ampdoctor.workflows.measure import measure

@@ -12,7 +12,7 @@ from ampdoctor.evidence.run_facts import Place
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.ranges.profile import Collector, RunFacts
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choose import choose_scale

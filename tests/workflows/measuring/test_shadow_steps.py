@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.cuda_autocast import autocast_policy
 from ampdoctor.ranges.profile import SURE_BELOW, Shadow
 from ampdoctor.replay.session import Session
 from ampdoctor.workflows.measure import measure, shadowed

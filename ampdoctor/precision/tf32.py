@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
-from ampdoctor.precision.emulation.torch_internals import kernel_of, without_mkldnn
+from ampdoctor.precision.kernels import LOCK, Kernel, Overlay, kernel_of, without_mkldnn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

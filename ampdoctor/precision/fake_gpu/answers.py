@@ -6,23 +6,225 @@ served to everyone (`SERVED`): without a GPU these functions raise, or are empty
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import torch.distributed
 
-from ampdoctor.precision.emulation.gpu import card, streams
-from ampdoctor.precision.emulation.gpu.asking import asker_hears_yes, hears_yes
-from ampdoctor.precision.emulation.gpu.devices import ANSWERED
+from ampdoctor.errors import ReplayError
+from ampdoctor.precision.fake_gpu.devices import ANSWERED
+from ampdoctor.precision.fake_gpu.replace import asker_hears_yes, hears_yes
 
 if TYPE_CHECKING:
-    from ampdoctor.precision.emulation.gpu.replacing import Replacements
-    from ampdoctor.precision.emulation.patches import Patches
+    from types import TracebackType
+
+    from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
+
+
+# The GPU that is emulated: what it says of itself, and of its memory, which is the process's own.
+
+
+with contextlib.suppress(ImportError):  # Windows has none
+    import resource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` returns; the names are CUDA's."""
+
+    name: str = "NVIDIA A100-SXM4-80GB"
+    major: int = 8
+    minor: int = 0
+    total_memory: int = 80 * 2**30
+    multi_processor_count: int = 108
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 * 2**10
+    shared_memory_per_block_optin: int = 163 * 2**10
+    shared_memory_per_multiprocessor: int = 164 * 2**10
+    warp_size: int = 32
+    L2_cache_size: int = 40 * 2**20
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    pci_bus_id: int = 0
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
+    uuid: str = "00000000-0000-0000-0000-000000000000"
+
+
+CARD: Final = DeviceProperties()
+CAPABILITY: Final = (CARD.major, CARD.minor)
+CUDA_VERSION: Final = "12.8"
+"""Of the CUDA that torch says it was built with."""
+CUDNN_VERSION: Final = 91002
+DESCRIBED: Final = f"an A100-like device, compute capability {CARD.major}.{CARD.minor}"
+_STATISTICS: Final = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
+_COUNTERS: Final = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_sync_all_streams")
+
+
+def memory_used() -> int:
+    """Returns the most bytes of memory that the process has held: on a CPU tensors lie there."""
+    if "resource" not in globals():
+        return 1
+    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kept if sys.platform == "darwin" else kept * 1024
+
+
+def memory_info() -> tuple[int, int]:
+    """Returns the free and the total bytes of the device."""
+    return max(CARD.total_memory - memory_used(), 0), CARD.total_memory
+
+
+def memory_statistics() -> OrderedDict[str, Any]:
+    """Returns what `torch.cuda.memory_stats` returns, by its names."""
+    used = memory_used()
+    held = {"allocated_bytes": used, "reserved_bytes": used, "active_bytes": used, "requested_bytes": used}
+    found: OrderedDict[str, Any] = OrderedDict()
+    for statistic in _STATISTICS:
+        for pool in ("all", "large_pool", "small_pool"):
+            for moment in ("current", "peak", "allocated", "freed"):
+                found[f"{statistic}.{pool}.{moment}"] = 0 if moment == "freed" else held.get(statistic, 0)
+    return found | dict.fromkeys(_COUNTERS, 0)
+
+
+def memory_summary() -> str:
+    """Returns in one line what `torch.cuda.memory_summary` draws a table of."""
+    return f"no GPU here: the process's own memory, at most {memory_used()} bytes"
+
+
+# Streams and events on a CPU: what is queued has been done, and time is the host's.
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`: everything that was put into it is done already."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_ids: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
+        self.stream_id = self.device_index = self.device_type = self.cuda_stream = 0
+        self._before: list[Stream] = []
+
+    def wait_event(self, event: Event) -> None:
+        """Done already."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Done already."""
+
+    def synchronize(self) -> None:
+        """Done already."""
+
+    def query(self) -> bool:
+        """Is everything done?"""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Returns the event, or a new one, recorded now."""
+        event = event if event is not None else Event()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        self._before.append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        set_stream(self._before.pop())
+
+
+class Event:
+    """Stands for `torch.cuda.Event`; the time between two is the host's."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        **_more: Any,
+    ) -> None:
+        self.enable_timing = enable_timing
+        self.device = torch.device("cuda", 0)
+        self._at: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Keeps the time."""
+        self._at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Done already."""
+
+    def synchronize(self) -> None:
+        """Done already."""
+
+    def query(self) -> bool:
+        """Is everything done?"""
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Returns the milliseconds until another event.
+
+        Raises:
+            ValueError: As on a GPU: one of them keeps no time, or has not been recorded.
+        """
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._at is None or end_event._at is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._at - self._at) * 1000
+
+
+class StreamContext:
+    """Stands for what `torch.cuda.stream` returns; without a stream it does nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(kind, error, at)
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph` and `torch.cuda.graph`, of which none is made."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise ReplayError("the code captures a CUDA graph, which only a GPU runs: let it run without one here")
+
+
+_DEFAULT = Stream()
+_CURRENT = threading.local()
+
+
+def default_stream(_device: Any = None) -> Stream:
+    """Returns the device's default stream."""
+    return _DEFAULT
+
+
+def current_stream(_device: Any = None) -> Stream:
+    """Returns the thread's current stream."""
+    stream: Stream = getattr(_CURRENT, "stream", _DEFAULT)
+    return stream
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make a stream the thread's current one; None changes nothing."""
+    if stream is not None:
+        _CURRENT.stream = stream
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -53,7 +255,7 @@ _CUDART: Final = SimpleNamespace(**dict.fromkeys(("cudaProfilerStart", "cudaProf
 _YES: Final = _always(True)
 _ONE: Final = _always(1)
 _ZERO: Final = _always(0)
-_MEMORY: Final = _now(card.memory_used)
+_MEMORY: Final = _now(memory_used)
 _STATE: Final = _now(torch.default_generator.get_state)
 _SEED: Final = torch.default_generator.manual_seed
 
@@ -64,7 +266,7 @@ QUESTIONS: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
         "is_bf16_supported": _YES,
         "is_tf32_supported": _YES,
         "is_initialized": _YES,
-        "get_arch_list": _now(lambda: [f"sm_{card.CARD.major}{card.CARD.minor}"]),
+        "get_arch_list": _now(lambda: [f"sm_{CARD.major}{CARD.minor}"]),
     },
     torch.accelerator: {
         "is_available": _YES,
@@ -72,7 +274,7 @@ QUESTIONS: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
         "current_accelerator": _now(lambda: torch.device("cuda")),
     },
     torch.backends.cuda: {"is_built": _YES},
-    torch.backends.cudnn: {"is_available": _YES, "version": _always(card.CUDNN_VERSION)},
+    torch.backends.cudnn: {"is_available": _YES, "version": _always(CUDNN_VERSION)},
     torch.distributed: {"is_nccl_available": _YES},
 }
 """By module: what decides which way the code goes, and what those hear who hear of a GPU."""
@@ -82,10 +284,10 @@ _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
         ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached"), _MEMORY
     ),
     **dict.fromkeys(("max_memory_cached", "device_memory_used"), _MEMORY),
-    "mem_get_info": _now(card.memory_info),
-    "get_memory_info": _now(card.memory_info),
-    "memory_stats": _now(card.memory_statistics),
-    "memory_summary": _now(card.memory_summary),
+    "mem_get_info": _now(memory_info),
+    "get_memory_info": _now(memory_info),
+    "memory_stats": _now(memory_statistics),
+    "memory_summary": _now(memory_summary),
     "memory_snapshot": _now(list),
     "list_gpu_processes": _always(""),
     "get_per_process_memory_fraction": _always(1.0),
@@ -116,24 +318,24 @@ _RANDOM: Final[Mapping[str, Callable[..., Any]]] = {
     "set_rng_state_all": _set_states,
 }
 _STREAMS: Final[Mapping[str, Callable[..., Any]]] = {
-    "stream": streams.StreamContext,
-    "current_stream": streams.current_stream,
-    "default_stream": streams.default_stream,
-    "set_stream": streams.set_stream,
+    "stream": StreamContext,
+    "current_stream": current_stream,
+    "default_stream": default_stream,
+    "set_stream": set_stream,
 }
 SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     torch.cuda: {
         **dict.fromkeys(("init", "synchronize", "set_device", "ipc_collect", "set_sync_debug_mode"), _nothing),
         **dict.fromkeys(("current_device", "get_sync_debug_mode"), _ZERO),
         **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _ZERO),
-        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), streams.Graph),
+        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), Graph),
         **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
         **_STREAMS,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), _always(-1)),
         "cudart": _always(_CUDART),
-        "get_device_name": _always(card.CARD.name),
-        "get_device_capability": _always(card.CAPABILITY),
-        "get_device_properties": _always(card.CARD),
+        "get_device_name": _always(CARD.name),
+        "get_device_capability": _always(CAPABILITY),
+        "get_device_properties": _always(CARD),
         **_MEMORY_QUERIES,
         **_RANDOM,
     },
@@ -142,8 +344,8 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     torch.accelerator: {
         **dict.fromkeys(("synchronize", "set_device_index", "set_device_idx"), _nothing),
         **dict.fromkeys(("current_device_index", "current_device_idx"), _ZERO),
-        "current_stream": streams.current_stream,
-        "set_stream": streams.set_stream,
+        "current_stream": current_stream,
+        "set_stream": set_stream,
         **_MEMORY_QUERIES,
     },
     torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _ZERO),
@@ -154,14 +356,14 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
 _TYPES: Final = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
     torch.cuda: {
-        "Stream": streams.Stream,
-        "ExternalStream": streams.Stream,
-        "StreamContext": streams.StreamContext,
-        "Event": streams.Event,
-        **dict.fromkeys(("CUDAGraph", "graph"), streams.Graph),
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "StreamContext": StreamContext,
+        "Event": Event,
+        **dict.fromkeys(("CUDAGraph", "graph"), Graph),
         **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
     },
-    torch: {"Stream": streams.Stream, "Event": streams.Event},
+    torch: {"Stream": Stream, "Event": Event},
     torch.accelerator: {"device_index": nullcontext},
 }
 """By module: classes, and the classes that stand in their place: annotations name them too."""
@@ -207,7 +409,7 @@ class Answers:
 
     def _cuda_version(self, module: Any) -> str | None:
         heard = self._says_yes() and hears_yes(sys._getframe(1))
-        return card.CUDA_VERSION if heard else vars(module)["cuda"]
+        return CUDA_VERSION if heard else vars(module)["cuda"]
 
     def _serve(self, original: Any, answer: Callable[..., Any]) -> Any:
         @functools.wraps(original)

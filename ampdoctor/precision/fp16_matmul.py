@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
-from ampdoctor.precision.emulation.torch_internals import kernel_of
+from ampdoctor.precision.kernels import LOCK, Kernel, Overlay, kernel_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from ampdoctor.precision.emulation.torch_internals import BoxedKernel
+    from ampdoctor.precision.kernels import BoxedKernel
 
 HALF: Final = torch.float16
 LEAST: Final = 2**14

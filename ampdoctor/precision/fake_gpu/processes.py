@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,10 +19,11 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ampdoctor.errors import ReplayError
-from ampdoctor.precision.emulation.gpu.asking import hears_yes
+from ampdoctor.precision.fake_gpu.replace import hears_yes, what_is_shared
 
 if TYPE_CHECKING:
-    from ampdoctor.precision.emulation.gpu.replacing import Replacements
+    from ampdoctor.precision.fake_gpu.replace import Replacements
+
 
 _DIST: Any = dist
 _LAUNCHED: Final = {
@@ -147,3 +149,26 @@ def _refuse_others(world_size: int) -> None:
             f"the code joins a group of {world_size} processes, and a replay is one: "
             "let it join with world_size=1, or without WORLD_SIZE"
         )
+
+
+# What code that believes in a GPU leaves in the process, from one piece of it to the next and no longer.
+
+
+class _Needed:
+    """How many need it."""
+
+    times: int = 0
+
+
+@contextmanager
+def lasting_emulation() -> Iterator[None]:
+    """Keep the process group that code joins inside, and what Accelerate has made of the device, and no longer."""
+    put_back = what_is_shared() if not _Needed.times else None
+    _Needed.times += 1
+    try:
+        yield
+    finally:
+        _Needed.times -= 1
+        if put_back is not None:
+            leave_group()
+            put_back()

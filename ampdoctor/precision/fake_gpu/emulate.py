@@ -3,7 +3,7 @@
 `emulate_cuda()` is entered before the user's module is imported: an autocast object or a GradScaler that is built
 without CUDA switches itself off for good. Inside, `cuda` and `cpu` autocast are one thing, with CUDA's default dtype
 fp16, and requests for a CUDA device stay on the CPU. What autocast casts is not decided here but by
-`ampdoctor.precision.emulation.policy`.
+`ampdoctor.precision.cuda_autocast`.
 
 Devices are redirected by replaced functions rather than a TorchFunctionMode. A mode holds for one thread, costs time
 at every op, and would stand in the stack of those who trace the replay; the functions that take a device are few,
@@ -20,18 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.amp import autocast_mode, grad_scaler
 
-from ampdoctor.precision.emulation.gpu import card
-from ampdoctor.precision.emulation.gpu.answers import Answers
-from ampdoctor.precision.emulation.gpu.devices import DeviceRedirection
-from ampdoctor.precision.emulation.gpu.kernels import AttentionKernels
-from ampdoctor.precision.emulation.gpu.lasting import lasting_emulation
-from ampdoctor.precision.emulation.gpu.libraries import forget_what_was_heard
-from ampdoctor.precision.emulation.gpu.processes import OneProcess
-from ampdoctor.precision.emulation.gpu.replacing import Replacements
-from ampdoctor.precision.emulation.overlay import LOCK
-from ampdoctor.precision.emulation.patches import Patches
-from ampdoctor.precision.emulation.stand_ins.finder import StandIns
-from ampdoctor.precision.emulation.torch_internals import CUSTOM_FWD_CAST
+from ampdoctor.precision.fake_gpu import answers
+from ampdoctor.precision.fake_gpu.answers import Answers
+from ampdoctor.precision.fake_gpu.devices import AttentionKernels, DeviceRedirection
+from ampdoctor.precision.fake_gpu.missing_libraries import StandIns
+from ampdoctor.precision.fake_gpu.processes import OneProcess, lasting_emulation
+from ampdoctor.precision.fake_gpu.replace import Patches, Replacements, forget_what_was_heard
+from ampdoctor.precision.kernels import CUSTOM_FWD_CAST, LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +34,7 @@ if TYPE_CHECKING:
 _PREVIOUS = "_ampdoctor_previous"
 _CPU = "its tensors stay on the CPU."
 DEVICE_NOTE: Final = f"The code asks for CUDA devices; there are none here, and {_CPU}"
-YES_NOTE: Final = f"The code asks for CUDA; none is here: it is answered as by {card.DESCRIBED}, and {_CPU}"
+YES_NOTE: Final = f"The code asks for CUDA; none is here: it is answered as by {answers.DESCRIBED}, and {_CPU}"
 
 
 class CudaEmulation:
@@ -85,7 +80,7 @@ class _Installed:
 
     def say(self, text: str) -> None:
         for region in tuple(self.regions):
-            region._note(text)  # noqa: SLF001 - its own class's keeper
+            region._note(text)
 
     def enter(self, region: CudaEmulation) -> None:
         with LOCK:
@@ -130,7 +125,7 @@ def _cuda_state() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
 
-def _set_cuda_state(enabled: bool, dtype: torch.dtype) -> None:  # noqa: FBT001 - torch's own pair
+def _set_cuda_state(enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_enabled("cuda", enabled)
     torch.set_autocast_dtype("cuda", dtype)
 
@@ -141,8 +136,8 @@ def _autocast_init(original: Any) -> Any:
         self: Any,
         device_type: str,
         dtype: torch.dtype | None = None,
-        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        cache_enabled: bool | None = None,  # noqa: FBT001 - torch's signature
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
     ) -> None:
         if device_type != "cuda":
             original(self, device_type, dtype, enabled, cache_enabled)

@@ -1,0 +1,276 @@
+"""Finds the stand-ins where the user's own code imports a library that is not installed.
+
+Only an import finds them. Who asks whether the library is there (`importlib.util.find_spec`) hears that it is not:
+transformers would go on to functions that only the library has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ampdoctor.errors import ReplayError
+from ampdoctor.precision.fake_gpu import fused_attention
+from ampdoctor.precision.fake_gpu.replace import imported_by_user
+
+if TYPE_CHECKING:
+    from ampdoctor.precision.fake_gpu.replace import Patches, Replacements
+
+
+# apex: its fused optimizers and norms are torch's own by now.
+#
+# Under autocast apex's norms run in the half format, fp32 inside the kernel; torch's run in fp32.
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Adam with decoupled weight decay, or without (`adam_w_mode=False`)."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **_more: Any,
+    ) -> None:
+        if not bias_correction or amsgrad:
+            raise ReplayError(
+                "apex is not installed, and torch's Adam stands in for FusedAdam with bias_correction only"
+            )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        if not adam_w_mode and weight_decay:
+            for group in self.param_groups:
+                if "decoupled_weight_decay" not in group:
+                    raise ReplayError("apex is not installed, and this torch has no FusedAdam with adam_w_mode=False")
+                group["decoupled_weight_decay"] = False
+
+
+class FusedSGD(torch.optim.SGD):
+    """SGD with momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **_more: Any,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, fused=True)
+
+
+def _operands(*tensors: Tensor | None) -> list[Tensor | None]:
+    if not torch.is_autocast_enabled():
+        return list(tensors)
+    dtype = torch.get_autocast_dtype("cuda")
+    return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """LayerNorm in its input's format; under autocast in the half one."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
+        """Returns the input, normalised."""
+        x, weight, bias = _operands(input, self.weight, self.bias)
+        with torch.autocast("cuda", enabled=False):
+            return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # type: ignore[arg-type]
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """RMSNorm in its input's format; under autocast in the half one."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the input, normalised."""
+        operand, weight = _operands(x, self.weight)
+        with torch.autocast("cuda", enabled=False):
+            return functional.rms_norm(operand, list(self.normalized_shape), weight, self.eps)  # type: ignore[arg-type]
+
+
+# Which libraries need a GPU, and what stands in for them: here, or in the user's code.
+
+
+_SDPA: Final = "scaled_dot_product_attention"
+_FLASH: Final = {
+    name: (_SDPA, getattr(fused_attention, name))
+    for name in (
+        "flash_attn_func",
+        "flash_attn_qkvpacked_func",
+        "flash_attn_kvpacked_func",
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_qkvpacked_func",
+    )
+}
+_MASK: Final = {"LowerTriangularMask": ("", fused_attention.LowerTriangularMask)}
+STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
+    "flash_attn": _FLASH,
+    "flash_attn.flash_attn_interface": _FLASH,
+    "flash_attn.bert_padding": {
+        name: ("", getattr(fused_attention, name)) for name in ("unpad_input", "pad_input", "index_first_axis")
+    },
+    "xformers": {},
+    "xformers.ops": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention), **_MASK},
+    "xformers.ops.fmha": {"memory_efficient_attention": (_SDPA, fused_attention.memory_efficient_attention)},
+    "xformers.ops.fmha.attn_bias": _MASK,
+    "apex": {},
+    "apex.optimizers": {
+        "FusedAdam": ("torch.optim.AdamW", FusedAdam),
+        "FusedSGD": ("torch.optim.SGD", FusedSGD),
+    },
+    "apex.normalization": {
+        **dict.fromkeys(("FusedLayerNorm", "MixedFusedLayerNorm"), ("torch's layer_norm", FusedLayerNorm)),
+        **dict.fromkeys(("FusedRMSNorm", "MixedFusedRMSNorm"), ("torch's rms_norm", FusedRMSNorm)),
+    },
+}
+"""By module: each name that is there, what of torch's stands in for it ("": nothing worth a note), and the stand-in."""
+
+INSTEAD: Final[Mapping[str, str]] = {
+    "apex.amp": "torch.amp, which it became",
+    "apex.parallel": "torch.nn.parallel.DistributedDataParallel and torch.nn.SyncBatchNorm",
+    "apex": "an optimizer or layer of torch's",
+    "bitsandbytes": "torch.optim.AdamW and plain linear layers",
+    "causal_conv1d": "torch.nn.functional.conv1d",
+    "deepspeed": "the model and its optimizer without the engine",
+    "flash_attn": f"torch.nn.functional.{_SDPA} (transformers: attn_implementation='sdpa')",
+    "mamba_ssm": "the model's own path without it",
+    "transformer_engine": "layers of torch's under torch.autocast",
+    "triton": "the same function written with torch",
+    "xformers": f"torch.nn.functional.{_SDPA}, or a layer of torch's",
+}
+"""Libraries, and parts of them, that nothing stands in for, and what the user's code may have in their place."""
+
+
+def why_absent(error: ImportError) -> str | None:
+    """Returns the sentence for an import that ended the run because it needs a GPU; None for any other.
+
+    Args:
+        error: What the import raised, or what a library said of one.
+    """
+    missing, said = error.name or "", str(error)
+    library = missing.partition(".")[0]
+    named = [name for name in INSTEAD if "." not in name and name in said] if not missing else [library]
+    parts = [name for name in INSTEAD if name.partition(".")[0] == library and _names_part(name, missing, said)]
+    found = next((name for name in (*parts, *named) if name in INSTEAD), None)
+    if found is None:
+        return None
+    return f"{found} needs a GPU and is not here: let the code take {INSTEAD[found]} where it is missing"
+
+
+def _names_part(name: str, missing: str, said: str) -> bool:
+    part = name.partition(".")[2]
+    return bool(part) and (missing.startswith(name) or f"import name '{part}'" in said)
+
+
+class _Module(ModuleType):
+    """A module whose names are there, and are noted, once they are asked for."""
+
+    def __init__(self, name: str, note: Callable[[str], None], below: Callable[[str], ModuleType]) -> None:
+        super().__init__(name)
+        self.__dict__.update(_note=note, _below=below, __path__=[], __all__=list(STAND_INS[name]), __version__="0")
+
+    def __getattr__(self, name: str) -> Any:
+        if f"{self.__name__}.{name}" in STAND_INS:
+            return self._below(f"{self.__name__}.{name}")
+        if name not in STAND_INS[self.__name__]:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        torchs, stand_in = STAND_INS[self.__name__][name]
+        library = self.__name__.partition(".")[0]
+        if torchs:
+            self._note(f"{library} is not installed: {torchs} stands in for {name}.")
+        return stand_in
+
+
+class StandIns:
+    """A finder of modules, and its own loader.
+
+    Args:
+        active: Is anything emulated?
+        note: Called with the note on each name that was taken.
+    """
+
+    __slots__ = ("_active", "_modules", "_note")
+
+    def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
+        self._active = active
+        self._note = note
+        self._modules: dict[str, ModuleType] = {}
+
+    def declare(self, replacements: Replacements) -> None:
+        """Have it asked in vain whether a library is there that is not."""
+        replacements.want(importlib.util, "find_spec", self._truth)
+
+    def install(self, patches: Patches) -> None:
+        """Be asked last, for what nothing else has found."""
+        sys.meta_path.append(self)
+        patches.after(self._remove)
+
+    def _remove(self) -> None:
+        sys.meta_path.remove(self)
+        for name, module in self._modules.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns where a stand-in is loaded from, for an import of the user's."""
+        parent = name.rpartition(".")[0]
+        missing = name in STAND_INS and (not parent or parent in self._modules)
+        if not missing or not imported_by_user(sys._getframe(1)):
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Returns the module, the same at each import: classes stay what they are."""
+        return self._module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is what it is."""
+
+    def _module(self, name: str) -> ModuleType:
+        if name not in self._modules:
+            self._modules[name] = _Module(name, self._note, self._module)
+        return self._modules[name]
+
+    def _truth(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def find_spec(name: str, package: str | None = None) -> Any:
+            module = self._modules.get(name)
+            if module is not None and sys.modules.get(name) is module:
+                return None
+            return original(name, package)
+
+        return find_spec
