@@ -78,7 +78,7 @@ scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: 
 		$(addprefix tests/scaling/,test_real_scalers.py test_emit_frameworks.py test_rules.py) \
 		tests/batching/test_emitting.py tests/batching/test_last_window.py tests/loops/frameworks tests/replay/frameworks \
 		$(addprefix tests/replay/bundles/,test_libraries.py test_nothing_is_fetched.py test_code_of.py) \
-		tests/replay/positioning tests/precision/emulation/test_heard_by_libraries.py tests/docs/test_pages.py \
+		tests/replay/positioning tests/precision/fake_gpu/test_heard_by_libraries.py tests/docs/test_pages.py \
 		-k "not test_pages or hf-trainer or lightning or accelerate or peft or trl"
 
 sinks: $(SINKS)/.installed  ## Run the tests of --export beside the real libraries and promtool (Debian: apt-get install prometheus)

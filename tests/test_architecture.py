@@ -36,11 +36,8 @@ DIRECT = {
 
 HERE = "(files directly in the room)"
 STOREYS = {
-    "precision": ("emulation", HERE),
     "diagnosis": (HERE, "health", "scan", "replay"),
-    "health": ("reading", "condensing", "sinks", HERE),
-    "reports": ("words", "forms", "reading"),
-    "cli": ("options", "suggesting", "process", "settings", "commands", HERE),
+    "health": ("reading", "sinks", HERE),
 }
 """Rooms with storeys of their own, from the ground up: a file may import from its own storey and from those below."""
 MOST_LINES = 700

@@ -238,7 +238,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_IN_BETWEEN = str(FOLDER / "precision" / "emulation" / "gpu") + os.sep
+_IN_BETWEEN = str(FOLDER / "precision" / "fake_gpu") + os.sep
 """Through these files of ours the user's own calls go, Tensor.to and the like, and through a mode further out."""
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")

@@ -13,7 +13,7 @@ _PART = re.compile(r"#/\$defs/(\w+)")
 PACKAGE = Path(__file__).parents[2] / "ampdoctor"
 SCHEMA = PACKAGE / "reports" / "report.schema.json"
 LOG_MARKER = "<!-- the log's schema goes here -->"
-LOG_SCHEMA = PACKAGE / "evidence" / "run_log" / "run-log-line.schema.json"
+LOG_SCHEMA = PACKAGE / "evidence" / "run-log-line.schema.json"
 
 
 def fill(_app: Any, _page: str, source: list[str]) -> None:

@@ -163,7 +163,7 @@ GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0
     ("arguments", "workflow", "function"),
     [
         (["scan", "a.pt"], "scan", "scan"),
-        (["scan", "a.pt", "--against", "b.pt"], "scanning.against", "compare"),
+        (["scan", "a.pt", "--against", "b.pt"], "scan_against", "compare"),
         (["bisect-nan", "a.py:f"], "bisect_nan", "bisect_nan"),
         (["profile", "a.py:f"], "profile", "profile"),
         (["profile", "a.safetensors"], "profile", "profile_from_files"),
