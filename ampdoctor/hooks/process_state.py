@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 import sys
 import threading
 import warnings
@@ -125,12 +127,12 @@ _NAMESPACES = frozenset(
 """Of the ops that communicate: each way that torch has ends in one of them, the reducer's of DDP in C++ as well."""
 _LOCAL = ("wait_tensor", "wrap_tensor")
 """In the names of those that only wait for, or mark, what was started before."""
-_PAST_DISPATCH = (
-    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"),
-    *("allgather", "_allgather_base", "allgather_coalesced", "gather", "scatter", "alltoall", "alltoall_base"),
-    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "shrink"),
-)
-"""Methods of torch's `Backend` in C++: who takes it out of its group (`group._get_backend(device)`) calls no op."""
+_GROUPS = ("group_name", "process_group")
+"""Names of arguments that say with whom an op communicates, in any namespace."""
+_RETURNS_WORK = re.compile(r"-> \S*\bWork\b")
+"""In the signature of a method in C++: a method that starts a collective returns its `Work`."""
+_WITHOUT_WORK = ("monitored_barrier", "_start_coalescing", "shrink")
+"""Methods that communicate, or begin to, and return no `Work`."""
 _NEW_GROUP = "_new_group_with_tag"
 """Of `torch.distributed.distributed_c10d`, since 2.0: waits for the others at the store, and is no op."""
 
@@ -172,7 +174,7 @@ def refused() -> Iterator[None]:
 
 
 class _Refusing(TorchDispatchMode):
-    """`ProcessGroup`'s methods, functional collectives and DDP's reducer all go by the dispatcher."""
+    """Functional collectives and DDP's reducer go by the dispatcher, outside an op that is written in Python."""
 
     supports_higher_order_operators = True
 
@@ -182,20 +184,34 @@ class _Refusing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        namespace = getattr(func, "namespace", "")
-        if namespace in _NAMESPACES and not any(name in str(func) for name in _LOCAL):
+        if _communicates(func):
             raise CollectiveError(_sentence(str(func).removesuffix(".default")))
         return func(*args, **(kwargs or {}))
 
 
+@functools.lru_cache(maxsize=4096)
+def _communicates(func: Any) -> bool:
+    if any(name in str(func) for name in _LOCAL):
+        return False
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    of_group = any(one.name in _GROUPS or "ProcessGroup" in str(one.type) for one in arguments)
+    return of_group or getattr(func, "namespace", "") in _NAMESPACES
+
+
 @contextmanager
 def _without_what_is_no_op() -> Iterator[None]:
-    """Inside, this thread starts no collective past the dispatcher, as far as this torch has the ways for it."""
+    """Inside, this thread starts no collective past the dispatcher, as far as this torch has the ways for it.
+
+    Who takes the backend out of its group (`group._get_backend(device)`) calls no op; and an op that is written in
+    Python (`torch.library.custom_op`) runs where no mode is in place, and calls the group's methods there.
+    """
     from torch._C import _distributed_c10d as in_c
     from torch.distributed import distributed_c10d
 
-    ways: list[tuple[Any, str]] = [(in_c.Backend, name) for name in _PAST_DISPATCH]
-    ways += [(in_c.ProcessGroup, "_start_coalescing"), (distributed_c10d, _NEW_GROUP)]
+    ways: list[tuple[Any, str]] = [(distributed_c10d, _NEW_GROUP)]
+    for owner in (in_c.Backend, in_c.ProcessGroup):
+        methods = [(name, getattr(method, "__doc__", None) or "") for name, method in vars(owner).items()]
+        ways += [(owner, name) for name, said in methods if name in _WITHOUT_WORK or _RETURNS_WORK.search(said)]
     with ExitStack() as stack:
         for owner, name in ways:
             if name in vars(owner):
@@ -206,6 +222,7 @@ def _without_what_is_no_op() -> Iterator[None]:
 @contextmanager
 def _refusing(owner: Any, name: str) -> Iterator[None]:
     made, here = getattr(owner, name), threading.get_ident()
+    stored = vars(owner)[name]  # in a class of pybind's a descriptor; what `getattr` gives binds no instance any more
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == here:
@@ -216,8 +233,8 @@ def _refusing(owner: Any, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if getattr(owner, name) is refusing:
-            setattr(owner, name, made)
+        if vars(owner).get(name) is refusing:
+            setattr(owner, name, stored)
 
 
 def _sentence(what: str) -> str:

@@ -31,6 +31,23 @@ def through_ddp():
     DistributedDataParallel(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
 
 
+@torch.library.custom_op("ampdoctor_tests::summed", mutates_args=())
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result)
+    return result
+
+
+@torch.library.custom_op("ampdoctor_tests::summed_in", mutates_args=())
+def summed_in(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    return functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
+
+
+@torch.library.custom_op("ampdoctor_tests::doubled", mutates_args=())
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
 WAYS = {
     "all_reduce": dist.all_reduce,
     "asynchronous": lambda t: dist.all_reduce(t, async_op=True),
@@ -44,6 +61,8 @@ WAYS = {
     "backend's barrier": lambda t: backend().barrier(),
     "new group": lambda t: dist.new_group([0]),
     "DDP": lambda t: through_ddp(),
+    "an op written in Python": summed,
+    "an op that is told its group": lambda t: summed_in(t, dist.group.WORLD.group_name),
 }
 
 
@@ -63,6 +82,7 @@ def test_what_communicates_with_nobody_goes_on():
         work = torch.nn.Linear(2, 1)(torch.ones(1, 2))
         work.sum().backward()
         assert backend().size() == 1
+        assert doubled(torch.ones(2)).sum() == 4
 
 
 @pytest.mark.parametrize("way", ["all_reduce", "backend", "new group"])
@@ -78,3 +98,12 @@ def test_another_thread_is_not_held_back(way):
         thread.start()
         thread.join()
     assert done == [way]
+
+
+def test_the_classes_of_torch_are_as_they_were():
+    from torch._C import _distributed_c10d as in_c
+
+    before = [dict(vars(owner)) for owner in (in_c.Backend, in_c.ProcessGroup)]
+    with refused():
+        pass
+    assert [dict(vars(owner)) for owner in (in_c.Backend, in_c.ProcessGroup)] == before
