@@ -43,6 +43,7 @@ from ampdoctor.probes.nonfinite import (
 from ampdoctor.probes.nonfinite_origin import described, nonfinite_number, operand_of
 from ampdoctor.probes.ops import (
     CONSTANTS,
+    FILLS_A_PART,
     OVERWRITES,
     SUMS,
     UNINITIALISED,
@@ -345,7 +346,7 @@ class OpTraceProbe(TorchDispatchMode):
                 return self._left_unwritten(func(*args, **kwargs), site)
             with _own_work(kernel):
                 calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
-                dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
+                dirty = [self._read_nonfinite(kernel, call) for call in calls]
             try:
                 result = func(*args, **kwargs)
             except Exception:  # as `multinomial` and solvers refuse what is not finite
@@ -396,8 +397,9 @@ class OpTraceProbe(TorchDispatchMode):
             with self._aside.costing("the way to a birth", ran.kernel):
                 self._ways.pass_finite(ran, self._ops)
             return
-        if ran.bad and _shows_memory(ran) and all(map(self._is_unwritten, ran.bad)):
-            return  # a part of a buffer, which the next op may fill
+        reads_none = all(map(self._is_unwritten, ran.bad)) and all(map(self._is_unwritten, poisoned))
+        if reads_none and (ran.kernel in FILLS_A_PART or (ran.bad and _shows_memory(ran))):
+            return  # of a buffer that is not written as a whole a part is shown, or filled
         births, wide = self._parents(ran)
         born = any(self._births[index].order == self._ops for index in births)
         with self._aside.costing("the way of a birth", ran.kernel):
@@ -503,6 +505,13 @@ class OpTraceProbe(TorchDispatchMode):
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
 
+    def _read_nonfinite(self, kernel: str, call: Split) -> list[torch.Tensor]:
+        """The non-finite inputs whose values the op reads."""
+        bad = [t for t in call.reads if is_nonfinite(t)]
+        if bad and kernel in FILLS_A_PART and not _adds_to_what_is_there(call):
+            return [t for t in bad if not (any(t is w for w in call.writes) and self._is_unwritten(t))]
+        return bad
+
     def _is_unwritten(self, tensor: torch.Tensor) -> bool:
         """No op has left anything in this memory that is not finite."""
         return storage_key(tensor) in self._blank and not self._taint.births(tensor)
@@ -606,6 +615,11 @@ def _named(where: Where, ran: Ran) -> Where:
     """An operator of a library's has that library's name, where no function of torch's called it."""
     own = ran.func.namespace
     return where if own == "aten" or where.op != f"aten.{ran.kernel}" else replace(where, op=f"{own}.{ran.kernel}")
+
+
+def _adds_to_what_is_there(call: Split) -> bool:
+    """An `index_put_` that accumulates, a `scatter_` that reduces."""
+    return any(value is True or isinstance(value, str) for value in (*call.args, *call.kwargs.values()))
 
 
 def _shows_memory(ran: Ran) -> bool:

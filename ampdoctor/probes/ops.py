@@ -74,6 +74,8 @@ LAYOUTS = frozenset({"as_strided", "as_strided_", "_reshape_alias", "set_", "set
 """Ops that read memory as it lies: on a copy in another format they read other elements, and cannot be run again."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 """In-place kernels that do not read what they overwrite."""
+FILLS_A_PART = frozenset({"index_put_", "_index_put_impl_", "index_copy_", "scatter_", "masked_scatter_"})
+"""In-place kernels that write some elements and do not read the others; `accumulate` or `reduce` makes them read."""
 CONSTANTS = frozenset(
     {
         "fill_",

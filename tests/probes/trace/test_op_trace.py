@@ -312,16 +312,36 @@ def test_freed_memory_mixes_no_ancestry():
     assert {b.where.source.line for b in births if b.where.source} == {line("TRUE BIRTH")}
 
 
-def test_a_buffer_is_read_where_it_is_written_and_not_where_a_part_is_taken():
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda buffer, h: torch.mul(h, 1.0, out=buffer[0, :2]),
+        lambda buffer, h: buffer[0, :2].copy_(h),
+        lambda buffer, h: buffer.__setitem__((torch.tensor([0, 0]), torch.tensor([0, 1])), h),
+        lambda buffer, h: buffer.index_copy_(0, torch.tensor([0]), functional.pad(h, (0, 62)).reshape(1, 64)),
+        lambda buffer, h: buffer.scatter_(1, torch.tensor([[0, 1]]), h.reshape(1, 2)),
+    ],
+    ids=["out", "view", "index_put", "index_copy", "scatter"],
+)
+def test_a_buffer_is_read_where_it_is_written_and_not_where_a_part_is_taken(put):
     def chunked(m, x):
         h = (m(x) * 0).log()
         buffer = torch.empty(8, 64)
         buffer.untyped_storage().copy_(torch.full((8, 64), math.nan).untyped_storage())  # as memory may be
-        tile = buffer[0, : len(h)]
-        torch.mul(h.detach(), 1.0, out=tile)
-        return (h * tile).sum()
+        put(buffer, h.detach())
+        return (h * buffer[0, :2]).sum()
 
     assert {b.where.op for b in births_of(lin(), chunked)} == {"aten.log"}
+
+
+def test_what_is_added_to_unwritten_memory_is_born_there():
+    def added(m, x):
+        buffer = torch.empty(8, 2)
+        buffer.untyped_storage().copy_(torch.full((8, 2), math.nan).untyped_storage())
+        buffer.index_put_((torch.tensor([0]),), m(x).detach(), accumulate=True)
+        return (m(x) * buffer[0]).sum()
+
+    assert births_of(lin(), added)[0].where.op == "aten.empty"
 
 
 def test_two_independent_births_are_both_there():
