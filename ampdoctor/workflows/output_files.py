@@ -15,14 +15,13 @@ from ampdoctor.evidence.paths import is_of_log
 from ampdoctor.live.log.facts import grouped
 from ampdoctor.live.log.facts import launched as launched_as
 
-# Files that a command writes: refused before the work begins if they cannot be written, and written as a whole.
+# -- files, refused before the work begins if they cannot be written --
 
 
 def refuse_unwritable(file: str) -> None:
     """Refuse a file that cannot be written, before minutes of work.
 
-    Raises:
-        UsageError: The file is a folder, its folder does not exist, or permission is denied.
+    Raises UsageError where the file is a folder, its folder does not exist, or permission is denied.
     """
     path = Path(os.path.realpath(file))
     try:
@@ -46,14 +45,9 @@ def refuse_unwritable(file: str) -> None:
 
 
 def refuse_part(file: str, folder: str) -> None:
-    """Refuse to write a file that the next run would read as a part of the folder that is read.
+    """Raises UsageError for a file that the next run would read as a part of the folder that is read.
 
-    Args:
-        file: The file to write; it need not exist.
-        folder: The folder that is read; if it is not a folder, nothing is refused.
-
-    Raises:
-        UsageError: The file lies in the folder, under the name of a part.
+    The file need not exist; if `folder` is not a folder, nothing is refused.
     """
     try:
         place = Path(os.path.realpath(file))
@@ -69,15 +63,7 @@ def refuse_part(file: str, folder: str) -> None:
 
 
 def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
-    """Refuse to write where a part of a log of ours is, or will be.
-
-    Args:
-        file: The file to write.
-        folder: The log's; it need not exist yet.
-
-    Raises:
-        UsageError: The file has the name of a part, or the folder's own, or would lie below such a name.
-    """
+    """Raises UsageError for a file that would overwrite or lie below a part of ampdoctor's log; neither need exist."""
     try:
         place, log = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
     except (OSError, ValueError):  # a name that no file can have
@@ -90,8 +76,7 @@ def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
 def write_whole(file: str, data: bytes) -> None:
     """Write a file completely or not at all; a pipe or device is opened under its given name and written directly.
 
-    Raises:
-        OutputError: The file cannot be written; its earlier contents are still there.
+    Raises OutputError where the file cannot be written; its earlier contents are still there.
     """
     try:
         if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
@@ -112,7 +97,7 @@ def _create(file: Path, data: bytes, *, like: Path) -> None:
     """Create a file, readable to the same users as `like`, or as the umask says if `like` does not exist.
 
     Nobody else may decide where the bytes go: neither another process, even one with the same number (in containers
-    each is number 1), nor whoever has put a link there.
+    each is number 1), nor somebody who has put a link there.
     """
     try:
         mode = stat.S_IMODE(like.stat().st_mode)
@@ -128,21 +113,17 @@ def _create(file: Path, data: bytes, *, like: Path) -> None:
             os.fchmod(stream.fileno(), mode)
 
 
-# The folder in which a watch keeps its log, where nobody has named one.
+# -- the default folder of a watch's log --
 
 
 FOLDERS = "ampdoctor-health"
-"""Where they lie, from the working directory."""
+"""Their parent, below the working directory."""
 
 
 def usual_folder(script: str, *, is_module: bool) -> str:
     """Returns `ampdoctor-health/<time>-<name>`, made where that is possible, so that no other run has it.
 
-    The processes that one launcher has started share theirs: its time is that at which the launcher began.
-
-    Args:
-        script: A path, or a module's name.
-        is_module: It is a module's name.
+    Processes of one launcher share it: its time is the launcher's start. `script` is a path or a module's name.
     """
     last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
     name = re.sub(r"[^\w.-]+", "_", last) or "script"
@@ -158,7 +139,7 @@ def usual_folder(script: str, *, is_module: bool) -> str:
 
 
 def give_back(folder: str) -> None:
-    """Removes a folder that `usual_folder` has made and nobody has written to."""
+    """Remove a folder that `usual_folder` has made and nobody has written to."""
     path = Path(folder)
     if path.parent.name == FOLDERS:
         with suppress(OSError):  # as it is not empty
@@ -177,7 +158,7 @@ def _is_spawned() -> bool:
 
 
 def _made(folder: Path) -> bool:
-    """Whether the folder is nobody else's; where none can be made, that is said when something is to be written."""
+    """Whether the folder is free for this run; a folder that cannot be made is reported when something is written."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -188,7 +169,7 @@ def _made(folder: Path) -> bool:
 
 
 def _launched() -> float | None:
-    """When the parent process began, in seconds since 1970, as Linux tells; None elsewhere."""
+    """Returns the parent process's start in seconds since 1970, on Linux; None elsewhere."""
     with suppress(OSError, ValueError, IndexError, StopIteration):
         after_name = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))

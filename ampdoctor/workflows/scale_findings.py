@@ -61,9 +61,8 @@ class Judgement:
         unusable: Why the recommended scaler could not be replayed.
         by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
         no_scale: No loss scale is recommended at all.
-        harm: What went wrong in an fp16 replay with either scaler, as a clause; None if nothing did.
-        settled: The scaler did not skip the steps after that.
-        findings: What is wrong.
+        harm: A clause on what went wrong in an fp16 replay with either scaler, if anything did.
+        settled: The scaler skipped no steps after that.
     """
 
     now: Observed | None
@@ -147,7 +146,7 @@ def _incurable(
         lower = trial.at_its_level() if settled else trial.in_bf16()  # a skip on the way down is a scaler at work
         found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
         return _Incurable(found, harm, settled)
-    # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
+    # in each compared step: near an optimum the gradient is tiny, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[GRADIENTS_DEPART]:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
@@ -186,7 +185,7 @@ def _of_the_scale(
 
 
 def _came_below_one(advice: Advice, now: Observed | None) -> bool:
-    """Has the run's scaler, and nobody's hand, taken the scale below 1: steps were lost at each scale above?"""
+    """Whether the run's scaler itself took the scale below 1, losing steps at each scale above."""
     scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
     return 0.0 < scale < 1.0 and advice.current.growth_interval > 0
 
@@ -272,7 +271,7 @@ class _Trial:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def stabbed(self) -> Prescription:
-        """fp32 for the modules that no scale serves, as replayed with the scaler; bf16 if they are many."""
+        """fp32 for the modules that no scale fits, as replayed with the scaler; bf16 if they are many."""
         choice = self._advice.choice
         if not choice.fp32_modules:
             return self.in_bf16()
@@ -282,7 +281,7 @@ class _Trial:
         return replace(alone, kind="fp32_modules", value=names, detail=detail)
 
     def at_its_level(self) -> Prescription:
-        """The recommended scaler, started at the scale to which it comes down."""
+        """The recommended scaler, started at the scale to which it backs off."""
         then = self._judgement.then
         if then is None or not then.scales:
             return self._scaler_alone()
