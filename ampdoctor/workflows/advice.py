@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 # -- loss scaling: keep what works, change only what pays --
 
-
 MASK_LIKE = 2.0**120
 """Magnitudes from here on are constants that mask something out (finfo.min of bf16 or fp32), not activations."""
 SKIPS_THAT_PAY = 1e-3
@@ -120,10 +119,7 @@ def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
 
 
 def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings | None) -> ScalerSettings:
-    """Returns the simulation's settings if they are allowed; else the closed form's scale and the present settings.
-
-    A few steps show how large gradients are, but hardly how they vary: then only the scale is changed.
-    """
+    """Returns the simulation's settings; few steps hardly show how gradients vary, so they change only the scale."""
     if outcome.change and not outcome.confidence.low:
         return outcome.settings
     kept = current if current is not None and is_sound(current) else ScalerSettings()
@@ -174,7 +170,6 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
 
 
 def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
-    """Whether the change saves gradients."""
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
     if now is not None and max(flushed_now) <= thresholds[FLUSHED]:
         return False  # nothing is lost: the error comes from rounding, which no scale changes
@@ -312,7 +307,6 @@ def _expectation(expected: Expectation | None) -> SimulatedOutcome | None:
 
 # -- precision --
 
-
 FP8_FLUSHED = 1e-2
 """Share of a tensor's nonzero elements that FP8 may lose: ten times the aim of a loss scale, because FP8's recipes keep
 sums and master weights wide and lose the smallest of each tensor by design (Transformer Engine's default is HYBRID, and
@@ -380,7 +374,6 @@ def fp16_of(target: Target) -> FloatFormat:
 
 
 def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
-    """Yields the spread of each half tensor that a matrix product reads or makes."""
     kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
     for kind in kinds:
         for index in profile.of_kind(kind):

@@ -195,7 +195,6 @@ class _Search:
 
     @property
     def _beside_at_the_end(self) -> int:
-        """How many of the last steps of an `until_sick` run are compared with fp32."""
         wanted = self.replay.request.compare_steps
         return LAST_COMPARED if wanted is None else wanted
 
@@ -223,7 +222,6 @@ class _Search:
         self.findings += [] if collapsed is None else [collapsed]
 
     def _impossible_state(self) -> list[Finding]:
-        """Returns findings on impossible optimizer state, with the first step that shows it."""
         trials = partial(self.judge.trials_of_state, self.start)
         return impossible_state(self.session, self.start, trials, self.thresholds)
 
@@ -361,11 +359,7 @@ class _Search:
             self._watching.enter_context(self.session.watched(sentinel))
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
-        """Whether all errors so far are set aside, and the run continues past the last of them.
-
-        `step` is -1 for the state before step 0, and `snapshot` is the state before the step. `raised` is the exception
-        of the user's code in it.
-        """
+        """Whether all errors so far are set aside and the run continues past the last; `step` is -1 before step 0."""
         found = self._found()
         if self.errors or self.judge.errors or verdict_of(found) != "sick" or self._counting(found):
             return False
@@ -390,7 +384,6 @@ class _Search:
         return [*self.look.findings, *self.judge.findings, *self.findings]
 
     def _decided(self, found: Sequence[Finding]) -> Report:
-        """Returns a report of the findings, with the user's decisions about them applied."""
         target = self.replay.request.described(self.replay.factory.name)
         return self.set_aside(Report(command="bisect-nan", target=target, verdict="sick", findings=tuple(found)))
 
@@ -473,7 +466,6 @@ class _Search:
         return not self._at_start.trained or any(bool(move.any()) for move in moves)
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
-        """Add the finding that torch's scaler refuses the order of the step's calls."""
         session = self.session
         source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
@@ -502,7 +494,6 @@ class _Search:
             self.tightest = headroom
 
     def _observed(self) -> list[tuple[Observation, ...]]:
-        """Returns what the cheap check saw in each step without harm."""
         return [step.observed for step in self.seen]
 
     def _compare(self) -> None:
@@ -592,10 +583,7 @@ class _Search:
         return 0 < len(self.outcomes) == self._nonfinite_steps and not self._compared
 
     def _finite_result(self) -> str:
-        """Returns the result of the check for finite values.
-
-        A working scaler's skips are no harm; sickness that stays finite has its own check.
-        """
+        """Returns the check's result; a working scaler's skips are no harm, and finite sickness has its own check."""
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
         if self._sick or settled or self._never_finite() or self._looking_into is not None:
             return "found"
@@ -655,7 +643,6 @@ class _Search:
             yield elsewhere(self.session.device.type)
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
-        """Returns the path of the first error whose birth is known."""
         for finding in findings:
             birth = self.judge.births.get(finding.fingerprint)
             if finding.severity == "error" and birth is not None:

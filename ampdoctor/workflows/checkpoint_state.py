@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 # -- impossible optimizer state: the first step with it, and with the state repaired --
 
-
 MOST_STEPS = 8
 """Maximum number of replayed steps until an optimizer takes one: a loop that accumulates, or a scaler that skips at
 first, may take none in the first."""
@@ -201,10 +200,7 @@ def _half_counter(owned: _Owned) -> torch.Tensor | None:
 def _first_step(
     session: Session, start: Snapshot, change: Change, measure: Callable[[_Owned, torch.Tensor], float | None]
 ) -> dict[int, float]:
-    """Returns a figure of each parameter after the first step that an optimizer takes, by the parameter's id.
-
-    Returns {} if no step can be taken with the change, or none of the first ones is. The session is restored.
-    """
+    """Returns a figure of each parameter, by id, after the first step that an optimizer takes; restores the session."""
     start.restore()
     try:
         with change(session):
@@ -244,10 +240,7 @@ def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding
 
 
 def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
-    """Yields findings on the settings of the run's scaler before step 0, and on those that a checkpoint overwrites.
-
-    The replay must have made a session.
-    """
+    """Yields findings on the run's scaler before step 0, and on settings that a checkpoint overwrites."""
     if replay.scaler is not None:
         yield from run_scaler_findings(replay.scaler, replay.refused)
     scalers = replay.resumed.scalers if replay.resumed is not None else None
@@ -257,10 +250,7 @@ def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
 
 
 def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """Yields findings on the loss scale's history in the log beside the checkpoint (AMP706, AMP403, AMP707).
-
-    They are at most warnings: the replay shows what is wrong now.
-    """
+    """Yields findings on the loss scale in the checkpoint's log (AMP706, AMP403, AMP707), at most as warnings."""
     resumed = replay.resumed
     if resumed is None or not replay.log:
         return

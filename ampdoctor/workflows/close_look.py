@@ -44,17 +44,13 @@ class SearchLost(Exception):  # noqa: N818 - no error: a reason to look at the w
 
 @dataclass(slots=True)
 class LayerSearch:
-    """Searches one step that did harm; the session is left in the state in which it was.
-
-    `snapshot` is the state before the step. `partial_replays` counts replays that ended before the step was over,
-    including one that traced only the optimizers.
-    """
+    """Searches one step that did harm, from the snapshot before it; the session's state is the same afterwards."""
 
     session: Session
     snapshot: Snapshot
     outcome: StepOutcome
     sentinel: NonFiniteProbe
-    partial_replays: int = field(default=0, init=False)
+    partial_replays: int = field(default=0, init=False)  # ended before the step was over
 
     def trace(self) -> Trace:
         """Returns the births behind the harm that pass 1 saw; raises SearchLost where halving cannot find them."""
@@ -312,10 +308,7 @@ class CloseLook:
         return self.replay.request.strategy == "bisect"
 
     def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
-        """Trace the same step again, watched by the same `sentinel`; None if not even a fresh run reproduces it.
-
-        `snapshot` is the state before the step.
-        """
+        """Trace the same step again, watched by the same `sentinel`; None if not even a fresh run reproduces it."""
         trace = self._trace(snapshot, outcome, sentinel)
         if trace is not None:
             self.left_out += [
@@ -407,7 +400,6 @@ class CloseLook:
 # A snapshot now and then, and the random state of each step since. A snapshot before each step would slow every step;
 # without any, each return would replay from the start. The distance between snapshots depends on the number of steps
 # and not on a clock, so that a report comes out the same twice.
-
 
 TRIED = AFTER + 1
 """Steps after a bad one that a trial may replay: one more than `AFTER`, in case it leaves the bad one out."""

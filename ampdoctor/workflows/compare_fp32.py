@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 # -- fresh runs side by side, where snapshots do not reproduce a step --
 
-
 NOT_ALONE = Skipped(
     what="parameters one by one, and wrong values of the forward", reason="its steps do not come back from a snapshot"
 )
@@ -180,7 +179,6 @@ def _side_by_side(
 
 # -- steps run again, beside the same steps in fp32 from the same states --
 
-
 _ELSEWHERE = ("forward_overflow", "forward_precision")
 """Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
 TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would have to come all the way"
@@ -275,8 +273,6 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A step and the same step in fp32."""
-
     comparison: Comparison
     observed: Observed
     steps: tuple[int, int]
@@ -503,19 +499,13 @@ class Alongside:
         return Twin(DistanceProbe(wide.gradients, wide.times), before, there, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
-        """Record that the step, run again after its twin, was the same and left the same state.
-
-        Raises DoesNotComeBackError where it was not.
-        """
+        """Record that the step, run again after its twin, was the same; raises DoesNotComeBackError if not."""
         if first_difference(first.observed, again.observed) is not None or first.left != again.left:
             raise DoesNotComeBackError(f"step {step}")
         self._proved = True
 
     def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
-        """Keep the comparison of the step with its twin, where there is one.
-
-        Raises DoesNotComeBackError where fp32 is not finite and the step is.
-        """
+        """Keep the step's comparison with its twin; raises DoesNotComeBackError where only fp32 is not finite."""
         step = outcome.step
         if outcome.loses_updates:
             self.seen[step] = Beside()

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 # -- replay of a recorded step on the live model --
 
-
 AGREE = 1e-3
 """Relative difference up to which the loop's gradient and the replay's count as equal. Kernels that add in no fixed
 order (the backward of attention) stay below it. The tolerance is that of Megatron's rerun state machine."""
@@ -161,10 +160,7 @@ def bundled(
     log: Sequence[str],
     leading: Leading | None,
 ) -> Written | None:
-    """Write the bundle of a sick step into the watch's health folder; None where it could not be written.
-
-    `say` gets a sentence for each thing that the bundle lacks; `log` holds the last lines of the log.
-    """
+    """Write the bundle of a sick step into the watch's health folder; None where it could not be written."""
     rank = place.rank
     folder = Path(request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
     write = partial(
@@ -303,7 +299,7 @@ def _once(program: Program) -> Callable[[], TrainingRun]:
 def _first_run(
     session: Session, program: Program, real: Mapping[int, torch.Tensor], *, settles: bool
 ) -> tuple[tuple[str, ...], int | None]:
-    """Run the step; returns the unexplained gradients and the number of back-offs until it is taken, or None.
+    """Run the step; returns the unexplained gradients, and the number of back-offs until it is taken, or None.
 
     The number is 0 where a scaler of several processes skipped a step that is finite on this one.
     """
@@ -436,7 +432,6 @@ def device_of(program: Program) -> str:
 
 # -- weights that are non-finite before a step whose predecessor was healthy --
 
-
 _SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
 """Optimizer settings that a message names."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
@@ -460,10 +455,7 @@ class LastUpdate:
         return cls(attempt.step, weakref.ref(attempt.optimizer), settings, read)
 
     def explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
-        """Returns the report; where a weight is non-finite before the step, its finding names this update.
-
-        `parameters` are those of the step's model, by name, as this update left them.
-        """
+        """Returns the report; if a weight is non-finite before the step, its finding names this update."""
         return replace(report, findings=tuple(self._told(finding, parameters) for finding in report.findings))
 
     def _told(self, finding: Finding, parameters: Mapping[str, torch.Tensor]) -> Finding:

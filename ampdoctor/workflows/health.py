@@ -57,8 +57,6 @@ _NO_END = "no line end follows it, so that its last number may be cut off"
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A log that was read."""
-
     shown: str
     found: FoundLog
     looked: Looked
@@ -129,10 +127,7 @@ def health(
 
 
 def _found(given: Mapping[str, str]) -> tuple[dict[str, FoundLog], list[Skipped], list[ErrorNote]]:
-    """Returns the logs at the paths, what else lies there, and what cannot be read.
-
-    Raises CheckpointError where the only path cannot be read, holds no log or too many.
-    """
+    """Returns logs, skipped files and errors at the paths; raises CheckpointError where the only path has no log."""
     found: dict[str, FoundLog] = {}
     skipped: list[Skipped] = []
     errors: list[ErrorNote] = []

@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.close_look import CloseLook
 
 
-# -- steps: births give the cause, the cause a prescription; a skipped step may be healthy --
-
-
 CULPRITS = 8
 """Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
 
@@ -273,20 +270,13 @@ class Judge:
         return self.start_scale if self.start_scale is not None and is_dead(self.start_scale) else None
 
     def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
-        """Returns the finding for a dead scale, after a trial with a fresh scaler.
-
-        `where` is the place where the scale does harm, or the checkpoint; `snapshot` is the state before the step.
-        """
+        """Returns the finding for a dead scale at `where`, after a trial with a fresh scaler."""
         step = where.step or 0
         trials = self._trials(snapshot, step, self._known_steps(step + 1))
         return dead_scaler_finding(scale or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
 
     def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
-        """Judge skips at a high scale: healthy once a step is taken; otherwise the scale is at fault, or none works.
-
-        `outcomes` are all steps; `lost` is the checkpoint's settled or collapsed scaler, if the run does not continue
-        it.
-        """
+        """Judge skips at a high scale: healthy once a step is taken; otherwise the scale is at fault, or none works."""
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
             self._keep_unexplained()
@@ -444,7 +434,6 @@ def _of_new_scalers(finding: Finding, scales: Sequence[float], begun_again: int)
 
 
 # -- one cause, one finding --
-
 
 LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
 """Causes of harm that stays finite for some steps and then becomes non-finite; weights that stand still make no NaN."""

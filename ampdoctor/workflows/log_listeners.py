@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from ampdoctor.live.log.run_log import RunLog
 
 
-# -- alerts: judges a run from its own log while it runs, on its own thread --
-
-
 OnAlert = Callable[[Finding], None]
 _LOUD = ("error", "warning")
 _ENOUGH_BYTES = 4 * 2**20
@@ -90,10 +87,7 @@ class Alerting:
 
 
 def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]:
-    """Yields the last steps that a rank's previous process has logged; none for the first process.
-
-    `folder` is the log's, in which this process has a file already. `restarts` counts the starts before this one.
-    """
+    """Yields the last steps that a rank's previous process has logged to `folder`; none for the first process."""
     if not restarts:
         return
     with suppress(OSError):
@@ -114,10 +108,7 @@ def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]
 
 
 def exports_of(given: Iterable[Any]) -> tuple[Export | Sink, ...]:
-    """Returns the exports from texts like `tensorboard=DIR` and objects that are sinks.
-
-    Raises UsageError where one of them is neither, or its library is not installed.
-    """
+    """Returns the exports of texts like `tensorboard=DIR` and of sinks; raises UsageError for anything else."""
     if isinstance(given, str):
         given = (given,)
     return tuple(export_of(one) if isinstance(one, str) else sink_of(one) for one in given)

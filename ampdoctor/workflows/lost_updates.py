@@ -114,11 +114,7 @@ def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
 def stagnation_cure(
     session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, in_code: bool = False
 ) -> Prescription:
-    """Try fp32 for what is trained, then for everything, until the weights that move in fp32 move.
-
-    With `in_code`, casts in the user's code may be the cause, and are removed as well. The session is left in any
-    state.
-    """
+    """Try fp32 for what is trained, then for everything; with `in_code`, also without casts in the user's code."""
     if change.mostly_frozen(session):
         words = change.TRAINED_IN_FP32
         plan = Prescription(kind="code", value=words, status="not_run", detail=words)
@@ -141,7 +137,6 @@ def stagnation_cure(
 def _moves_with(
     session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, plan: Prescription, tried: change.Change
 ) -> Prescription:
-    """Returns the plan with the result of its replay."""
     before.restore()
     values = kept(session, trained=False)
     try:
@@ -160,7 +155,6 @@ def _moves_with(
 
 # -- learning rates that still rise: does what stands still move at the full rate? --
 # In a model that is bf16 throughout, the first steps of nearly every warm-up move nothing, which does no harm.
-
 
 Rates = Mapping[tuple[str, int], float]
 """A learning rate for each group, by optimizer and position."""
@@ -229,7 +223,6 @@ def _held_at(session: Session, full: Rates, used: dict[tuple[str, int], float]) 
 
 
 # -- how single tensors are written: frozen, stepped wrongly, stuck --
-
 
 NO_CASTS = "do not cast to half what is added to it"
 
@@ -385,7 +378,6 @@ def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None
 
 
 # -- what the total does not show: parameters that get no gradient, though in fp32 they do; and single updates --
-
 
 _MOSTLY = 0.9
 """Share of an op's result that it flushes where a whole gradient is lost."""

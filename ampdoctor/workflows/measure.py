@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress
 
 
-# -- an fp32 replay, after one half-precision step that shows which tensors are half --
-
-
 DEFAULT_STEPS = 50
 COMPARED = 4
 """Number of steps that are examined more closely (updates; comparison with fp32): each costs more than one step."""
@@ -288,7 +285,6 @@ def not_compared(step: int) -> str:
 # -- shadow steps: half-precision steps with the weights, batch and random state of fp32 ones --
 # They check the predictions from histograms, and show what those cannot: weight gradients that are made of flushed
 # activation gradients, the rounding of the forward, sums in half.
-
 
 NONE_KNOWN: Mapping[float, Zeroed] = MappingProxyType({})
 

@@ -129,7 +129,6 @@ def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
 
 # -- opening: the factory, the checkpoint, the device, CUDA's casts --
 
-
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
@@ -309,10 +308,7 @@ class OpenReplay:
 
 @contextmanager
 def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
-    """Set up everything that a replay needs; afterwards the process is as before.
-
-    Raises AmpdoctorError where the device, the factory or the checkpoint cannot be used.
-    """
+    """Set up everything that a replay needs; afterwards the process is as before."""
     usual = _usual_policy(request)
     policy = request.policy or usual
     device = choose_device(request.device)
@@ -413,7 +409,6 @@ def seed_all() -> None:
 
 
 # -- state before the first step, and the scaler after the last --
-
 
 _STATISTICS = ("running_mean", "running_var")
 """Buffers that never hold an infinity on purpose."""

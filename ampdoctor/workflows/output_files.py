@@ -15,8 +15,6 @@ from ampdoctor.evidence.paths import is_of_log
 from ampdoctor.live.log.facts import grouped
 from ampdoctor.live.log.facts import launched as launched_as
 
-# -- files, refused before the work begins if they cannot be written --
-
 
 def refuse_unwritable(file: str) -> None:
     """Refuse a file that cannot be written, before minutes of work.
@@ -45,10 +43,7 @@ def refuse_unwritable(file: str) -> None:
 
 
 def refuse_part(file: str, folder: str) -> None:
-    """Raises UsageError for a file that the next run would read as a part of the folder that is read.
-
-    The file need not exist; if `folder` is not a folder, nothing is refused.
-    """
+    """Raises UsageError for a file that the next run would read as a part of `folder`, if that is a folder."""
     try:
         place = Path(os.path.realpath(file))
         inside = Path(folder).is_dir() and place.is_relative_to(os.path.realpath(folder))
@@ -114,7 +109,6 @@ def _create(file: Path, data: bytes, *, like: Path) -> None:
 
 
 # -- the default folder of a watch's log --
-
 
 FOLDERS = "ampdoctor-health"
 """Their parent, below the working directory."""

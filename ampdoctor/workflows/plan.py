@@ -41,17 +41,11 @@ from ampdoctor.evidence.run_facts import Place, SiteKind
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 
-# -- the same global batch on another cluster, and what that changes --
-
-
 RULE = "largest micro-batch first"
 
 
 def plan(request: PlanRequest) -> Report:
-    """Returns all ways to keep the global batch on another cluster, and what the first one changes.
-
-    Raises UsageError where the request contradicts itself, or does not say enough.
-    """
+    """Returns all ways to keep the global batch on another cluster, and what the first one changes."""
     section = plan_section(request)
     if request.profile is not None and has_scale(request.said):
         section = replace(section, flushed=_flushed(request, section))
@@ -136,7 +130,6 @@ def plan_section(request: PlanRequest) -> PlanSection:
 
 
 def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
-    """Returns what a saved profile says of the plan to use, or else of the nearest one."""
     if section.in_force is None:
         raise UsageError("--profile shows what another plan does: --gpus, and what else is in force, say what it was")
     to = section.use or next(iter(section.nearest), None)

@@ -40,18 +40,13 @@ if TYPE_CHECKING:
 
 # -- interventions: changes that only the user's code can make, tried at the line of a birth --
 
-
 FP32_MAX = FORMATS["fp32"].max
 Way = tuple[How, Sequence[Address]]
 """What is changed, and where."""
 
 
 def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
-    """Try changes at the lines of the births until a replay cures, or all were tried.
-
-    The first birth's numbers decide what is tried. `first_only` tries one change, because another cure is verified
-    already.
-    """
+    """Try changes, chosen by the first birth's numbers, at the lines of all births until a replay cures."""
     address = address_of(births[0])
     if address is None:
         return Prescription(
@@ -130,7 +125,6 @@ def _change(mode: Intervention) -> Change:
 
 
 def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
-    """Returns what to write, and where."""
     address = addresses[0]
     place, *others = dict.fromkeys(f"{one.source.file}:{one.source.line}" for one in addresses)
     too = f", and {' and '.join(others)} as well" if others else ""
@@ -150,7 +144,6 @@ def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
 
 
 # -- other kernels for the same arithmetic: tried first, because nothing else of the run changes --
-
 
 AROUND = "a way around, which runs another kernel and proves no cause"
 """Said of another format where a kernel is at fault."""
@@ -198,10 +191,8 @@ def _without_onednn(session: Session) -> Iterator[None]:  # noqa: ARG001 - the s
 
 # -- candidate changes for a cause, smallest first --
 
-
 EPSILON = 1e-3
 """An optimizer epsilon well above fp16's smallest normal number (6e-5), so that fp16 and bf16 state hold it."""
-
 
 FP32_FAILS = (
     "The same step is not finite in fp32 either, so no precision and no loss scale cures it: look at the learning "
@@ -209,7 +200,6 @@ FP32_FAILS = (
 )
 SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
 """Loss scales tried against underflow: torch's default, then a lower one in case it overflows, then higher ones."""
-
 
 _PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
 """Causes that a format may be behind: if nothing smaller cures, fp32 throughout does, provided fp32 is finite."""
@@ -238,10 +228,7 @@ def prescribe(
 def _in_code(
     births: Sequence[Birth], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
 ) -> Prescription:
-    """Returns a change of the user's own code; else fp32 or a skipped batch where that helps; else advice in words.
-
-    `failed` is what was tried before without a cure.
-    """
+    """Returns a change of the user's own code; else fp32 or a skipped batch where that helps; else advice in words."""
     birth = births[0]
     tried = (replace(failed, alternatives=()), *failed.alternatives) if failed is not None else ()
     if birth.origin in STATE:
@@ -390,7 +377,6 @@ def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) ->
 
 
 def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
-    """Try lower scales for a step that multiplies its loss itself."""
     trials.reference()
     own = trials.by_hand
     if not (math.isfinite(own) and own >= 2.0):

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress, ReplayRequest
 
 
-# -- findings and checks from ranges alone --
-
-
 def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding]:
     """Returns the findings that follow from ranges alone; for a bf16 or fp32 run, only whether it is finite."""
     if ranges.nonfinite_steps:
@@ -90,7 +87,6 @@ def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
 
 
 # -- the report's section `profile` --
-
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99)
 
@@ -199,7 +195,6 @@ def _over(value: float | None, base: float) -> float | None:
 
 # -- ranges from a run's log, in place of a saved profile --
 
-
 NOTE_ON_LOGS = (
     "the ranges are those that the run has measured of itself: what its gradients had lost at the run's own scale "
     "before they were counted is not in them"
@@ -208,10 +203,7 @@ NOTE_ON_LOGS = (
 
 
 def ranges_of_log(path: str) -> RangeProfile:
-    """Returns the ranges in a run's log, given its folder or one of its files.
-
-    Raises UsageError where it is no such log, cannot be read, or holds no histograms.
-    """
+    """Returns the ranges in a run's log, its folder or one of its files; raises UsageError where there are none."""
     try:
         with _files(Path(path)) as files:
             details, steps = read_details(files), read_steps(files)
@@ -241,7 +233,6 @@ def _files(path: Path) -> Iterator[list[RegularFile]]:
 
 # -- a profile as one file: safetensors for the arrays, JSON in its header for the rest, and a checksum over both --
 
-
 MAX_PROFILE_BYTES = 1 << 30
 """A profile of 1,000 modules and 50 steps has about 50 MB."""
 _CHECKSUM = "sha256"
@@ -257,11 +248,7 @@ def write_profile(file: str, profile: RangeProfile) -> None:
 
 
 def read_profile(path: str) -> RangeProfile:
-    """Read a file of `write_profile`; nothing in it is executed.
-
-    Raises UsageError where the file does not exist, is not a regular file or not a profile, is cut short, or was
-    changed.
-    """
+    """Read a file of `write_profile`, executing nothing in it; raises UsageError where it is none or damaged."""
     try:
         with RegularFile(Path(path), path) as file:
             if file.size > MAX_PROFILE_BYTES:
@@ -355,7 +342,6 @@ def described_files(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _saved(file: str | None) -> dict[str, str]:
-    """Returns the saved file for the report's `run` section; later commands can start from it."""
     return {} if file is None else {"saved": file}
 
 

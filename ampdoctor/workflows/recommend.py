@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
 
 
-# -- causes other than the loss scale, which `bisect-nan` finds on the same run --
-
-
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges and replays itself."""
 UNEXPLAINED = frozenset({"AMP206", "AMP207"})
@@ -161,10 +158,7 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
 
 
 def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[Report, int, bool]:
-    """Returns the report from ranges and replays, the number of steps, and whether no other cause need be searched.
-
-    The run is closed on return, because the search opens its own.
-    """
+    """Returns the report from ranges and replays, the number of steps, and whether no other cause need be searched."""
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
@@ -218,10 +212,7 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:
-    """Whether ranges show a loss whose size only a replay beside fp32 measures.
-
-    Either another loss scale is advised because gradients are lost at this one, or no gradient is left at all.
-    """
+    """Whether ranges show a loss that only a replay can measure: at this loss scale, or of every gradient."""
     if ranges.run.precision != "fp16":
         return False
     lost = any(finding.cause == "grad_underflow" for finding in report.findings)
@@ -389,7 +380,6 @@ class _Recommendation:
         return section, judgement
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
-        """Returns the replays with the run's own and with the recommended scaler, and why the latter is missing."""
         if self.replays is None:
             return None, None, "ranges alone were given, not the run"
         now = self.replays.own()

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # -- misuse of the scaler: changes that make the wrong order of calls in the user's step harmless --
 
-
 LOWER = (0, 2, 4, 6, 8, 12, 16)
 """Powers of 2 by which the scale is lowered as well, in this order, if gradients overflowed under it."""
 
@@ -214,10 +213,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
 
 
 def after_refusal(session: Session, halves: HalfWeights | None) -> str:
-    """Returns the advice for a call that the scaler refused in the last replayed step.
-
-    `halves` are the trained weights in float16.
-    """
+    """Returns the advice for a call that the scaler refused in the last replayed step."""
     held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     gradients = [p.grad for p in held.values() if p.grad is not None]
     kinds = {event.kind for event in session.events.events}

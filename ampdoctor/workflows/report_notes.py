@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # -- the tightest headroom of a healthy run --
 
-
 TIGHTEST_HEADROOM = "tightest headroom"
 _GRADIENTS_ONLY = "looks at no layer's output until a step fails"
 
@@ -110,10 +109,7 @@ def unexamined(
 
 
 def never_updated(outcomes: Sequence[StepOutcome], *, moves: bool) -> ErrorNote | None:
-    """Returns the note on a run whose steps neither call an optimizer nor move a parameter; None for any other.
-
-    `moves`: a parameter that an optimizer holds has moved (an update by hand), or no optimizer holds one.
-    """
+    """Returns the note on a run whose steps neither call an optimizer nor move (`moves`) a parameter that one holds."""
     called = any(event.kind in ("step", "optimizer_step") for outcome in outcomes for event in outcome.events)
     if moves or called or any(outcome.optimizer_steps or outcome.raised for outcome in outcomes):
         return None
@@ -128,10 +124,7 @@ def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Obser
 
 
 def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
-    """Whether a parameter can get a gradient; if none can, torch's backward raises, so the replay's own step omits it.
-
-    The user's own step may set requires_grad for a while, or update parameters without any gradient that is kept.
-    """
+    """Whether a parameter can get a gradient, or the user's own step gave one or made an update."""
     owned = (p for one in session.optimizers.values() for group in one.param_groups for p in group["params"])
     parameters = (*session.model.parameters(), *owned)
     # a pure function has no parameters
@@ -144,7 +137,6 @@ def _graded(observed: Sequence[tuple[Observation, ...]]) -> bool:
 
 
 # -- what `until_sick` leaves out, and what is known when it is interrupted --
-
 
 LAST_COMPARED = 8
 """Default number of steps at the end that are compared with fp32."""
@@ -279,7 +271,6 @@ def _decides(looked: HalfOps, session: Session) -> str | None:
 
 
 def _named(dtype: torch.dtype | None) -> str:
-    """Returns the name that `TrainingRun(precision=...)` takes."""
     return {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
 
 
@@ -291,7 +282,6 @@ def _places(regions: Sequence[Region]) -> str:
 
 
 def _function(run: TrainingRun) -> str:
-    """Returns the user's step, or else their loss, with its place."""
     what, function = ("the step", run.step) if run.step is not None else ("the loss", run.loss)
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     source = None if code is None else as_source((code.co_filename, code.co_firstlineno))
@@ -299,7 +289,6 @@ def _function(run: TrainingRun) -> str:
 
 
 # -- section `path`: how a birth came about, and through which modules its values did harm --
-
 
 MOST_CARRIERS = 200
 """Maximum number of carriers that are shown; of a longer way, the first and the last half."""

@@ -22,9 +22,6 @@ from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.workflows.output_files import refuse_of_log
 
-# -- replay --
-
-
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
 HalfProducts = Literal["fp32", "plain"]
@@ -249,7 +246,6 @@ def _typed(name: str, value: Any) -> str | None:
 
 
 # -- watch --
-
 
 OnSick = Literal["record", "stop"]
 Look = Literal["auto", "sync", "off"]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # -- the session's place among the steps --
 
-
 NOISE = 0.5
 """Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which the gradient is
 noise. The bias of a key projection, whose true gradient is zero, is above 1; others are at 1e-3 and less, in a chaotic
@@ -71,10 +70,7 @@ class Place:
 
 
 def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
-    """Replay a step with every op watched; the session is left after it.
-
-    `flushes`: record which ops of the backward lose elements to zero.
-    """
+    """Replay a step with every op watched, and with `flushes` also losses to zero; the session is left after it."""
     tracer = OpTraceProbe(flushes=flushes)
     before.restore()
     with session.watched(tracer):
@@ -85,10 +81,7 @@ def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = Fal
 
 
 def noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
-    """Returns the parameters whose fp32 gradient is noise: it changes with the last bits of the weights.
-
-    The session is left before the step.
-    """
+    """Returns the parameters whose fp32 gradient changes with the weights' last bits; the state is restored."""
     try:
         beside = jolted_beside(session, before, step, torch.float32)
     except AmpdoctorError:
@@ -115,7 +108,6 @@ def jolted_beside(session: Session, before: Snapshot, step: int, dtype: torch.dt
 
 
 # -- one step under changes: which ops write what, and how the updates differ --
-
 
 KEPT_ELSEWHERE = 0.5
 """Relative error up to which optimizer state counts as having moved like its weight should: a compensation in bf16 has
@@ -322,7 +314,6 @@ def _wide_beside(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _attributes(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in an optimizer's attributes, including those of inner optimizers."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth < _NESTED:

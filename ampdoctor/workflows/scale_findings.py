@@ -120,7 +120,6 @@ class _Incurable:
 def _incurable(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> _Incurable | None:
-    """Returns what went wrong in a replay and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
         beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
@@ -216,8 +215,6 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
 
 
 class _Trial:
-    """Prescriptions, each replayed if there is a run to replay."""
-
     def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
         self._advice = advice
         self._judgement = judgement

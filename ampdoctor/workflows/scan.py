@@ -40,8 +40,6 @@ from ampdoctor.workflows.requests import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined, examine
 from ampdoctor.workflows.scan_series import scan_family
 
-# -- one path --
-
 
 def scan(
     path: str | os.PathLike[str],
@@ -184,7 +182,6 @@ def progress_of(progress: Progress | None, member: str) -> Progress | None:
 
 
 # -- several paths at once, for example from a pre-commit hook --
-
 
 T = TypeVar("T")
 
@@ -367,7 +364,6 @@ def _only(sections: Sequence[T | None]) -> T | None:
 
 
 def _left_out(found: Found, name: str, *, pointers: bool) -> Skipped | None:
-    """Returns why a path is not examined; None where it is."""
     if pointers and _is_nothing_but_pointers(found):
         return _pointer(name)
     reason = neighbour(found.path.name) if found.is_file else None
@@ -387,7 +383,6 @@ def _is_nothing_but_pointers(found: Found) -> bool:
 
 
 def _without_pointers(report: Report, found: Found) -> Report:
-    """Returns the report of a folder with its pointers left out, in place of errors."""
     pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
     if not pointers:
         return report

@@ -35,9 +35,6 @@ from ampdoctor.evidence.report_scan import (
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import Progress
 
-# -- the report on an open checkpoint --
-
-
 _REMARK = "index"
 """Name of the checks that are about the layout, not the values."""
 
@@ -133,7 +130,6 @@ def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerS
 
 # -- `scan --list`: the contents, without reading tensors --
 
-
 _SETTINGS = frozenset(
     {
         "lr", "initial_lr", "min_lr", "max_lr", "lr_mult", "lr_scale", "lr_decay", "lr_max", "weight_lr_power",
@@ -157,11 +153,7 @@ _SHORT = 8
 
 
 def list_structure(path: str | os.PathLike[str]) -> Report:
-    """List a checkpoint's contents, or the members of a folder of many; no tensor is read.
-
-    The report has verdict `not_judged` and the section `structure`. Raises CheckpointError where the checkpoint cannot
-    be read or is refused, and LimitExceededError where it asks for more than a safe bound.
-    """
+    """List a checkpoint's contents, or a folder's checkpoints, without reading a tensor; errors as for `scan`."""
     found = find(path)
     if len(found.members) > 1:
         return Report(

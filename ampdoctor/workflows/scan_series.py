@@ -23,9 +23,6 @@ from ampdoctor.workflows.requests import SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined
 from ampdoctor.workflows.searches import first_bad
 
-# -- which checkpoints are read: enough to find the first sick one, or to see a trend --
-
-
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
 
@@ -143,10 +140,7 @@ def read_family(
 def _with_undated(
     in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
 ) -> Read:
-    """Read members of unknown time that are checkpoints: a run's folder holds other files, too.
-
-    A checkpoint in a folder of its own is read whatever it holds.
-    """
+    """Read members of unknown time that are checkpoints; one in a folder of its own is read whatever it holds."""
     known = {shape for seen in in_order for shape in seen.shapes}
     examined: list[Seen] = []
     skipped: list[Skipped] = []
@@ -225,7 +219,6 @@ def _budget(count: int) -> int:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """Returns the first, the last and evenly spread positions."""
     wanted = min(count, wanted)
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
@@ -262,7 +255,6 @@ def placed_in_folder(report: Report, member: Member) -> Report:
 
 
 # -- the report on the first sick checkpoint, and the trend --
-
 
 _UNIT: Mapping[str, TrendUnit] = {"step": "step", "epoch": "epoch", "number": "save"}
 
@@ -423,7 +415,6 @@ def _verdict(seen: Seen) -> str:
 
 
 def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int, shown: Seen) -> TrendSection:
-    """Returns the search's result, and the sentence that says so."""
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
     before = readable[: readable.index(first)] if first in readable else []

@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-# -- the first bad position of an order --
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstBad:
@@ -81,7 +79,6 @@ def _members(mask: int) -> list[int]:
 # The sizes of the segments follow from one belief about how many elements are needed (`PRIOR`), updated by each
 # finding: each trial is the one whose outcome is nearest to even. So the number of trials stays near the logarithm of
 # the number of possible answers, whether one element or a third of them is needed.
-
 
 T = TypeVar("T", bound=Hashable)
 

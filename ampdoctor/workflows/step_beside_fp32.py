@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 
-# -- how the state moves in a step: half tensors as a whole, an optimizer's parameters by a sample --
-
-
 State = Mapping[str, torch.Tensor]
 Named = tuple["StateKind", str]
 """Kind of state, and its name."""
@@ -171,25 +168,20 @@ def last_place(values: torch.Tensor) -> torch.Tensor:
 
 # -- one step beside fp32, and the sum over all steps --
 
-
 Observed = tuple[Observation, ...]
 
 NEGLIGIBLE = 1e-3
 """A gradient of at most this share of the run's largest is the rounding of a converged loss: fp16's own relative
 rounding is 2^-11, so a gradient that still teaches something is not that much smaller than what it came from."""
 
-
 CHAOS = 4.0
 """A gradient error up to this factor times that of rounded weights is rounding; activations are rounded too."""
-
 
 FP32_ROUNDING = 2.0**-20
 """A move of at most this share of a number is fp32's own rounding of a few terms (2^-24 each), so it does not count."""
 
-
 SOME = 64
 """Elements of a tensor whose course over the steps is kept."""
-
 
 AS_FAR = 1.5
 """A chaotic step within this factor of one that was examined is not examined again. Eight steps of a ResNet-50 with
@@ -242,10 +234,9 @@ class Known:
 
 
 class Passing:
-    """Collects the results of the compared steps.
+    """Collects the results of the compared steps; `compared` holds those whose gradient is not negligible.
 
     `comes_back`: restoring a snapshot reproduces a step, so nothing hidden separates the run's steps from fp32's.
-    `compared` holds the steps so far whose gradient is not negligible.
     """
 
     def __init__(self, thresholds: Thresholds, *, comes_back: bool = True) -> None:
@@ -452,7 +443,6 @@ def _root(squares: float) -> float:
 
 
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
-    """Returns the updates of the tensors that are kept in a half format, by owning module."""
     trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, tensor in kept_tensors(session):

@@ -29,14 +29,10 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.changes import Change
 
 
-# -- the report's section `proof`: steps without and with a change, beside fp32 --
-
-
 STEPS_BEFORE = 3
 """Number of steps before the first with the change that are shown, to show how the run failed."""
 MOST_STEPS = 200
 """Maximum number of steps that are shown; of a longer replay, the first and the last half."""
-
 
 _SETTINGS = ("init_scale", "scaler")
 """Changes of the scaler's start: one step shows what this scale does to it, and not where the scale goes from there."""
@@ -117,7 +113,6 @@ def _norm(gradients: Gradients) -> float:
 
 # -- trials: the same step, from the same state and random state, with a change --
 
-
 AFTER = 3
 """Number of steps after the bad one that must be clean as well (DESIGN: verified)."""
 AGREEMENT = 0.1
@@ -148,7 +143,6 @@ SHOWN = ("verified", "intervention")
 """Statuses of a change with which a replay is healthy."""
 
 WayBack = Callable[[], AbstractContextManager["Session"]]
-
 
 MOST_EARLIER = 32
 """Maximum number of steps before the bad one that are replayed with a permanent change."""
@@ -431,7 +425,6 @@ class Trials:
         return None, got
 
     def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
-        """Returns the verdict on a step that raised with the change: `failed` where it raises the same without it."""
         if self._raises_the_same(error):
             return "failed", f"the user's code still raises {error.raised}"
         return "not_run", f"the replay with the change cannot run: {error}"
@@ -545,7 +538,6 @@ def _disagreement(got: Gradients, reference: Gradients, own: _Own) -> str | None
 
 
 def _kind(raised: str | None) -> str:
-    """Returns the exception's type from a line that describes it."""
     return (raised or "").partition(":")[0]
 
 

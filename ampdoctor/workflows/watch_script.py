@@ -48,10 +48,7 @@ def watching(
     tell: Callable[[Report], None] = _nobody,
     say: Callable[[str], None] = _nobody,
 ) -> Iterator[Watching]:
-    """Watch whatever trains in this process until the block ends; everything is unhooked then.
-
-    `tell` gets the diagnosis at the sick step, and `say` gets sentences for the user.
-    """
+    """Watch whatever trains in this process until the block ends; `tell` gets the diagnosis, `say` gets sentences."""
     watch = Watching()
     with ExitStack() as stack:
 

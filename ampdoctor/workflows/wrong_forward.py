@@ -44,16 +44,12 @@ if TYPE_CHECKING:
 
 # -- ops that amplify the rounding of another --
 
-
 MOST = 3
 """Maximum number of places that are tried; each costs a few replays, and the first is the source of the others."""
 
 
 def seen_in_forward(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> tuple[Amplified, ...]:
-    """Replay a step with its forward beside fp32, op by op; returns the ops whose results are wrong.
-
-    The session is left after the step.
-    """
+    """Replay a step beside fp32, op by op; returns the ops with wrong results. The session is left after the step."""
     probe = WideForwardProbe()
     before.restore()
     with session.watched(probe):
@@ -114,17 +110,13 @@ def _right(one: Amplified) -> change.Change:
 
 # -- stale copies of weights: a replay in which autocast makes its copies anew at each use --
 
-
 NO_REFERENCE = "fp32 cannot run this step, so there is nothing that a step with new copies would have to agree with"
 
 
 def stale_casts(
     session: Session, before: Snapshot, comparison: Comparison, trials: Trials, thresholds: Thresholds
 ) -> Finding | None:
-    """Returns the finding that a step's gradients are those of old weights; None if they are not.
-
-    The session is left in any state.
-    """
+    """Returns the finding that gradients are those of old weights, or None; the session is left in any state."""
     step = comparison.step
     old = _old_copies(session, before, step)
     if old is None:
@@ -191,7 +183,6 @@ def _distance(session: Session, before: Snapshot, step: int, other: GradientProb
 
 
 def _old_copies(session: Session, before: Snapshot, step: int) -> OldCopies | None:
-    """Returns the stale copies that the step's forwards read, or None."""
     before.restore()
     probe = OldCastsProbe()
     with session.watched(probe):
