@@ -91,7 +91,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         start=Bound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
         thresholds=thresholds,
-        censored=float(np.isposinf(trace.log2_amax).mean()),  # steps whose magnitude nobody knows
+        censored=float(np.isposinf(trace.log2_amax).mean()),  # steps of unknown magnitude
     )
     recommended = _recommended(choice, outcome, current if state is not None else None)
     return Advice(

@@ -2,8 +2,8 @@
 
 Pass 1 replays the steps with one reduction per tensor. A step that fires is rewound and traced op by op; the births
 that harm it give the cause, and the prescription is replayed. A run that stays clean is compared with fp32 before it
-counts as healthy. A failure that the user has set aside does not end the search, as long as the run goes on behind it.
-With `until_sick` it runs on for thousands of steps, and only the last ones are compared.
+counts as healthy. A failure that the user has set aside does not end the search if the run continues after it. With
+`until_sick` the run goes on for thousands of steps, and only the last ones are compared.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         try:
             beside = None if request.until_sick else Alongside(request.compare_steps)
             report = _searched(replay, progress, set_aside, beside)
-        except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
+        except DoesNotComeBackError:  # start over; no step runs twice before each has run once
             report = _searched(replay, progress, set_aside, None)
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
     return _as_in_its_loop(counted_from(report, replay.first_step or 0), replay.finite_again)
@@ -257,7 +257,7 @@ class _Search:
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             self._looking_into = step if fired else None
             snapshot, sick = self._judged(outcome, sentinel, fired=fired)
-            if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
+            if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # by a twin
                 raise DoesNotComeBackError(f"step {step}")
             if sick:
                 self._sick = True
@@ -267,10 +267,10 @@ class _Search:
                     continue
                 return True
             if raised is not None:
-                if beside is not None and beside.proved:  # if it keeps count where nothing is seen, twins were counted
+                if beside is not None and beside.proved:  # hidden state may have counted the twins
                     raise DoesNotComeBackError(f"step {step}")
-                raise raised  # a mistake of the user's code: nothing non-finite led to it
-            del snapshot  # the next one takes its memory
+                raise raised  # a bug in the user's code: nothing non-finite led to it
+            del snapshot  # frees memory for the next one
             self._looking_into = None
         return False
 
@@ -302,7 +302,7 @@ class _Search:
             if step >= self.steps or not self.session.has_step(step):
                 return
             if self.back.is_due(self.session, step) or not self.look.rewinds:
-                self._watching.close()  # a snapshot is of the run alone
+                self._watching.close()  # snapshots are taken without a probe
             yield step
 
     def _look_on(self) -> None:
@@ -503,7 +503,7 @@ class _Search:
             if self.until_sick:
                 passed = self._last_beside_fp32(len(self.outcomes))
             else:
-                self.back = WayBack(self.steps)  # its snapshot has had its time
+                self.back = WayBack(self.steps)  # frees its snapshot
                 passed = self._beside_fp32(self.seen[:wanted])
         if self.until_sick:
             self.skipped += only_looked_at(len(self.outcomes), self._beside_at_the_end)
@@ -608,7 +608,7 @@ class _Search:
             as_far_as_replayed(self.replay.located(f)) for f in sorted(unproved_while_misused(found), key=_worst_first)
         )
         counting = self._counting(findings)
-        shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
+        shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # new findings first
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
         checks = (
             Check(

@@ -193,10 +193,7 @@ def noted_roots() -> Iterator[list[float]]:
 
 @contextmanager
 def _roots_scaled(factor: float, backwards: Backwards) -> Iterator[None]:
-    """Make `loss.backward()` and `torch.autograd.backward(loss)` start with `factor` instead of 1.
-
-    A backward inside another (reentrant checkpointing) starts with a value that has the factor already.
-    """
+    """Make `loss.backward()` start with `factor` instead of 1, but not inside another (reentrant checkpointing)."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **keywords: Any) -> None:

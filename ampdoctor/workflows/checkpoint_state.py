@@ -107,8 +107,6 @@ def counting_in_fp32(session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """A parameter of an optimizer, with what the optimizer keeps for it."""
-
     name: str
     module: str
     parameter: torch.Tensor
@@ -266,7 +264,7 @@ def saved_collapse(replay: OpenReplay, session: Session, thresholds: Thresholds)
     resumed = replay.resumed
     if resumed is None or resumed.scalers is None or resumed.collapsed_from is None:
         return None
-    weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too: a scan sees no flag
+    weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too, as in a scan
     element = typical_gradient(replay.log, weights)
     return collapse_severity(resumed.scalers.now, element, resumed.global_step, thresholds)
 

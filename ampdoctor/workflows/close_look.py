@@ -188,7 +188,7 @@ class LayerSearch:
 
     @contextmanager
     def _keeping_the_state(self) -> Iterator[None]:
-        """Restore the state after the step, from which the run continues."""
+        """Restore the state after the step in any case, because the run continues from it."""
         after = self.session.snapshot()
         try:
             yield
@@ -278,13 +278,10 @@ def _loose(point: Point) -> bool:
 
 @dataclass(slots=True)
 class CloseLook:
-    """Runs a step again with every op watched, from its snapshot or, where that does not reproduce it, a fresh run.
-
-    `session` is replaced by a fresh one once snapshots turn out not to reproduce a step.
-    """
+    """Runs a step again with every op watched, from its snapshot or, where that does not reproduce it, a fresh run."""
 
     replay: OpenReplay
-    session: Session = field(init=False)
+    session: Session = field(init=False)  # replaced by a fresh one once snapshots do not reproduce a step
     rewinds: bool = True  # restoring a snapshot reproduces a step bit by bit
     deterministic: bool = True  # each repeated step was the same bit by bit, from a snapshot or a fresh run
     findings: list[Finding] = field(default_factory=list)  # about the replay itself
@@ -448,7 +445,7 @@ class WayBack:
         if due:
             if not self.behind:
                 self._ring.clear()  # never two of them
-            elif len(self._ring) > 1:  # taken for a failure: the older one still leads far enough back
+            elif len(self._ring) > 1:  # taken because of a failure; the older one reaches back far enough
                 self._ring.pop()
             self._ring.append((step, session.snapshot()))
             self._session, self._fired = session, False

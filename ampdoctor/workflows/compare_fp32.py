@@ -288,7 +288,7 @@ class _Pair:
             wide, reference = stepped(session, step)
             there = moved(session, values)
         finite, beside = all_finite(wide), DistanceProbe(wide.gradients, wide.times)
-        del wide  # the probe lets each gradient go once it is compared
+        del wide  # the probe frees each gradient once it is compared
         before.restore()
         sentinel = NonFiniteProbe()
         with session.watched(sentinel, beside):
@@ -491,7 +491,7 @@ class Alongside:
                 wide, outcome = stepped(session, step)
                 there = moved(session, before)
         except AmpdoctorError:
-            self._gone = True  # the comparison says why, when it comes to this step
+            self._gone = True  # the later comparison reports why
             return None
         finally:
             snapshot.restore()
@@ -511,7 +511,7 @@ class Alongside:
             self.seen[step] = Beside()
         elif overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps:
             self.seen[step] = Beside(held=True)
-        elif not twin.finite and not sentinel.sightings.sinks:  # in half it is: it may count its calls
+        elif not twin.finite and not sentinel.sightings.sinks:  # only fp32 is not: the run may count its calls
             raise DoesNotComeBackError(f"step {step}")
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
             here = moved(session, twin.before)

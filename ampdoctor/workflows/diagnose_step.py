@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic  # a script may put another in its place
+from time import monotonic  # a script may replace time.monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,7 +278,7 @@ def _alone(optimizer: Any) -> Iterator[None]:
         if behind is not None:
             own["_optimizer_step_post_hooks"] = behind
         own.update(sent)
-        for parameter, one in moments.items():  # held all along, so that putting them back takes no memory
+        for parameter, one in moments.items():  # kept all along, so restoring them takes no memory
             if not optimizer.state.get(parameter):
                 optimizer.state[parameter] = one
 
@@ -360,7 +360,7 @@ def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
 
 
 def _finite_again(program: Program, uncovered: Sequence[str]) -> ErrorNote:
-    """Returns the note that the step is finite when replayed, so its recorded calls are not the cause."""
+    """Returns the note that the step is finite when replayed: something other than its calls is the cause."""
     edited = [name for name in program.edited if name in uncovered]
     said = (
         f"step {program.step} was not finite in the loop, and is finite when it is run again from its recorded calls: "
@@ -539,7 +539,7 @@ def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: boo
 
     `at_the_end`: the training has ended, so results that are still on their way are waited for.
     """
-    if watch.recorder.is_crowded:  # what is beside one thread's model may be another's
+    if watch.recorder.is_crowded:  # tensors beside one thread's model may be another's
         return None
     models = [root for _, root in watch.recorder.models.roots]
     if not at_the_end and beside.wants(step):

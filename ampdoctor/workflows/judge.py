@@ -136,7 +136,7 @@ class Judge:
             return False
         trace = self.look.trace(snapshot, outcome, sentinel)
         births = culprits(trace) if trace is not None else ()
-        if outcome.raised is not None:  # a check of the user's raised, or a mistake of theirs in a healthy step
+        if outcome.raised is not None:  # the user's own check raised, or their code has a bug in a healthy step
             births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
         if not used and births and all(sink.startswith("grad:") for sink in sinks):
             self._pending = _Pending(snapshot, births)
@@ -179,8 +179,7 @@ class Judge:
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
         if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
-            # with several optimizers, one update's overflow may be left to the scaler, while another's is lost at every
-            # scale
+            # one optimizer's overflow may be left to the scaler, while another's gradients are lost at every scale
             births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
         main = births[0]
         if outcome.loses_updates and scale_may_cure(births, sightings):
@@ -280,7 +279,7 @@ class Judge:
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
             self._keep_unexplained()
-            skip = None  # a scaler at work
+            skip = None  # a scaler that still settles
         over = self._unexplained if skip is None else None
         skip = skip or over
         told = self._not_continued(lost, skip, outcomes) if lost is not None else None

@@ -66,7 +66,7 @@ class Alerting:
                 self.errors[finding.code] = finding
             if finding.severity in _LOUD:
                 self.fired = finding.name
-                whose = finding.evidence.get("optimizer")  # said where there are several
+                whose = finding.evidence.get("optimizer")  # named where there are several
                 at = f"step {finding.where.step}" + (f" of {whose}" if whose else "")
                 self._say(f"{finding.severity} {finding.code} at {at}: {finding.message}")
             self._tell(finding)
@@ -115,7 +115,7 @@ def exports_of(given: Iterable[Any]) -> tuple[Export | Sink, ...]:
 
 
 def refuse_log(exports: Iterable[Export], log: FoundLog) -> None:
-    """Raises UsageError for exports that would overwrite the log, or that the next run would read as one."""
+    """Raises UsageError for exports that would overwrite the log that is read, or lie where the next run reads logs."""
     read = {file_key(log.folder / name) for name in log.names}
     for one in exports:
         for file in one.files(log.folder.absolute().name):

@@ -143,7 +143,7 @@ def _moves_with(
         with tried(session):
             stepped(session, step)
             moves = moved(session, values).half
-    except AmpdoctorError as error:  # an update over tensors of two formats, which the user's code does not allow
+    except AmpdoctorError as error:  # the user's code allows no update over tensors of two formats
         return replace(plan, reason=f"the replay with the change cannot run: {error}")
     names = [name for update in stagnation.updates for name in update.tensors]
     expected = sum(update.moved for update in stagnation.updates)
@@ -363,7 +363,7 @@ def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None
             plan = in_code(f"{said}, and {NO_CASTS}")
             yield again.tried(plan, without_casts(change.fp32_modules(inside)), stay)
         if all(state.kind == "counter" for state in states):
-            yield again.in_fp32(stay)  # what an optimizer counts with is of its parameters' format
+            yield again.in_fp32(stay)  # an optimizer's counters have its parameters' format
         said = f"keep {states[0].name}{' and the others' if len(states) > 1 else ''} in fp32"
         for casts in (True, False):
             plan = in_code(said if casts else f"{said}, and {NO_CASTS}")
@@ -407,7 +407,6 @@ def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[Par
 
 
 def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> Finding:
-    """Returns the finding for parameters that get no gradient, with the change that gives them one."""
     session, step = place.session, compared[0].step
     trace = traced(session, before, step, flushes=True)
     saturated = _saturated(trace, hungry)

@@ -299,7 +299,7 @@ def shadowed(
     duplicates.
     """
     shadows = Shadows(taken.ranges, scales)
-    for done, moment in enumerate(reversed(taken.moments)):  # the first last: the run is then back at its start
+    for done, moment in enumerate(reversed(taken.moments)):  # in reverse, so that the run ends at its start
         shadows.take(session, moment)
         if progress is not None:
             progress("shadow steps in fp16", done + 1, len(taken.moments))
@@ -349,13 +349,13 @@ def _zeroed(session: Session, moment: Moment, factor: float) -> Zeroed | None:
     """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
     moment.state.restore()
     probe = ZeroedProbe(moment.gradients, factor=factor)
-    # the probe first: it sees a half parameter's gradient before the factor is divided out in half
+    # attach the probe first: it sees a half parameter's gradient before the factor is divided out in half
     other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
     try:
         with _usable_scale(session), session.watched(probe), other:
             session.step(moment.step)
     except AmpdoctorError:
-        return None  # the user's own asserts, at this scale
+        return None  # the user's own asserts fail at this scale
     return probe.zeroed
 
 

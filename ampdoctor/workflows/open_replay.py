@@ -137,36 +137,22 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 
 @dataclass(slots=True)
 class OpenReplay:
-    """A replay that is ready: makes fresh sessions, and keeps what a report must say about them.
-
-    Attributes:
-        policy: The autocast policy of a CPU replay.
-        resumed: The result of loading the checkpoint.
-        log: The training log beside the checkpoint.
-        notes: Sentences on differences from the machine where the run failed, and on what cannot be seen.
-        detour: The fp16 products that run through fp32 kernels; None where the device's own are asked for.
-        scaler: The run's enabled loss scaler before step 0.
-        refused: Settings of that scaler that torch refuses, and what replaces them.
-        first_step: Number of a recorded step in its training; None for a run that begins by itself.
-        finite_again: As in the run: a recorded step was sick in its loop, and finite when replayed there.
-        other_names: The other names of each module or tensor with several.
-        half_made: Where the run's code makes parameters in float16.
-    """
+    """A replay that is ready: makes fresh sessions, and keeps what a report must say about them."""
 
     request: ReplayRequest
     device: torch.device
     factory: Target
-    policy: Policy = "cuda"
-    resumed: ResumeReport | None = None
-    log: tuple[LogEntry, ...] = ()
-    notes: list[str] = field(default_factory=list)
-    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    half_made: HalfMade = field(default_factory=HalfMade)
-    detour: HalfProducts | None = None
-    scaler: ScalerState | None = None
-    refused: tuple[RefusedSetting, ...] = ()
-    first_step: int | None = None
-    finite_again: str | None = None
+    policy: Policy = "cuda"  # autocast policy of a CPU replay
+    resumed: ResumeReport | None = None  # the result of loading the checkpoint
+    log: tuple[LogEntry, ...] = ()  # beside the checkpoint
+    notes: list[str] = field(default_factory=list)  # what differs from the failed run, or is invisible
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a module or tensor with several
+    half_made: HalfMade = field(default_factory=HalfMade)  # where the run's code makes parameters in float16
+    detour: HalfProducts | None = None  # fp16 products that run through fp32 kernels
+    scaler: ScalerState | None = None  # the run's enabled loss scaler before step 0
+    refused: tuple[RefusedSetting, ...] = ()  # scaler settings that torch refuses, and what replaces them
+    first_step: int | None = None  # the training's number of a recorded step
+    finite_again: str | None = None  # a recorded step was sick in its loop, and finite when replayed there
     _not_as_it_was: tuple[str, ...] = ()
 
     def session(self) -> Session:
@@ -205,10 +191,7 @@ class OpenReplay:
             yield
 
     def _spill_folder(self) -> Path | None:
-        """Returns the folder for temporary files, if the state is to be kept there.
-
-        A note says if that saves nothing, or is not where the user wanted them.
-        """
+        """Returns the folder for spilled state; a note says if that saves nothing or is not where the user wants it."""
         if not self.request.spill:
             return None
         try:
@@ -316,7 +299,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     plain = device.type == "cpu" and request.half_products == "plain"
     notes = ["fp16 products run through the CPU's own kernels (--half-products plain)"] if plain else []
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
+        stack.enter_context(torch.inference_mode(False))  # the caller may be in inference mode
         stack.enter_context(torch.enable_grad())
         stack.enter_context(without_overrides())
         stack.enter_context(own_state())
@@ -332,7 +315,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
         environment = _emulated_cuda(notes, says_yes=policy == "cuda") if emulated else nullcontext
-        if request.until_sick:  # thousands of steps: what is replaced around each is then replaced once
+        if request.until_sick:  # for thousands of steps, patch once instead of around each
             stack.enter_context(environment())
         factory = load_target(
             request.factory,
@@ -430,7 +413,7 @@ def sick_state(session: Session) -> list[Finding]:
         if (kind != "buffer" or leaf in _STATISTICS) and is_nonfinite(tensor):
             stats = stats_of(tensor)
             if kind == "param" and not stats.nans and not tensor.requires_grad:
-                continue  # a mask that is kept as a parameter
+                continue  # a mask stored as a parameter
             found.append(state_finding(kind, replace(where, nonfinite="nan" if stats.nans else "inf"), stats))
         elif (key or leaf) in NEVER_NEGATIVE and tensor.is_floating_point():
             lowest = float(tensor.min()) if tensor.numel() else 0.0

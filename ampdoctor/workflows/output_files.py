@@ -17,10 +17,7 @@ from ampdoctor.live.log.facts import launched as launched_as
 
 
 def refuse_unwritable(file: str) -> None:
-    """Refuse a file that cannot be written, before minutes of work.
-
-    Raises UsageError where the file is a folder, its folder does not exist, or permission is denied.
-    """
+    """Raises UsageError, before minutes of work, for a file that cannot be written."""
     path = Path(os.path.realpath(file))
     try:
         there = os.stat(file).st_mode  # noqa: PTH116 - as named: a pipe's real path leads nowhere
@@ -51,7 +48,7 @@ def refuse_part(file: str, folder: str) -> None:
         return
     if not inside:
         return
-    from ampdoctor.checkpoints.folder import may_be_read  # here, for it brings torch
+    from ampdoctor.checkpoints.folder import may_be_read  # here, because it imports torch
 
     if may_be_read(place.name):
         raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")
@@ -69,10 +66,7 @@ def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
 
 
 def write_whole(file: str, data: bytes) -> None:
-    """Write a file completely or not at all; a pipe or device is opened under its given name and written directly.
-
-    Raises OutputError where the file cannot be written; its earlier contents are still there.
-    """
+    """Write a file completely or not at all, but a pipe or device directly; raises OutputError where that fails."""
     try:
         if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
             Path(file).write_bytes(data)
@@ -136,7 +130,7 @@ def give_back(folder: str) -> None:
     """Remove a folder that `usual_folder` has made and nobody has written to."""
     path = Path(folder)
     if path.parent.name == FOLDERS:
-        with suppress(OSError):  # as it is not empty
+        with suppress(OSError):  # it is not empty
             path.rmdir()
             path.parent.rmdir()
 
@@ -146,7 +140,7 @@ def _is_spawned() -> bool:
     place = grouped()
     if place is None or place.world == 1:
         return False
-    import multiprocessing  # here: `--help` needs none of it
+    import multiprocessing  # here: `--help` does not need it
 
     return multiprocessing.parent_process() is not None
 

@@ -83,7 +83,7 @@ def _ways(birth: Birth) -> tuple[How, ...]:
     if verdict is not None and verdict.amax > FP32_MAX:
         return ("fp64", "line_fp64", "guard")
     if birth.where.phase == "backward":
-        return ("line_fp32", "fp32", "guard")  # the derivative must stay wide until it has left the line
+        return ("line_fp32", "fp32", "guard")  # the derivative must stay in fp32 until it has left the line
     return ("fp32", "line_fp32", "guard")
 
 
@@ -338,7 +338,7 @@ def _candidates(  # noqa: C901 - one row for each cause
         return
     if cause == "bad_data":
         if birth.origin == "op" and birth.where.module and trials.reference() is not None:
-            yield from modules_in_fp32(births, trials)  # a cast that fp32 does without
+            yield from modules_in_fp32(births, trials)  # a cast that fp32 avoids
         yield _without_the_batch(birth, trials, session)
         return
     if cause == "optimizer_precision":

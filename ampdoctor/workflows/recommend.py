@@ -167,7 +167,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             finite = not taken.ranges.nonfinite_steps
             shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
-            while len(taken.moments) > 1:  # no name is left for the state before the last step: it goes at once
+            while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
                 shadows.take(session, taken.moments[-1])
                 taken = replace(taken, moments=taken.moments[:-1])
             calm = Calm(taken.first, searched_steps(taken.ranges.steps), request.thresholds)

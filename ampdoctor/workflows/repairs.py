@@ -86,7 +86,7 @@ def scaled_once(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change 
         factor = scaler.get_scale()
 
         def divided(again: list[bool], grad: torch.Tensor) -> torch.Tensor | None:
-            return grad / factor if again else None  # filled by then, where it goes through a scaler once more
+            return grad / factor if again else None  # filled by now if it was scaled once more
 
         for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -205,7 +205,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
-        restores = change is cleared_of_others  # fp32 adds to the left gradients as well
+        restores = change is cleared_of_others  # fp32 also adds to the gradients that are left
         tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
         if tried.status == "intervention":
             break

@@ -49,42 +49,25 @@ NOTHING_FAILS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The result of a replay; fractions refer to the elements that are not zero in fp32.
+    """The result of a replay; fractions refer to the elements that are not zero in fp32."""
 
-    Attributes:
-        steps: Number of replayed steps; fewer than asked for if one was harmed.
-        lost_at: First skipped step with a non-finite loss, if later steps are taken.
-        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"). Also a loss after which the
-            scaler skips to the end.
-        scales: Loss scale of each step; empty without an enabled scaler.
-        scaled: The step used the scaler that it was given.
-        compared: The steps that were compared with fp32; the scaler skipped none of them.
-        unlike: A step that is not reproduced, so that fp32 saw other data. Then nothing is compared.
-        activation_flushed, weight_flushed: Shares; None if nothing was compared.
-        errors: Relative L2 error of the weight gradients, for each compared step.
-        failure: Why the replay could not run.
-        begun_again: How often the loss scale was higher after a skip than in it, because the scaler is made anew.
-        first: The first step's gradients beside fp32's, taken or not; None if it was not compared.
-        references: The compared steps in fp32.
-    """
-
-    steps: int = 0
+    steps: int = 0  # replayed; fewer than asked for if one was harmed
     skipped: tuple[int, ...] = ()
-    lost_at: int | None = None
-    harmed: str | None = None
+    lost_at: int | None = None  # first skipped step with a non-finite loss, if later steps are taken
+    harmed: str | None = None  # "loss" or "grad:fc.weight", without a skip; a loss also before skips to the end
     harmed_at: int | None = None
-    scales: tuple[float, ...] = ()
-    scaled: bool = False
-    compared: tuple[int, ...] = ()
-    unlike: int | None = None
-    activation_flushed: float | None = None
+    scales: tuple[float, ...] = ()  # of each step; empty without an enabled scaler
+    scaled: bool = False  # the step used the scaler that it was given
+    compared: tuple[int, ...] = ()  # with fp32; the scaler skipped none of these steps
+    unlike: int | None = None  # a step that is not reproduced, so fp32 saw other data: nothing is compared
+    activation_flushed: float | None = None  # a share; None if nothing was compared
     weight_flushed: float | None = None
-    errors: tuple[float, ...] = ()
-    failure: str | None = None
-    begun_again: int = 0
-    first: Zeroed | None = None
+    errors: tuple[float, ...] = ()  # relative L2 error of the weight gradients, by compared step
+    failure: str | None = None  # why the replay could not run
+    begun_again: int = 0  # how often the loss scale rose after a skip, because the scaler is made anew
+    first: Zeroed | None = None  # gradients of step 0 beside fp32's; None if it was not compared
     rows: tuple[ReplayedStep, ...] = ()
-    references: tuple[ReplayedStep, ...] = ()
+    references: tuple[ReplayedStep, ...] = ()  # the compared steps in fp32
 
     @property
     def settled(self) -> bool:
@@ -220,7 +203,7 @@ class _Watch:
         self._compare = compare if unlike is None else frozenset()
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
-        """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
+        """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
         self._moment = moment if self._ours and not kept(session, trained=False).half else None
         self._calm = calm
         self._first: Zeroed | None = None
@@ -250,7 +233,7 @@ class _Watch:
                 nowhere = outcome.skipped or outcome.guarded or not used  # no optimizer got the gradients
                 harm = [s for s in seen if not (nowhere and s.startswith("grad:"))]
                 if harm == ["loss"] and outcome.loses_updates:
-                    # the forward, or the backward of a gradient penalty, which alone a lower scale cures
+                    # from the forward, or the backward of a gradient penalty: a lower scale cures only the latter
                     self._lost = step if self._lost is None else self._lost
                 elif harm:
                     self._harmed = harm[0], step

@@ -77,7 +77,7 @@ def headroom_check(
 
 
 def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], option: str | None) -> str:
-    known = outcomes[len(outcomes) - len(seen) :]  # of a run until it is sick the last ones
+    known = outcomes[len(outcomes) - len(seen) :]  # with `until_sick` only the last ones
     if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(known, seen, strict=True)):
         return "not measured: each step was skipped or met something non-finite"
     if option is not None:
@@ -187,7 +187,7 @@ def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
     """Returns how the run was replayed, for comparison with the failed run."""
     request, resumed = replay.request, replay.resumed
     wanted = request.compare_steps
-    if request.until_sick and wanted:  # of so many steps it never compares more than the last
+    if request.until_sick and wanted:  # it compares only the last of so many steps
         wanted = None
     run = replay.described(session, steps)
     return Here(
@@ -237,7 +237,7 @@ def nothing_in_half(
 
 
 def _look(session: Session, looked: HalfOps) -> None:
-    with suppress(AmpdoctorError), session.watched(looked):  # it ran before: what ends it now is no news
+    with suppress(AmpdoctorError), session.watched(looked):  # it ran before: an error here adds nothing
         if session.has_step(0):
             session.attempt(0)
 

@@ -53,7 +53,7 @@ def is_profile(target: str) -> bool:
         return path.suffix != ".py"
     if ":" in target or not path.suffix:
         return False
-    from ampdoctor.replay.user_modules import dotted_factory  # here: it brings torch, and few targets come this far
+    from ampdoctor.replay.user_modules import dotted_factory  # here, because it imports torch and few targets get here
 
     return dotted_factory(target) is None
 
@@ -178,11 +178,7 @@ class ReplayRequest:
         return self.emit or "torch"
 
     def described(self, factory: str) -> dict[str, Any]:
-        """Returns the report's `target`: what is replayed, and the options that differ from their defaults.
-
-        Args:
-            factory: Name of the factory, which may have been given as a function.
-        """
+        """Returns the report's `target`: the factory's name, and the options that differ from their defaults."""
         arguments = [_typed(name, value) for name, value in self.arguments.items()]
         named = {"--arg": arguments} if arguments and None not in arguments else {}
         options = {**named, **self._options(_OF_THE_RUN)}

@@ -62,7 +62,7 @@ class Place:
             if self.session.has_step(earlier):
                 self.seen[earlier - self.begin].random_state.restore()
                 self.session.step(earlier)
-        if not self.session.has_step(step):  # drawn anew if the batches were too large to be kept
+        if not self.session.has_step(step):  # drawn again if the batches were too large to be kept
             return False
         self.session.keep_steps(lambda earlier: earlier >= step)
         self.seen[step - self.begin].random_state.restore()
@@ -277,7 +277,7 @@ def first_wrong_op(here: WritesProbe, there: WritesProbe, parameter: str, ratio:
         for one, other in zip(mine, wide, strict=True):
             apart = (one.norm or 0.0) / other.norm if other.norm else 1.0
             flushed = (one.zeros or 0.0) - (other.zeros or 0.0)
-            if flushed > FLUSHED or not 1 / ratio**2 <= apart <= ratio**2:  # second moments go with the step's square
+            if flushed > FLUSHED or not 1 / ratio**2 <= apart <= ratio**2:  # second moments go as the step's square
                 return f"aten.{one.site.op}"
     return None
 

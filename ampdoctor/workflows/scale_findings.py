@@ -52,27 +52,16 @@ class Replays(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The results of the replays, and what follows from them.
+    """The results of the replays, and what follows from them."""
 
-    Attributes:
-        now: The replay with the run's own scaling; None for a profile file.
-        then: The replay with the recommended scaler; None if it is impossible.
-        change: The recommended scaler is better.
-        unusable: Why the recommended scaler could not be replayed.
-        by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
-        no_scale: No loss scale is recommended at all.
-        harm: A clause on what went wrong in an fp16 replay with either scaler, if anything did.
-        settled: The scaler skipped no steps after that.
-    """
-
-    now: Observed | None
-    then: Observed | None
-    change: bool
-    unusable: str | None
-    by_hand: bool = False
-    no_scale: bool = False
-    harm: str | None = None
-    settled: bool = False
+    now: Observed | None  # with the run's own scaling; None for a profile file
+    then: Observed | None  # with the recommended scaler; None if it is impossible
+    change: bool  # the recommended scaler is better
+    unusable: str | None  # why the recommended scaler could not be replayed
+    by_hand: bool = False  # the step scales its loss itself: the recommended scale was tried on its backward
+    no_scale: bool = False  # no loss scale is recommended at all
+    harm: str | None = None  # a clause on what went wrong in an fp16 replay with either scaler
+    settled: bool = False  # the scaler skipped no steps after that
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -88,7 +77,7 @@ def judge(
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
-        settled = incurable.settled  # with the recommended scaler: the present one may just not have found its level
+        settled = incurable.settled  # with the recommended scaler: the present one may still be settling
         return replace(
             judgement,
             change=settled and judgement.now is not None and not judgement.now.settled,
@@ -142,7 +131,7 @@ def _incurable(
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
         settled = then is not None and then.settled
-        lower = trial.at_its_level() if settled else trial.in_bf16()  # a skip on the way down is a scaler at work
+        lower = trial.at_its_level() if settled else trial.in_bf16()  # skips while the scale comes down are normal
         found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is tiny, and rounding is large beside it

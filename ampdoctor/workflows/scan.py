@@ -162,7 +162,7 @@ def _opened(found: Found) -> Checkpoint:
         return found.open()
     except CheckpointError as error:
         nothing = found.is_file or isinstance(error, NoCheckpointError | OtherFormatError)
-        if not nothing or not has_log_below(found.path):  # a folder may hold a log, and a checkpoint that is damaged
+        if not nothing or not has_log_below(found.path):  # a folder may hold a log beside a damaged checkpoint
             raise
         command = shlex.join(["ampdoctor", "health", shown_path(found.path)])
         if not has_log(found.path):

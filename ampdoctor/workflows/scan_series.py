@@ -175,7 +175,7 @@ def _search(reader: _Reader) -> None:
         return
     if not reader(last).counts:
         own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
-        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be intact if it is not
+        newest = own[-1] if own else last  # `last.pt` repeats it, and may be intact if it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
     for sick in (_counts, _sick, _collapsed):
@@ -311,7 +311,7 @@ def _decided(seen: Seen) -> tuple[Finding, ...]:
     """Returns a member's findings, with the severity that the user has decided on."""
     if seen.report is None or seen.left is None:
         return ()
-    own = {finding.fingerprint for finding in seen.report.findings}  # and no ignore that has outlived what it is for
+    own = {finding.fingerprint for finding in seen.report.findings}  # without outdated ignores
     return tuple(finding for finding in seen.left.found if finding.fingerprint in own)
 
 
@@ -468,7 +468,6 @@ def _collapse(seen: Sequence[Seen]) -> tuple[int | None, int | None]:
 
 
 def _begun(readable: Sequence[Seen]) -> str:
-    """Returns the sentence on where sickness begins among the members that were read."""
     at = next(at for at, seen in enumerate(readable) if seen.sick)
     health = "healthy but for its loss scale" if at and readable[at - 1].collapsed else "healthy"
     before = f"{_called(readable[at - 1])} before it is {health}" if at else "there is none to read before it"

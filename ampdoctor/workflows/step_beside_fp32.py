@@ -286,7 +286,7 @@ class Passing:
         self._at_rest += is_at_rest(comparison)
         self._given |= bool(comparison.parameters)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
-            return  # converged: what is left of the gradient is rounding
+            return  # converged: the rest of the gradient is rounding
         self.compared.append(comparison)
         self._worst = max(self._worst, comparison.gradient_error)
         doubt = unexplained(comparison, self._thresholds, comes_back=self._comes_back)
@@ -303,7 +303,7 @@ class Passing:
         doubt = (self._doubt,) if self._doubt is not None and not clear else ()
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
-        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # of updates they show nothing
+        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # these show nothing about updates
         rising = {"moves_at_the_full_learning_rate": True} if self.known.warm_up else {}
         check = Check(
             name="gradients and updates agree with fp32",
@@ -343,7 +343,7 @@ def overflowed(sentinel: NonFiniteProbe) -> bool:
 
 
 def all_finite(probe: GradientProbe) -> bool:
-    """Is every gradient of the step finite?"""
+    """Whether each gradient of the step is finite."""
     return all(math.isfinite(float(nonfinite_flag(gradient))) for gradient in probe.gradients.values())
 
 

@@ -430,7 +430,6 @@ class Trials:
         return "not_run", f"the replay with the change cannot run: {error}"
 
     def _raises_the_same(self, error: AmpdoctorError) -> TypeGuard[UserCodeError]:
-        """Whether the user's own check of the step raises what it raises without a change."""
         return (
             isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
         )
@@ -451,7 +450,7 @@ class Trials:
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
         except AmpdoctorError as error:
-            return None, None if self._raises_the_same(error) else str(error)  # an asserted dtype, memory
+            return None, None if self._raises_the_same(error) else str(error)  # e.g. an asserted dtype, or memory
         self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
         return (dict(gradients.gradients) if _is_finite(outcome, sentinel) else None), None
 

@@ -146,7 +146,7 @@ def sentence_of(report: Report) -> str:
     said = [finding.message for finding in report.findings] or [error.message for error in report.errors]
     first = said[0] if said else "nothing more is known of it"
     left = report.run.get("kept", {})
-    whole = "bundle" in left and "from_checkpoint" not in left  # what begins from a checkpoint says so itself
+    whole = "bundle" in left and "from_checkpoint" not in left  # a bundle that starts from a checkpoint says so itself
     kept = f" (ampdoctor bisect-nan {left['bundle']})" if whole else ""
     return f"step {report.run.get('step')} is sick: {first}{kept}"
 

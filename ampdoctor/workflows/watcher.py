@@ -67,7 +67,7 @@ _AFTER_SICK = 3
 _LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
 _LAST_LINES = 256
 """Number of step lines in a bundle."""
-_standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
+_standing: list[tuple[int, Doctor]] = []  # with the id of its process
 
 
 def standing() -> Doctor | None:
@@ -119,12 +119,12 @@ class Doctor:
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._beside = Beside(request.every)
-        self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
+        self._settling: dict[str, int] = {}  # by optimizer: back-offs that are still expected
         self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
         self._blind = BlindSteps()
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
-        self._late: LateNews | None = None  # what has to be said of a step that is over
+        self._late: LateNews | None = None  # news of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
         self.broken = self._over = False
         self._lost = 0  # readings
@@ -184,12 +184,12 @@ class Doctor:
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
         if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
-            if self._log.failed is None:  # said already; there is nothing to judge
+            if self._log.failed is None:  # reported already
                 self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
 
     def ended(self, error: BaseException | None) -> None:
         """End the watch: the training was ended by `error` (`SystemExit` too), or in order; it may be sick."""
-        self._over = True  # what has ended the training is what its caller gets
+        self._over = True  # the caller gets the error that ended the training
         self._take_place()
         self._ended_by(error)
         self._look_at_the_weights()
@@ -494,7 +494,7 @@ class Doctor:
         losses = self._watch.recorder.losses(program.optimizer)
         healthy = self._sick_of(losses, None) is None
         hopeful = settles and name not in self._settling and healthy
-        if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
+        if hopeful and program.optimizer is None:  # without one, the scale at which the scaler steps is unknown
             self._hope(program, name)
             return
         crowded, parts = self._watch.recorder.is_crowded, lies_in_parts(program.model)
@@ -543,12 +543,12 @@ class Doctor:
             step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
         )
         self._log.write(line)
-        if self._place.rank == 0 and all_gradients_nan(program.model):  # what only overflows leaves some finite
+        if self._place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
             self._say(line.reason)
 
     def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
         if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
-            return  # what is wrong begins before any scale, or is told with the overflow that it lets through
+            return  # the error lies before the scaling, or is reported with the overflow that it lets through
         finding = self._protocol.broken_by(attempt)
         if finding is not None:
             self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
