@@ -119,7 +119,7 @@ def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
 
 
 def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings | None) -> ScalerSettings:
-    """Returns the simulation's settings; few steps hardly show how gradients vary, so they change only the scale."""
+    """Returns the simulation's settings, or after too few steps the present ones with the closed form's scale."""
     if outcome.change and not outcome.confidence.low:
         return outcome.settings
     kept = current if current is not None and is_sound(current) else ScalerSettings()

@@ -484,7 +484,7 @@ class Alongside:
         self._gone = True
 
     def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Twin | None:
-        """Run the step, whose batch is drawn, in fp32 and restore; None, now and later, if it cannot run so."""
+        """Run the step, whose batch is drawn, in fp32 and restore; None, and no further twin, if it cannot run so."""
         before = kept(session)
         try:
             with session.reference():

@@ -260,7 +260,7 @@ def _fresh_scaler(scaler: Any) -> Iterator[None]:
 
 @contextmanager
 def _alone(optimizer: Any) -> Iterator[None]:
-    """Inside, the optimizer has no post hooks, and nothing that a scaler sent it."""
+    """Inside, the optimizer has no post hooks, and no values that a scaler has set on it."""
     if optimizer is None:
         yield
         return

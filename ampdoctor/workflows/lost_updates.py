@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.step_beside_fp32 import Kept, Known
 
 
-# -- changes that let tensors move which stand still in half --
+# -- changes that make tensors move again that stand still in half --
 
 
 def standing_still(

@@ -46,7 +46,7 @@ Way = tuple[How, Sequence[Address]]
 
 
 def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
-    """Try changes, chosen by the first birth's numbers, at the lines of all births until a replay cures."""
+    """Try changes at the lines of all births until a replay cures, or only one change with `first_only`."""
     address = address_of(births[0])
     if address is None:
         return Prescription(

@@ -248,7 +248,7 @@ def write_profile(file: str, profile: RangeProfile) -> None:
 
 
 def read_profile(path: str) -> RangeProfile:
-    """Read a file of `write_profile`, executing nothing in it; raises UsageError where it is none or damaged."""
+    """Read a file of `write_profile`, executing nothing in it; raises UsageError for other or damaged files."""
     try:
         with RegularFile(Path(path), path) as file:
             if file.size > MAX_PROFILE_BYTES:

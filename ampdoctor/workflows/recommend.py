@@ -212,7 +212,7 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:
-    """Whether ranges show a loss that only a replay can measure: at this loss scale, or of every gradient."""
+    """Whether gradients are lost, at this loss scale or all of them, to an extent that only a replay can measure."""
     if ranges.run.precision != "fp16":
         return False
     lost = any(finding.cause == "grad_underflow" for finding in report.findings)
@@ -265,7 +265,7 @@ class _Replays:
     def _observe(
         self, change: Change, scale: float | None, *, moment: Moment | None = None, calm: Calm | None = None
     ) -> Observed:
-        """Replay under a change of the loss scale to `scale`; None if the change is another or more than that."""
+        """Replay under a change; `scale` is the changed loss scale, or None if more than the scale is changed."""
         steps, plan = self.taken.ranges.steps, self.taken.plan
         unlike = self._own.unlike if self._own is not None else None
         seen = observe(self.session, self.start, steps, plan, change, moment=moment, calm=calm, unlike=unlike)

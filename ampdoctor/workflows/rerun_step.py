@@ -70,7 +70,7 @@ class Place:
 
 
 def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
-    """Replay a step with every op watched, and with `flushes` also losses to zero; the session is left after it."""
+    """Replay a step with every op watched (`flushes`: also elements lost to zero); the session is left after it."""
     tracer = OpTraceProbe(flushes=flushes)
     before.restore()
     with session.watched(tracer):

@@ -164,25 +164,17 @@ class Trials:
         back: Another way to the start of the bad step, where snapshots do not reproduce it: yields a session that is
             discarded afterwards.
         chance: The step differs between replays: measure how often it fails, and repeat each cure accordingly.
-        silent: Thresholds for a failure that stays finite: with a change, finite values must not depart from the right
-            ones by more. None for other failures.
+        silent: Thresholds for a failure that stays finite: finite values must not depart further from the right ones.
         raised: The exception with which the user's code ended the bad step, type first.
         before: The state before step `begin`, and the steps that the scaler skipped: a permanent change must not break
             the steps from there on. None if they cannot be replayed.
         begin: The step that `before` stands before.
         without: The steps as they ran without a change, for the proof.
-        tensors: Names of parameters whose gradients must also agree with fp32's by themselves, as they are too small to
-            count in the total.
+        tensors: Parameters whose gradients must also agree with fp32's by themselves: they vanish in the total.
         together: Largest relative L2 error of these gradients in total; None: `ONE_ALONE` for each.
         settles: The loss scale is not the cause: if only scaled gradients overflow with a change, the scaler may back
             off as in a healthy run, and the change is judged at the scale that it reaches.
         fresh: The loss scale for trials where the run's own has collapsed and loses gradients; it may back off.
-
-    Attributes:
-        replays: How often the bad step was run, with or without a change; fp32 does not count.
-        by_hand: Set by the fp32 run: the backward's start value divided by the step's loss, without a scaler; 1.0 if
-            unknown.
-        unable: Set by the fp32 run: why it could not run; None if it could.
     """
 
     def __init__(
@@ -227,9 +219,9 @@ class Trials:
         self._settled: float | None = None
         self._changed: dict[int, ReplayedStep] = {}
         self._fp32: tuple[ReplayedStep, ...] = ()
-        self.replays = 0
-        self.by_hand = 1.0
-        self.unable: str | None = None
+        self.replays = 0  # of the bad step, with or without a change; fp32 does not count
+        self.by_hand = 1.0  # from fp32: the backward's start value over the loss, without a scaler
+        self.unable: str | None = None  # from fp32: why it could not run
 
     def attempt(
         self,
