@@ -1,1 +1,1 @@
-"""Each command's workflow, one file a command: calls the rooms in order and returns a Report."""
+"""Each command's workflow, one file a command: it runs the parts in order and returns a Report."""

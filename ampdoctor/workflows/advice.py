@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import ReplayRequest
 
 
-# From measured ranges to advice on loss scaling: classify first, keep what works, change only what pays.
-
+# -- loss scaling: keep what works, change only what pays --
 
 MASK_LIKE = 2.0**120
 """Magnitudes from here on are constants that mask something out (finfo.min of bf16 or fp32), not activations."""
@@ -55,41 +54,29 @@ SKIPS_THAT_PAY = 1e-3
 class Advice:
     """What a profile of an fp16 run says about loss scaling.
 
-    Attributes:
-        choice: The scale that fits.
-        current: The run's scaler; for a run without one, a scaler that never moves (and its skips do not happen).
-        recommended: The settings to try.
-        outcome: The result of simulating the candidates.
-        expected: The result of simulating the recommended settings.
-        trace: The recorded steps that were simulated.
-        now: Prediction for the run's scaler over the recorded steps.
-        then: Prediction for the recommended settings.
-        large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
+    `current` is the run's scaler; for a run without one, a scaler that never moves (and its skips do not happen). `now`
+    and `then` are the predictions for the current and the recommended settings over the recorded steps in `trace`, and
+    `expected` is the simulation of the recommended ones.
     """
 
-    choice: ScaleChoice
+    choice: ScaleChoice  # the scale that fits
     current: ScalerSettings
     recommended: ScalerSettings
-    outcome: Outcome
+    outcome: Outcome  # the simulation of the candidates
     expected: Expectation
     trace: StepTrace
     now: Prediction
     then: Prediction
-    large: dict[str, float]
+    large: dict[str, float]  # largest half activation by module, within a factor of 2 of the limit or beyond
 
     @property
     def simulated_change(self) -> bool:
-        """Does the simulation prefer other settings, on a recording that is long enough to say so?"""
+        """Whether the simulation prefers other settings, on a recording that is long enough to say so."""
         return self.outcome.change and self.outcome.expected_current is not None and not self.outcome.confidence.low
 
 
 def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
-    """Returns the advice; None if no half gradient has a finite nonzero value, so that nothing needs scaling.
-
-    Args:
-        ranges: The measured ranges.
-        request: Holds the thresholds, the framework, and what the training does that the recording did not.
-    """
+    """Returns the advice; None if no half gradient has a finite nonzero value, so that nothing needs scaling."""
     thresholds, framework, shift = request.thresholds, request.framework, shift_of(ranges, request)
     choice = choose_scale(ranges, thresholds, shift)
     if choice is None:
@@ -104,7 +91,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         start=Bound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
         thresholds=thresholds,
-        censored=float(np.isposinf(trace.log2_amax).mean()),  # steps whose magnitude nobody knows
+        censored=float(np.isposinf(trace.log2_amax).mean()),  # steps of unknown magnitude
     )
     recommended = _recommended(choice, outcome, current if state is not None else None)
     return Advice(
@@ -132,10 +119,7 @@ def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
 
 
 def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings | None) -> ScalerSettings:
-    """Returns the simulation's settings if they are allowed; else the closed form's scale and the present settings.
-
-    A few steps show how large gradients are, but hardly how they vary: then only the scale is changed.
-    """
+    """Returns the simulation's settings, or after too few steps the present ones with the closed form's scale."""
     if outcome.change and not outcome.confidence.low:
         return outcome.settings
     kept = current if current is not None and is_sound(current) else ScalerSettings()
@@ -143,7 +127,7 @@ def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings 
 
 
 def is_sound(settings: ScalerSettings) -> bool:
-    """Can a scaler work with these settings: grow, back off, get a new scale, and start at one?"""
+    """Whether a scaler can work with these settings: a usable scale, growth, backoff and interval."""
     return (
         0.0 < settings.scale < math.inf
         and 1.0 < settings.growth_factor < math.inf
@@ -164,14 +148,10 @@ def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str,
 
 
 def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
-    """Is the recommended scaler better than the present one by more than noise? A replay overrules a prediction.
+    """Whether the recommended scaler is better than the present one by more than noise; replays overrule predictions.
 
-    Args:
-        advice: The predictions.
-        thresholds: What counts as lost, and as harmful.
-        scaled: The run has a scaler or scales by hand; without either it does not survive an overflow.
-        now: The replay with the run's own scaling, if there was one.
-        then: The replay with the recommended scaler, if there was one.
+    `scaled`: the run has a scaler or scales by hand; without either it does not survive an overflow. `now` and `then`
+    are the replays with the run's own and the recommended scaler, if there were any.
     """
     if not scaled and advice.now.skipped:
         return True
@@ -190,7 +170,6 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
 
 
 def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
-    """Does the change save gradients?"""
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
     if now is not None and max(flushed_now) <= thresholds[FLUSHED]:
         return False  # nothing is lost: the error comes from rounding, which no scale changes
@@ -239,7 +218,7 @@ def outcome_seen(seen: Observed) -> ScalingOutcome:
 def with_simulation(
     section: ScalerSection, advice: Advice, framework: Framework, horizon: int, *, change: bool
 ) -> ScalerSection:
-    """Returns the simulation as the report shows it; "recommended" are the settings to use, changed or not."""
+    """Returns the section with the simulation; "recommended" are the settings to use, changed or not."""
     outcome = advice.outcome
     margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
     used = advice.expected if change or kept is None else None
@@ -326,13 +305,12 @@ def _expectation(expected: Expectation | None) -> SimulatedOutcome | None:
     )
 
 
-# What a range profile says about the choice of a precision.
-
+# -- precision --
 
 FP8_FLUSHED = 1e-2
 """Share of a tensor's nonzero elements that FP8 may lose: ten times the aim of a loss scale, because FP8's recipes keep
-sums and master weights wide and lose the smallest of each tensor by design (Transformer Engine's default is HYBRID,
-and this share gives HYBRID for the measured gradients: 23 binades)."""
+sums and master weights wide and lose the smallest of each tensor by design (Transformer Engine's default is HYBRID, and
+this share gives HYBRID for the measured gradients: 23 binades)."""
 
 
 def precision_facts(
@@ -346,17 +324,12 @@ def precision_facts(
     precision_matters: bool = False,
     flushed: float = FP8_FLUSHED,
 ) -> PrecisionFacts:
-    """Derive from a profile the facts that `diagnosis.precision_advice.advise_precision` needs.
+    """Returns the facts from a profile that `diagnosis.precision_advice.advise_precision` needs.
 
-    Args:
-        profile: The measured ranges.
-        target: The hardware.
-        choice: The loss scale chosen for the profile; None if no half gradient was seen.
-        pure: The run keeps its weights in its compute format: no autocast, no fp32 master weights.
-        harm: What went wrong in an fp16 replay and no loss scale cures, a clause; None if nothing or without a replay.
-        settled: The scaler did not skip the steps after that replay's harm.
-        precision_matters: The user needs more than bf16's 8 bits.
-        flushed: Share of a tensor's nonzero elements that FP8 may lose, 0 to 1.
+    `choice` is None if no half gradient was seen. `pure`: the run keeps its weights in its compute format, without
+    autocast or fp32 master weights. `harm` is a clause on what went wrong in an fp16 replay that no loss scale cures,
+    and `settled` says that the scaler skipped no steps after it. `flushed` is the share (0 to 1) of a tensor's nonzero
+    elements that FP8 may lose.
     """
     forward: dict[str, float] = {}
     for index in profile.of_kind("activation"):
@@ -401,7 +374,6 @@ def fp16_of(target: Target) -> FloatFormat:
 
 
 def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
-    """Yields the spread of each half tensor that a matrix product reads or makes."""
     kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
     for kind in kinds:
         for index in profile.of_kind(kind):

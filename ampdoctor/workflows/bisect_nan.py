@@ -2,8 +2,8 @@
 
 Pass 1 replays the steps with one reduction per tensor. A step that fires is rewound and traced op by op; the births
 that harm it give the cause, and the prescription is replayed. A run that stays clean is compared with fp32 before it
-counts as healthy. A failure that the user has set aside does not end the search, as long as the run goes on behind it.
-With `until_sick` it runs on for thousands of steps, and only the last ones are compared.
+counts as healthy. A failure that the user has set aside does not end the search if the run continues after it. With
+`until_sick` the run goes on for thousands of steps, and only the last ones are compared.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 8
 MOST_STEPS = 32
-"""Steps that are replayed unasked at most, where the usual ones show nothing of the updates."""
+"""Maximum number of steps by default, where the usual ones show nothing of the updates."""
 
 
 def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
@@ -89,7 +89,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
     Args:
         request: What to replay.
         progress: Called after each step; with `until_sick` also before the first.
-        set_aside: Decides what the user accepts. The search goes on behind a failure that it sets aside or makes less
+        set_aside: Decides what the user accepts. The search continues past a failure that this sets aside or makes less
             than an error, as long as the run stays finite.
 
     Returns:
@@ -97,20 +97,20 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
 
     Raises:
         AmpdoctorError: The run cannot be replayed; one sentence says why.
-        KeyboardInterrupt: Ctrl-C; with `until_sick` the report says what was known by then instead.
+        KeyboardInterrupt: Ctrl-C; with `until_sick` the report holds what was known by then instead.
     """
     with open_replay(request) as replay:
         try:
             beside = None if request.until_sick else Alongside(request.compare_steps)
             report = _searched(replay, progress, set_aside, beside)
-        except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
+        except DoesNotComeBackError:  # start over; no step runs twice before each has run once
             report = _searched(replay, progress, set_aside, None)
     report = replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
     return _as_in_its_loop(counted_from(report, replay.first_step or 0), replay.finite_again)
 
 
 def _as_in_its_loop(report: Report, finite_again: str | None) -> Report:
-    """A recorded step that is finite here is not healthy where it was sick, and finite when it was run again there."""
+    """Returns the report, not healthy for a recorded step that was sick in its loop and finite when replayed there."""
     if finite_again is None or report.verdict == "sick":
         return report
     note = ErrorNote(what="the recorded step", kind="not_reproduced", message=finite_again)
@@ -187,21 +187,18 @@ class _Search:
 
     @property
     def thresholds(self) -> Thresholds:
-        """The thresholds that the user has set."""
         return self.replay.request.thresholds
 
     @property
     def until_sick(self) -> bool:
-        """Does it run on until a step is not finite, comparing none on the way?"""
         return self.replay.request.until_sick
 
     @property
     def _beside_at_the_end(self) -> int:
-        """How many of the last steps of a run until it is sick are held beside fp32."""
         wanted = self.replay.request.compare_steps
         return LAST_COMPARED if wanted is None else wanted
 
-    # -- the search ----------------------------------------------------------------------------------------------
+    # -- search --
 
     def run(self) -> None:
         """Check the state, replay, and stop at the first step with a sickness that is not set aside."""
@@ -215,7 +212,7 @@ class _Search:
         self._say_that_the_scale_collapsed()
 
     def _say_that_the_scale_collapsed(self) -> None:
-        """Add what a collapsed scale of the checkpoint says, with a replay from a fresh one."""
+        """Add the finding on a checkpoint's collapsed scale, with a replay from a fresh one."""
         severity = saved_collapse(self.replay, self.session, self.thresholds)
         if severity is None:
             return
@@ -225,7 +222,6 @@ class _Search:
         self.findings += [] if collapsed is None else [collapsed]
 
     def _impossible_state(self) -> list[Finding]:
-        """Returns what the optimizers' state cannot be, with the first step that shows it."""
         trials = partial(self.judge.trials_of_state, self.start)
         return impossible_state(self.session, self.start, trials, self.thresholds)
 
@@ -261,7 +257,7 @@ class _Search:
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             self._looking_into = step if fired else None
             snapshot, sick = self._judged(outcome, sentinel, fired=fired)
-            if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
+            if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # by a twin
                 raise DoesNotComeBackError(f"step {step}")
             if sick:
                 self._sick = True
@@ -271,21 +267,21 @@ class _Search:
                     continue
                 return True
             if raised is not None:
-                if beside is not None and beside.proved:  # if it keeps count where nothing is seen, twins were counted
+                if beside is not None and beside.proved:  # hidden state may have counted the twins
                     raise DoesNotComeBackError(f"step {step}")
-                raise raised  # a mistake of the user's code: nothing non-finite led to it
-            del snapshot  # the next one takes its memory
+                raise raised  # a bug in the user's code: nothing non-finite led to it
+            del snapshot  # frees memory for the next one
             self._looking_into = None
         return False
 
     def _forget(self) -> None:
-        """Let go of what was seen in steps to which nothing leads back in a run of thousands."""
+        """Drop what was seen in steps that can no longer be restored, in a run of thousands."""
         if self.until_sick and self.back.begin > self._forgotten:
             del self.seen[: self.back.begin - self._forgotten]
             self._forgotten = self.back.begin
 
     def is_interrupted(self) -> None:
-        """Ctrl-C has ended the search: what is known is the report."""
+        """Ctrl-C has ended the search: the report holds what is known."""
         self.errors.append(interrupted(self.replay, self.outcomes, self._looking_into))
 
     def _judged(self, outcome: StepOutcome, sentinel: NonFiniteProbe, *, fired: bool) -> tuple[Snapshot, bool]:
@@ -299,18 +295,18 @@ class _Search:
             return snapshot, self.judge.is_sick(snapshot, outcome, sentinel)
 
     def _steps(self) -> Iterator[int]:
-        """Yields the steps to replay, as many as were asked for, or as there are batches."""
+        """Yields the steps to replay: as many as were asked for, or as there are batches."""
         for step in count():
             if step == self.steps:
                 self._look_on()
             if step >= self.steps or not self.session.has_step(step):
                 return
             if self.back.is_due(self.session, step) or not self.look.rewinds:
-                self._watching.close()  # a snapshot is of the run alone
+                self._watching.close()  # snapshots are taken without a probe
             yield step
 
     def _look_on(self) -> None:
-        """Ask for more steps than the usual few, where fp32 moves nothing in any of them: a learning rate of 0."""
+        """Add steps to the usual few where fp32 moves nothing in any of them, as with a learning rate of 0."""
         seen = {} if self.alongside is None else self.alongside.seen
         compared = [beside.comparison for beside in seen.values() if beside.comparison is not None]
         if (
@@ -327,9 +323,9 @@ class _Search:
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
-        """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin.
+        """Replay a step; the first healthy one again after its twin in fp32, and each later one after its twin.
 
-        With `until_sick` the probe stays attached from step to step: to attach it is to look at all state.
+        With `until_sick` the probe stays attached between steps, because attaching it reads all state.
         """
         if self.until_sick:
             self._watch(sentinel)
@@ -363,13 +359,7 @@ class _Search:
             self._watching.enter_context(self.session.watched(sentinel))
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
-        """Are all errors so far set aside, and does the run go on behind the last of them?
-
-        Args:
-            step: The sick step; -1 for the state before step 0.
-            snapshot: The state before it.
-            raised: What the user's code raised in the step.
-        """
+        """Whether all errors so far are set aside and the run continues past the last; `step` is -1 before step 0."""
         found = self._found()
         if self.errors or self.judge.errors or verdict_of(found) != "sick" or self._counting(found):
             return False
@@ -394,7 +384,6 @@ class _Search:
         return [*self.look.findings, *self.judge.findings, *self.findings]
 
     def _decided(self, found: Sequence[Finding]) -> Report:
-        """Returns the findings with what the user has decided about them."""
         target = self.replay.request.described(self.replay.factory.name)
         return self.set_aside(Report(command="bisect-nan", target=target, verdict="sick", findings=tuple(found)))
 
@@ -405,7 +394,7 @@ class _Search:
         return frozenset(f.fingerprint for f in left if f.severity == "error" and f.fingerprint in own)
 
     def _conclude(self) -> None:
-        """Finish a search without a sick step: was anything seen, did the scaler settle, and what does fp32 say?"""
+        """Finish a search without a sick step: check that anything was seen, whether the scaler settled, and fp32."""
         if not self.outcomes:
             self.errors.append(
                 ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
@@ -446,7 +435,7 @@ class _Search:
             self.skipped.append(Skipped(what="further steps", reason=ended))
 
     def _breaks_protocol(self, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-        """Do the step's calls alone show that it misuses its scaler? If so, add the finding."""
+        """Whether the step's calls alone show that it misuses its scaler; if so, the finding is added."""
         raised = self.session.raised
         only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
         if raised is not None and self.session.events.refused and only_gradients:
@@ -455,10 +444,10 @@ class _Search:
         return self._steps_past_its_scaler(outcome)
 
     def _steps_past_its_scaler(self, outcome: StepOutcome) -> bool:
-        """Does an optimizer step on gradients that it has used already, or past the scaler? Add the finding, once.
+        """Add a finding, once, if an optimizer steps on gradients that it has used already, or past the scaler.
 
-        Returns whether a scaler is at work: then what a replay shows of such a loop proves no change, as its next
-        skipped update will be made all the same.
+        Returns whether a scaler is at work: then a replay of such a loop proves no change, because its next skipped
+        update will be made all the same.
         """
         one = next((event for event in outcome.events if event.again or event.past_scaler), None)
         if one is None or any(finding.code == MISUSE.code for finding in self.findings):
@@ -472,12 +461,11 @@ class _Search:
         return scaled
 
     def _moves(self) -> bool:
-        """Has a parameter that an optimizer holds moved since the start, or does no optimizer hold one?"""
+        """Whether a parameter that an optimizer holds has moved since the start; True where no optimizer holds one."""
         moves = moved(self.session, self._at_start).trained.values()
         return not self._at_start.trained or any(bool(move.any()) for move in moves)
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
-        """Add the finding that torch's scaler refuses the order of the step's calls."""
         session = self.session
         source = None if raised.__cause__ is None else as_source(raising_line(raised.__cause__, own=True))
         halves = half_weights(session.optimizers.values(), session.parameter_names(), self.replay.half_made)
@@ -499,14 +487,13 @@ class _Search:
             ]
 
     def _note_headroom(self, sentinel: NonFiniteProbe) -> None:
-        """Keep the tightest headroom of the steps without harm, and what came near its limit in each."""
+        """Keep the smallest headroom of the steps without harm, and what came near its limit in each."""
         self.near += sentinel.near
         headroom = sentinel.headroom
         if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
             self.tightest = headroom
 
     def _observed(self) -> list[tuple[Observation, ...]]:
-        """Returns what the cheap look saw in each step without harm."""
         return [step.observed for step in self.seen]
 
     def _compare(self) -> None:
@@ -516,7 +503,7 @@ class _Search:
             if self.until_sick:
                 passed = self._last_beside_fp32(len(self.outcomes))
             else:
-                self.back = WayBack(self.steps)  # its snapshot has had its time
+                self.back = WayBack(self.steps)  # frees its snapshot
                 passed = self._beside_fp32(self.seen[:wanted])
         if self.until_sick:
             self.skipped += only_looked_at(len(self.outcomes), self._beside_at_the_end)
@@ -535,12 +522,12 @@ class _Search:
             self.judge.held_back(passed.held, len(self.outcomes))
 
     def _beside_fp32(self, seen: Sequence[Replayed]) -> ReferencePass:
-        """Hold these steps beside fp32; what pass 1 has compared already is not run again."""
+        """Compare these steps with fp32; those that pass 1 has compared already are not run again."""
         known = {} if self.alongside is None else self.alongside.seen
         return compare_with_fp32(self.session, self._rewound(), seen, self.replay.session, self.thresholds, known)
 
     def _last_beside_fp32(self, end: int) -> ReferencePass:
-        """Hold the last steps before `end` beside fp32, from a state a little before them."""
+        """Compare the last steps before `end` with fp32, from a state a little before them."""
         begin, begun = self.back.begin, self.back.farthest if self.look.rewinds else None
         seen, first = self.seen[: end - begin], max(end - self._beside_at_the_end, begin)
         parts = self.session, begun, seen, self.replay.session, self.thresholds
@@ -549,14 +536,14 @@ class _Search:
     def _rewound(self) -> Snapshot | None:
         """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there.
 
-        Of a run until it is sick only the first batches are ahead: to draw all anew may take its length again.
+        With `until_sick` only the first batches are ahead: drawing all again may take as long as the run.
         """
         if self.session.tape.cut and not self.until_sick:
             self.session.tape.rewind()
         return self.start if self.look.rewinds else None
 
     def _look_before(self) -> None:
-        """Look for harm that stays finite in the steps before a sick one: it came first, and may be why."""
+        """Search the steps before a sick one for harm that stays finite: it came first, and may be the cause."""
         seen = {} if self.alongside is None else self.alongside.seen
         last = self.outcomes[-1].step
         earlier = [one.comparison for step, one in seen.items() if step < last and one.comparison is not None]
@@ -577,7 +564,7 @@ class _Search:
 
     @contextmanager
     def _telling(self, what: str) -> Iterator[None]:
-        """Each step that is replayed in here is told; how many there will be depends on what is found."""
+        """Report each step replayed inside as progress, without a total, which depends on the findings."""
         session, before, progress = self.session, self.session.replays, self.progress
         if progress is not None:
             session.told = lambda: progress(what, session.replays - before - 1, None)
@@ -587,25 +574,24 @@ class _Search:
             session.told = None
 
     def _bad_step_replays(self, findings: Sequence[Finding]) -> int:
-        """Returns how often the first bad step was run, fp32 included; 0 if none is bad."""
+        """Returns how often the first bad step was run, including fp32; 0 if none is bad."""
         bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
         return 0 if bad is None else self.session.replays_of[bad]
 
     def _never_finite(self) -> bool:
-        """Was each step skipped by the scaler or left out for its gradients, so that nothing was seen to be well?"""
+        """Whether each step was skipped by the scaler or for its gradients, so that none was seen to be healthy."""
         return 0 < len(self.outcomes) == self._nonfinite_steps and not self._compared
 
     def _finite_result(self) -> str:
-        """Was a harmful value non-finite? A working scaler's skips are no harm; finite sickness has its own check."""
+        """Returns the check's result; a working scaler's skips are no harm, and finite sickness has its own check."""
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
         if self._sick or settled or self._never_finite() or self._looking_into is not None:
             return "found"
         return "ok" if saw_anything(self.outcomes, self._observed()) else "not_run"
 
-    # -- the report ----------------------------------------------------------------------------------------------
+    # -- report --
 
     def report(self) -> Report:
-        """Returns the report."""
         found = self._found()
         harmed = any(finding.severity == "error" for finding in found)
         found += not_said_yet(history_findings(self.replay, self.thresholds), found)
@@ -622,7 +608,7 @@ class _Search:
             as_far_as_replayed(self.replay.located(f)) for f in sorted(unproved_while_misused(found), key=_worst_first)
         )
         counting = self._counting(findings)
-        shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
+        shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # new findings first
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
         checks = (
             Check(
@@ -652,12 +638,11 @@ class _Search:
         )
 
     def _elsewhere(self, verdict: Verdict) -> Iterator[Skipped]:
-        """Yields what a late failure may hang on, where none was found."""
+        """Yields what a late failure may depend on, where none was found."""
         if self.until_sick and verdict != "sick":
             yield elsewhere(self.session.device.type)
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
-        """Returns the path of the first error whose birth is known."""
         for finding in findings:
             birth = self.judge.births.get(finding.fingerprint)
             if finding.severity == "error" and birth is not None:

@@ -1,4 +1,4 @@
-"""Changes to try on a replay: of formats, of the optimizer, and of the loss scale, by hand or not."""
+"""Changes to try on a replay (formats, optimizer, loss scale): each is a context around its steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from ampdoctor.precision import force_fp32
 if TYPE_CHECKING:
     from ampdoctor.hooks.backwards import Backwards
     from ampdoctor.replay.session import Session
-
-
-# The changes to try on a replay: each is a context around its steps, and is undone afterwards.
 
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
@@ -93,12 +90,12 @@ TRAINED_IN_FP32 = (
 
 
 def trained_in_fp32(session: Session) -> AbstractContextManager[Any]:
-    """Keep what the optimizers hold in fp32, moments included; what is frozen stays half."""
+    """Keep the optimizers' parameters and moments in fp32; frozen parameters stay half."""
     return session.keeping_masters()
 
 
 def mostly_frozen(session: Session) -> bool:
-    """Do the optimizers hold less than half of the model's elements (adapters, a head)?"""
+    """Whether the optimizers hold less than half of the model's elements (adapters, a head)."""
     held = {id(p) for o in session.optimizers.values() for group in o.param_groups for p in group["params"]}
     sizes = [(p.numel(), id(p) in held) for p in session.model.parameters()]
     return 0 < 2 * sum(n for n, trained in sizes if trained) < sum(n for n, _ in sizes)
@@ -147,17 +144,15 @@ def jolted(narrow: torch.dtype) -> Change:
     return change
 
 
-# Another loss scale for a step that scales its loss by hand. The code is the user's: it is tried in the backward.
+# -- another loss scale for a step that scales its loss by hand: tried in the backward, as the code is the user's --
 
 
 def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
     """Returns a change: the backward runs on `factor` times the loss, and the parameters' gradients are divided by it.
 
     In between, where gradients are half, everything is as if the step's code had another constant. Gradients that the
-    step asks for (`torch.autograd.grad`) are of no such loss, and stay as they are.
-
-    Args:
-        factor: A power of two, so that both multiplications are exact.
+    step asks for (`torch.autograd.grad`) are of no such loss, and stay as they are. `factor` is a power of two, so that
+    both multiplications are exact.
     """
 
     @contextmanager
@@ -198,10 +193,7 @@ def noted_roots() -> Iterator[list[float]]:
 
 @contextmanager
 def _roots_scaled(factor: float, backwards: Backwards) -> Iterator[None]:
-    """Make `loss.backward()` and `torch.autograd.backward(loss)` start with `factor` instead of 1.
-
-    A backward inside another (reentrant checkpointing) starts with what has that factor already.
-    """
+    """Make `loss.backward()` start with `factor` instead of 1, but not inside another (reentrant checkpointing)."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **keywords: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run brings from its checkpoint and its log: its optimizer's state, and its loss scaling so far."""
+"""The state that a run gets from its checkpoint and log: its optimizer's state, and its loss scaling so far."""
 
 from __future__ import annotations
 
@@ -32,26 +32,19 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.trials import Trials
 
 
-# Shows what impossible optimizer state does to the first step: the step with it, and with the state put right.
-
+# -- impossible optimizer state: the first step with it, and with the state repaired --
 
 MOST_STEPS = 8
-"""Steps that are replayed at most until an optimizer takes one: an accumulating loop of the user's, or a scaler that
-first skips, may take none in the first."""
+"""Maximum number of replayed steps until an optimizer takes one: a loop that accumulates, or a scaler that skips at
+first, may take none in the first."""
 
 
 def impossible_state(
     session: Session, start: Snapshot, trials: Callable[[], Trials], thresholds: Thresholds
 ) -> list[Finding]:
-    """Returns what the optimizers' state before step 0 cannot be after training in fp32, with the step that shows it.
+    """Returns findings on optimizer state before step 0 that fp32 training cannot give, with the step that shows it.
 
-    Nothing is replayed where nothing is suspect.
-
-    Args:
-        session: The session, at the start.
-        start: The state before step 0.
-        trials: Makes the trials of step 0.
-        thresholds: What counts as too long an update.
+    Nothing is replayed where nothing is suspect. `start` is the state before step 0, and `trials` makes its trials.
     """
     findings = []
     moments = list(_flushed(session))
@@ -85,7 +78,7 @@ def impossible_state(
 
 
 def is_suspect(session: Session) -> bool:
-    """Whether `impossible_state` has something to look at."""
+    """Whether `impossible_state` has something to examine."""
     return any(True for _ in _flushed(session)) or any(True for _ in _half_counters(session))
 
 
@@ -114,8 +107,6 @@ def counting_in_fp32(session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """A parameter of an optimizer, with what the optimizer keeps for it."""
-
     name: str
     module: str
     parameter: torch.Tensor
@@ -141,9 +132,10 @@ def _owned(session: Session) -> Iterator[_Owned]:
 
 
 def _flushed(session: Session) -> Iterator[tuple[torch.Tensor, FlushedMoment]]:
-    """Yields parameters whose second moment is zero beside first moments that rounding in its format does not explain.
+    """Yields parameters whose second moment is zero where rounding does not explain it beside the first moment.
 
-    An optimizer that keeps a third state for each element may divide by that one, or keep these two in two bases.
+    Optimizers with a third state for each element are passed over: they may divide by that one, or keep these two in
+    two bases.
     """
     for owned in _owned(session):
         epsilon = owned.group.get("eps")
@@ -206,10 +198,7 @@ def _half_counter(owned: _Owned) -> torch.Tensor | None:
 def _first_step(
     session: Session, start: Snapshot, change: Change, measure: Callable[[_Owned, torch.Tensor], float | None]
 ) -> dict[int, float]:
-    """Returns a figure of each parameter after the first step that an optimizer takes, by the parameter's id.
-
-    Returns {} if the step cannot be taken with the change, or none is among the first. The session is restored.
-    """
+    """Returns a figure of each parameter, by id, after the first step that an optimizer takes; restores the session."""
     start.restore()
     try:
         with change(session):
@@ -240,7 +229,7 @@ def _counts(owned: _Owned, before: torch.Tensor) -> float | None:  # noqa: ARG00
     return float(step) if isinstance(step, torch.Tensor) and step.numel() == 1 else None
 
 
-# A run's loss scaling before its first replayed step: its scaler's settings, and the past in its log.
+# -- loss scaling before the first replayed step: the scaler's settings, and its past in the log --
 
 
 def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:
@@ -249,11 +238,7 @@ def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding
 
 
 def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
-    """Yields findings on the settings of the run's own scaler before step 0, and on those that a checkpoint overwrites.
-
-    Args:
-        replay: A replay that has made a session.
-    """
+    """Yields findings on the run's scaler before step 0, and on settings that a checkpoint overwrites."""
     if replay.scaler is not None:
         yield from run_scaler_findings(replay.scaler, replay.refused)
     scalers = replay.resumed.scalers if replay.resumed is not None else None
@@ -263,14 +248,7 @@ def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
 
 
 def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """The history of the loss scale in the log beside the checkpoint (AMP706, AMP403, AMP707).
-
-    They are at most warnings: the replay shows what is wrong now.
-
-    Args:
-        replay: A replay with a checkpoint.
-        thresholds: What counts as a fall, and as too many skips.
-    """
+    """Yields findings on the loss scale in the checkpoint's log (AMP706, AMP403, AMP707), at most as warnings."""
     resumed = replay.resumed
     if resumed is None or not replay.log:
         return
@@ -282,17 +260,11 @@ def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding
 
 
 def saved_collapse(replay: OpenReplay, session: Session, thresholds: Thresholds) -> Severity | None:
-    """Returns how bad a scan calls the collapsed scale with which a checkpoint's run goes on; None without a collapse.
-
-    Args:
-        replay: A replay with or without a checkpoint.
-        session: The run, whose weights share the gradient's norm.
-        thresholds: Of AMP402.
-    """
+    """Returns a scan's severity for the checkpoint's collapsed scale with which the run continues, or None."""
     resumed = replay.resumed
     if resumed is None or resumed.scalers is None or resumed.collapsed_from is None:
         return None
-    weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too: a scan sees no flag
+    weights = sum(parameter.numel() for parameter in session.model.parameters())  # frozen ones too, as in a scan
     element = typical_gradient(replay.log, weights)
     return collapse_severity(resumed.scalers.now, element, resumed.global_step, thresholds)
 

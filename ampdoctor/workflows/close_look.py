@@ -30,46 +30,30 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.open_replay import OpenReplay
 
 
-# `--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad.
-#
-# One partial replay records the order of the step's points. Each further one looks at one point and ends the step
-# there. The last one traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 for n
-# points.
-#
-# The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a
-# healthy infinity, or a value that bypasses the points breaks it. The search notices: the interval reads a bad value
-# that none of its ops made, or a whole replay that follows its births does not reach the harm. Then every op of the
-# step is traced.
+# `--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad. One partial
+# replay records the order of the step's points. Each further one reads one point and ends the step there. The last one
+# traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 partial replays for n points.
+# The premise is that a bad value stays bad up to the harm that pass 1 saw. A masked NaN, a healthy infinity, or a value
+# that bypasses the points breaks it. The search notices this: no op of the interval made the bad value, or a whole
+# replay that follows it does not reach the harm. Then every op of the step is traced.
 
 
 class SearchLost(Exception):  # noqa: N818 - no error: a reason to look at the whole step
-    """The search's premise does not hold; the message says what showed it."""
+    """The search's premise does not hold; the message says why."""
 
 
 @dataclass(slots=True)
 class LayerSearch:
-    """Searches one step that did harm.
-
-    Attributes:
-        session: The run; the search leaves it in the state in which it found it.
-        snapshot: The state before the step.
-        outcome: How the step ended.
-        sentinel: The probe that watched it.
-        partial_replays: Replays that ended before the step was over, including one that traced the optimizers only.
-    """
+    """Searches one step that did harm, from the snapshot before it; the session's state is the same afterwards."""
 
     session: Session
     snapshot: Snapshot
     outcome: StepOutcome
     sentinel: NonFiniteProbe
-    partial_replays: int = field(default=0, init=False)
+    partial_replays: int = field(default=0, init=False)  # ended before the step was over
 
     def trace(self) -> Trace:
-        """Returns the births behind the harm that pass 1 saw.
-
-        Raises:
-            SearchLost: Halving cannot find them.
-        """
+        """Returns the births behind the harm that pass 1 saw; raises SearchLost where halving cannot find them."""
         sinks = self.sentinel.sightings.sinks
         forward = "loss" in sinks
         gradients = any(sink.startswith("grad:") for sink in sinks)
@@ -85,7 +69,7 @@ class LayerSearch:
             self._check(tracer.reached)
             return self._followed(interval, "loss" if forward else "grad:")
 
-    # -- the search ----------------------------------------------------------------------------------------------
+    # -- search --
 
     def _searched(self, *, forward: bool) -> Interval:
         """Returns the interval between the last good point and the first bad one."""
@@ -100,7 +84,7 @@ class LayerSearch:
         count = len(line.places)
         if not count:
             raise SearchLost("no module returned a floating-point tensor before the harm")
-        # the harm itself is one more position; what remains between two positions lies in the interval
+        # the harm is one more position; what lies between two positions belongs to the interval
         found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
         after = line.earliest_source(found.suspects)
         if found.bad == count:
@@ -130,7 +114,7 @@ class LayerSearch:
         return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
-        """Returns the place in the order of a gradient that pass 1 saw; the backward must have taken the same way."""
+        """Returns a gradient's place in the order; raises SearchLost where the backward's order differs from pass 1."""
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]
         expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
         if [points[place].name for place in places[: index + 1]] != expected:
@@ -144,10 +128,10 @@ class LayerSearch:
             raise SearchLost(f"the step did not get to {point.name or 'the model'} again")
         return probe.bad
 
-    # -- what the interval shows ---------------------------------------------------------------------------------
+    # -- checks of the interval --
 
     def _check(self, births: Sequence[Birth]) -> None:
-        """Check that what is non-finite at the interval's end was made in the interval, from finite values."""
+        """Check that the non-finite value at the interval's end was made in the interval, from finite values."""
         if not births:
             raise SearchLost("nothing non-finite was born where the search ended")
         for birth in births:
@@ -183,10 +167,10 @@ class LayerSearch:
             raise SearchLost("what harms the state was not made after the backward")
         return trace
 
-    # -- replays -------------------------------------------------------------------------------------------------
+    # -- replays --
 
     def _partly(self, probe: Probe) -> None:
-        """Replay until the probe ends the step; it does not count as a replay of the step."""
+        """Replay until the probe ends the step; this does not count as a replay of the step."""
         session = self.session
         self.snapshot.restore()
         process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
@@ -204,7 +188,7 @@ class LayerSearch:
 
     @contextmanager
     def _keeping_the_state(self) -> Iterator[None]:
-        """Keep the state after the step, whatever is replayed meanwhile: the run goes on from it."""
+        """Restore the state after the step in any case, because the run continues from it."""
         after = self.session.snapshot()
         try:
             yield
@@ -213,13 +197,10 @@ class LayerSearch:
 
 
 class _Line:
-    """The points before a step's harm, in the same turn of forward and backward, and how values flow between them.
+    """The points before a step's harm, in its round of forward and backward, and how values flow between them.
 
-    Args:
-        order: The recorded order.
-        end: The place in it at which the harm was seen.
-        forward: The harm shows in the loss.
-        unseen_loss: The step returns no loss, so a harmed gradient may come from the forward or the backward.
+    `end` is the harm's place in the recorded order, and `forward` says that the harm shows in the loss. With
+    `unseen_loss` the step returns no loss, so a harmed gradient may come from the forward or the backward.
     """
 
     def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
@@ -246,7 +227,7 @@ class _Line:
         return [*masks, (1 << len(masks)) - 1]
 
     def earliest_source(self, suspects: Sequence[int]) -> Point | None:
-        """Returns the last point before the ops that make the values at the suspects; None for the step's start."""
+        """Returns the last point before the ops that make the suspects' values; None for the step's start."""
         sources = [self._first_source(at) for at in suspects]
         first = min(sources)
         place = self.places[first] if first >= 0 else self.places[0] - 1
@@ -271,7 +252,7 @@ class _Line:
         return sum(1 << i for i in range(at) if related(self.point(i), later))
 
     def _leads(self, earlier: Point, later: Point) -> bool:
-        """Does the value at the earlier point flow into the value at the later one?"""
+        """Whether the value at the earlier point flows into the value at the later one."""
         if later.kind == "output":
             return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier) or _loose(later):
@@ -279,7 +260,7 @@ class _Line:
         return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
 
     def _is_parent(self, earlier: Point, later: Point) -> bool:
-        """Does it flow there without passing another point?"""
+        """Whether the value flows there without passing another point."""
         if later.kind == "output":
             return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier):
@@ -288,44 +269,34 @@ class _Line:
 
 
 def _loose(point: Point) -> bool:
-    """Is it an arrival in a separate graph (a recomputation, a second derivative)? Only its order is known."""
+    """Whether the point is in a separate graph (a recomputation, a second derivative): only its order is known."""
     return point.recompute or point.firing > 0
 
 
-# The close look runs the step that fired once more: traced op by op, or searched by halving if asked for.
+# -- the step that fired, once more --
 
 
 @dataclass(slots=True)
 class CloseLook:
-    """Runs a step again with every op watched, from its snapshot or, if that does not rewind, from a fresh run.
-
-    Attributes:
-        replay: Makes fresh sessions.
-        session: The run under examination; once snapshots turn out not to rewind, another session from the factory.
-        rewinds: Snapshots bring a step back bit by bit.
-        deterministic: Every repeated step came back bit by bit, from a snapshot or from a fresh run.
-        findings: Findings about the replay itself.
-        partial_replays: Replays that a search ended before the end of the step.
-        left_out: What the looks could not find out.
-    """
+    """Runs a step again with every op watched, from its snapshot or, where that does not reproduce it, a fresh run."""
 
     replay: OpenReplay
-    session: Session = field(init=False)
-    rewinds: bool = True
-    deterministic: bool = True
-    findings: list[Finding] = field(default_factory=list)
-    partial_replays: int = 0
-    left_out: list[Skipped] = field(default_factory=list)
+    session: Session = field(init=False)  # replaced by a fresh one once snapshots do not reproduce a step
+    rewinds: bool = True  # restoring a snapshot reproduces a step bit by bit
+    deterministic: bool = True  # each repeated step was the same bit by bit, from a snapshot or a fresh run
+    findings: list[Finding] = field(default_factory=list)  # about the replay itself
+    partial_replays: int = 0  # ended by a search before the end of the step
+    left_out: list[Skipped] = field(default_factory=list)  # what could not be found out
 
     def __post_init__(self) -> None:
         self.session = self.replay.session()
 
     def sentinel(self) -> NonFiniteProbe:
-        """Returns the probe for pass 1; a search by halving, or of thousands of steps, need not know where harm is."""
+        """Returns the probe for pass 1; halving, and runs of thousands of steps, need no location of the harm."""
         return NonFiniteProbe(locate=not self._bisects and not self.replay.request.until_sick)
 
     def described(self) -> dict[str, Any]:
-        """Returns the part of the report's `run` section on the close look."""
+        """Returns this part of the report's `run` section."""
         run: dict[str, Any] = {"deterministic": self.deterministic, "strategy": self.replay.request.strategy}
         return {**run, "partial_replays": self.partial_replays} if self._bisects else run
 
@@ -334,13 +305,7 @@ class CloseLook:
         return self.replay.request.strategy == "bisect"
 
     def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
-        """Trace the same step again; None if not even a fresh run brings it back.
-
-        Args:
-            snapshot: The state before the step.
-            outcome: How the step ended.
-            sentinel: The probe that watched it; it watches the step again.
-        """
+        """Trace the same step again, watched by the same `sentinel`; None if not even a fresh run reproduces it."""
         trace = self._trace(snapshot, outcome, sentinel)
         if trace is not None:
             self.left_out += [
@@ -379,7 +344,7 @@ class CloseLook:
 
     @contextmanager
     def started_again(self, step: int) -> Iterator[Session]:
-        """Yields a fresh run at the start of a step: the way back if snapshots do not rewind."""
+        """Yields a fresh run at the start of a step: the way back where snapshots do not reproduce it."""
         session = self.replay.session()
         try:
             for earlier in range(step):
@@ -403,9 +368,9 @@ class CloseLook:
             self.partial_replays += search.partial_replays
 
     def _from_the_start(self, step: int, seen: Sequence[Observation], *, go_on: bool) -> Trace | None:
-        """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
+        """Rebuild the run and replay from step 0; used where restoring a snapshot did not reproduce the step.
 
-        With `go_on` the search continues in the fresh run: in the old one, state outside snapshots has moved on twice.
+        With `go_on` the rebuilt run is used from then on: in the old one, state outside snapshots has advanced twice.
         """
         session = self.replay.session()
         sentinel, tracer = self.sentinel(), OpTraceProbe()
@@ -428,47 +393,35 @@ class CloseLook:
         return tracer.trace if same else None
 
 
-# The way back to a step: a snapshot now and then, and the random state of every step since.
-#
-# A snapshot before each step would make the return free and every step dearer; without any, each return would be a
-# replay from the start. The distance between two snapshots depends on the length of the run, not on a clock: a report
-# must come out the same twice.
-
+# -- the way back to a step --
+# A snapshot now and then, and the random state of each step since. A snapshot before each step would slow every step;
+# without any, each return would replay from the start. The distance between snapshots depends on the number of steps
+# and not on a clock, so that a report comes out the same twice.
 
 TRIED = AFTER + 1
-"""Steps after a bad one that a trial may replay: one more than `AFTER` in case it leaves the bad one out."""
+"""Steps after a bad one that a trial may replay: one more than `AFTER`, in case it leaves the bad one out."""
 
 
 def stretch(steps: int) -> int:
-    """Returns the number of steps from one snapshot to the next in a run of `steps`.
+    """Returns the number of steps (at least 1) from one snapshot to the next in a run of `steps`.
 
-    A snapshot costs r steps, and a return replays half a stretch on average: steps * r / k + k / 2 is least at
-    k = sqrt(2 r steps). Measured: r = 0.04 (46 million parameters with AdamW, 512 tokens a step, one CPU core), and
-    more where a step is smaller. r = 1/8 gives sqrt(steps) / 2: each of the usual 8 steps, every 15th of 1,000, and at
-    most 1 / sqrt(steps) of the run's steps for a return.
-
-    Args:
-        steps: Number of steps that are asked for.
-
-    Returns:
-        At least 1.
+    A snapshot costs r steps, and a return replays half a stretch on average: steps * r / k + k / 2 is least at k =
+    sqrt(2 r steps). Measured: r = 0.04 (46 million parameters with AdamW, 512 tokens a step, one CPU core), and more
+    where a step is smaller. r = 1/8 gives sqrt(steps) / 2: each of the usual 8 steps, every 15th of 1,000, and at most
+    1 / sqrt(steps) of the run's steps for a return.
     """
     return max(1, math.isqrt(steps) // 2)
 
 
 @dataclass(slots=True)
 class WayBack:
-    """Leads to the start of the step that has just run, from the nearest snapshot before it.
+    """Restores the start of the step that has just run, from the nearest snapshot before it.
 
-    It holds one snapshot. Where it is to lead to some steps before the last one as well it holds two, which are never
-    nearer to each other than that. A snapshot that it handed out lives as long as its receiver keeps it.
-
-    Args:
-        steps: Steps of the whole run.
-        behind: Steps before the last one that it leads to as well.
+    It holds one snapshot; with `behind` (steps before the last one that it must also reach) it holds two, at least that
+    many steps apart. A snapshot that it returned lives as long as the receiver keeps it.
     """
 
-    steps: int
+    steps: int  # of the whole run
     behind: int = 0
     _states: dict[int, RandomState] = field(default_factory=dict)
     _session: Session | None = None
@@ -480,12 +433,9 @@ class WayBack:
     def passes(self, session: Session, step: int, *, exact: bool = False) -> None:
         """Remember the random state of the next step, whose batches are drawn; take a snapshot if one is due.
 
-        The step after one that had to be returned to gets a snapshot at once, because failures come in a row.
-
-        Args:
-            session: The run; a session other than the last one starts anew.
-            step: The next step.
-            exact: Take a snapshot in any case, because nothing between two of them could be replayed.
+        The step after one that was returned to gets a snapshot at once, because failures come in a row. Another session
+        than the last one starts anew. `exact` takes a snapshot in any case, because no step between two of them could
+        be replayed.
         """
         self._last = self._states[step] = session.random_state(self._last)
         due = exact or self.is_due(session, step)
@@ -495,14 +445,14 @@ class WayBack:
         if due:
             if not self.behind:
                 self._ring.clear()  # never two of them
-            elif len(self._ring) > 1:  # taken for a failure: the older one still leads far enough back
+            elif len(self._ring) > 1:  # taken because of a failure; the older one reaches back far enough
                 self._ring.pop()
             self._ring.append((step, session.snapshot()))
             self._session, self._fired = session, False
         session.keep_steps(self._is_needed)
 
     def is_due(self, session: Session, step: int) -> bool:
-        """Is a snapshot to be taken before this step?"""
+        """Whether to take a snapshot before this step."""
         if self._fired or not self._ring or session is not self._session:
             return True
         return step - self._ring[-1][0] >= max(stretch(self.steps), self.behind)
@@ -512,12 +462,7 @@ class WayBack:
         return self._states[step]
 
     def also(self, step: int, snapshot: Snapshot) -> None:
-        """Keep the batches that a trial from this snapshot may need, as long as it lives.
-
-        Args:
-            step: The step that it stands before.
-            snapshot: A snapshot that is held elsewhere.
-        """
+        """Keep the batches that a trial from this snapshot, held elsewhere, may need, as long as it lives."""
         self._given.append((step, weakref.ref(snapshot)))
 
     @property
@@ -527,7 +472,7 @@ class WayBack:
 
     @property
     def begin(self) -> int:
-        """The first step that it leads to; 0 where no step has begun."""
+        """The first step that can be restored; 0 where no step has begun."""
         return self._ring[0][0] if self._ring else 0
 
     @property
@@ -542,11 +487,7 @@ class WayBack:
         return self._ring[-1]
 
     def to(self, step: int) -> Snapshot:
-        """Returns the state before a step that has just run; the session is left where it is.
-
-        Args:
-            step: The last step that was passed to `passes`.
-        """
+        """Returns the state before `step`, the last one given to `passes`; the session stays where it is."""
         session, (at, snapshot) = self._session, self._nearest
         self._fired = True
         if session is not None and at < step:
@@ -563,12 +504,12 @@ class WayBack:
         return snapshot
 
     def _let_go(self, step: int) -> None:
-        """Let go of what leads no further back than a later snapshot that is far enough back itself."""
+        """Drop snapshots that are not needed: a later one reaches far enough back itself."""
         while len(self._ring) > 1 and self._ring[1][0] <= step - self.behind:
             self._ring.popleft()
         for old in [earlier for earlier in self._states if earlier < self.begin]:
             del self._states[old]
 
     def _is_needed(self, step: int) -> bool:
-        """May this step's batches be needed again: on the way back, or by a trial from a snapshot in use?"""
+        """Whether this step's batches may be needed again: on the way back, or by a trial from a snapshot in use."""
         return step >= self.begin or any(at <= step <= at + TRIED for at, given in self._given if given() is not None)

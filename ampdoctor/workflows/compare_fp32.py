@@ -57,28 +57,21 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 
-# The comparison with fp32 if snapshots do not bring a step back: fresh runs of the factory, side by side.
-
+# -- fresh runs side by side, where snapshots do not reproduce a step --
 
 NOT_ALONE = Skipped(
     what="parameters one by one, and wrong values of the forward", reason="its steps do not come back from a snapshot"
 )
-"""What needs a step to be run again as it was."""
+"""Checks that need to run a step again as it was."""
 
 
 def compare_fresh_runs(
     session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session], thresholds: Thresholds
 ) -> ReferencePass:
-    """Step one fresh run as the user's loop does, and another in fp32, each step from the first one's state.
+    """Step a fresh run as the user's loop does, and another in fp32, each step from the first one's state.
 
-    State outside the snapshots moves on once per step in both runs. A step whose gradients depart is traced in a third
-    run. No change is tried, because no step can be run again under one.
-
-    Args:
-        session: The session whose replays are counted.
-        seen: The steps of the first replay.
-        fresh: Makes another session from the factory.
-        thresholds: What matters, and how far is far.
+    State outside the snapshots advances once per step in both runs. A step whose gradients depart is traced in a third
+    run. No change is tried, because no step can be run again under one. Replays are counted in `session`.
     """
     passing = Passing(thresholds, comes_back=False)
     sentinel = NonFiniteProbe()
@@ -184,15 +177,14 @@ def _side_by_side(
     return compared(here, step, (outcome, reference), distances(probe.gradients, wide.gradients), (values, done, meant))
 
 
-# Finds sickness that stays finite: compares the steps with the same steps in fp32, from the same states.
-
+# -- steps run again, beside the same steps in fp32 from the same states --
 
 _ELSEWHERE = ("forward_overflow", "forward_precision")
 """Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
 TOO_FAR = "its steps do not come back from a snapshot, and a fresh run would have to come all the way"
 FOLLOWED = 8
-"""Steps in which old copies are looked for where fp32 cannot run, and after whose notes no more steps are compared: as
-many as `bisect-nan` replays without a word."""
+"""Number of steps in which stale copies are searched where fp32 cannot run, and of steps with notes after which the
+comparison ends: as many as `bisect-nan` replays by default."""
 NOT_YET: Mapping[int, Beside] = MappingProxyType({})
 
 
@@ -207,22 +199,15 @@ def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known
     begin: int = 0,
     first: int = 0,
 ) -> ReferencePass:
-    """Hold the steps beside fp32, and stop at the first sick one.
+    """Compare the steps with fp32, and stop at the first sick one.
 
-    A step that was compared while it was replayed, and in which no rule sees anything, counts as it is. Any other is
-    run once more, beside fp32. If snapshots do not bring a step back (a counter or a generator of the user's own), two
-    fresh runs are stepped side by side instead.
+    A step that was compared while it was replayed (`beside`) and in which no rule fires counts as it is. Any other is
+    run once more, beside fp32. If snapshots do not reproduce a step (a counter or a generator of the user's own), two
+    fresh runs are stepped side by side instead; with `begin` > 0 the comparison ends there, because a fresh run would
+    have to replay too many steps first.
 
-    Args:
-        session: The session, in any state.
-        start: The state before step `begin`; None if snapshots are known not to bring a step back.
-        seen: The steps of the first replay, from `begin` on.
-        fresh: Makes another session from the factory.
-        thresholds: What matters, and how far is far.
-        beside: The steps that were compared in the first replay.
-        begin: The first step that can be come to. Of a run whose beginning is too far back for a fresh one to be led
-            here, nothing more is compared once a step does not come back.
-        first: The first step to compare.
+    `start` is the state before step `begin`, None if snapshots are known not to reproduce a step; `seen` holds the
+    first replay's steps from `begin` on. `first` is the first step to compare.
     """
     passing = Passing(thresholds)
     if start is None:
@@ -263,18 +248,12 @@ def compare_with_fp32(  # noqa: C901, PLR0917 - what a run is, and what is known
 
 
 def _may_grow(findings: Sequence[Finding]) -> bool:
-    """Old copies that hardly matter yet: an average begins as the weights themselves, and later steps show more."""
+    """Whether all findings are notes on stale copies: an average starts as the weights, so later steps show more."""
     return bool(findings) and all(one.cause == "stale_casts" and one.severity == "note" for one in findings)
 
 
 def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
-    """Does no rule see anything in a step, so that it need not be run again?
-
-    Args:
-        comparison: The step beside fp32.
-        thresholds: What matters, and how far is far.
-        known: What was looked at in this run before.
-    """
+    """Whether no rule fires in a step, so that it need not run again; `known` is what earlier steps have shown."""
     known = known or Known()
     far = (
         deserves_a_look(comparison, thresholds)
@@ -294,8 +273,6 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A step and its twin in fp32."""
-
     comparison: Comparison
     observed: Observed
     steps: tuple[int, int]
@@ -305,13 +282,13 @@ class _Pair:
 
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
-        """Run the step in fp32, come back, run it as it is, and stay there. None if skipped, or fp32 is not finite."""
+        """Run the step in fp32, restore, run it as it is, and stay there. None if skipped or fp32 is not finite."""
         values = kept(session)
         with session.reference():
             wide, reference = stepped(session, step)
             there = moved(session, values)
         finite, beside = all_finite(wide), DistanceProbe(wide.gradients, wide.times)
-        del wide  # the probe lets each gradient go once it is compared
+        del wide  # the probe frees each gradient once it is compared
         before.restore()
         sentinel = NonFiniteProbe()
         with session.watched(sentinel, beside):
@@ -340,7 +317,7 @@ def _rounding_alone(session: Session, before: Snapshot, step: int) -> float:
 def _looked_at_closely(
     place: Place, before: Snapshot, pair: _Pair, thresholds: Thresholds, *, passing: Passing
 ) -> tuple[Finding, ...]:
-    """Returns what is found in a step that is not calm; what it shows without a finding is known from then on."""
+    """Returns the findings of a step that is not calm; without any, its values count as harmless from then on."""
     comparison = pair.comparison
     if is_calm(comparison, thresholds, passing.known):
         return ()
@@ -389,7 +366,7 @@ def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, p
 def _still_at_full_rate(
     place: Place, before: Snapshot, comparison: Comparison, thresholds: Thresholds, known: Known
 ) -> Stagnation | None:
-    """Returns what stands still, unless a warm-up is why: at the full rate it moves."""
+    """Returns what stands still, unless it moves at the learning rate that a warm-up rises to."""
     still = stagnation(comparison, thresholds)
     if still is None or known.warm_up:
         return None
@@ -407,10 +384,10 @@ def _far_from_fp32(
     *,
     passing: Passing,
 ) -> Iterator[Finding]:
-    """Yields why gradients are far from fp32's, all together or a parameter's own; the session is left in any state.
+    """Yields why gradients are far from fp32's, in total or for single parameters; the session is left in any state.
 
-    An overflow that is divided away, a value of the forward that rounding makes another one, or gradients that flush to
-    zero. What only single parameters show is said where a change was shown to bring their gradients back.
+    The reason is an overflow that is divided away, a forward value that rounding changes, or gradients that flush to
+    zero. For single parameters it is reported only where a change was shown to bring their gradients back.
     """
     alone, look = far_alone(comparison, thresholds, passing.known.alone), deserves_a_look(comparison, thresholds)
     if not (look or alone):
@@ -444,27 +421,23 @@ def _far_from_fp32(
         yield replace(found, prescription=underflow_cure(trying(), session))
 
 
-# Compares steps with fp32 while they are replayed: each step first in fp32, then back, then as the run takes it.
-#
-# No step is run a second time for the comparison, and of the step itself no gradient is copied: it is held beside
-# fp32's where the optimizer gets it, and fp32's is let go. Whoever keeps state outside of snapshots is stepped twice a
-# step by this. So it is only for runs that are not seen to move any (`Reached.beyond`) and do nothing after a step (an
-# average of the weights would take fp32's for its own), and only once one step was seen to come back:
-# `Alongside.proves`.
+# -- comparison during the replay: each step first in fp32, then restored, then as the run takes it --
+# No step is run a second time for this, and none of its gradients is copied: each is compared where the optimizer gets
+# it, and fp32's is then freed. State outside snapshots would advance twice a step. So this is only for runs in which
+# none was seen to move (`Reached.beyond`) and that do nothing after a step (an average of the weights would include
+# fp32's), and only once one step was seen to be reproduced: `Alongside.proves`.
 
 
 class DoesNotComeBackError(Exception):
-    """A step that was put back and run again gave other values: the run holds state that no snapshot holds."""
+    """A restored step gave other values when run again: the run keeps state that no snapshot holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What tells a step from another run of it.
+    """What distinguishes two runs of a step.
 
-    Attributes:
-        observed: What the non-finite probe saw.
-        left: The smallest and the largest element of each tensor that the model has after it, spelled out: an optimizer
-            that counts by itself takes another step with the same gradients.
+    `left` holds the smallest and largest element of each of the model's tensors after the step, as text: an optimizer
+    with its own counter makes another update from the same gradients.
     """
 
     observed: Observed
@@ -472,73 +445,53 @@ class Seen:
 
     @classmethod
     def of(cls, session: Session, sentinel: NonFiniteProbe) -> Seen:
-        """Of the step that has just run."""
+        """Returns it for the step that has just run."""
         pairs = (extremes(tensor) for _, tensor in tensors_of(session.model))
         return cls(sentinel.observed, tuple(repr(float(end)) for pair in pairs for end in pair))
 
 
 @dataclass(slots=True)
 class Twin:
-    """A step in fp32, for the step that follows from the same state.
+    """A step in fp32, for the step that follows from the same state."""
 
-    Attributes:
-        probe: Holds the step's gradients beside fp32's.
-        before: What the run keeps, before the step.
-        moved: How that moved in fp32.
-        outcome: How the step ended in fp32.
-        finite: fp32's gradients are.
-    """
-
-    probe: DistanceProbe
-    before: Kept
-    moved: Kept
-    outcome: StepOutcome
-    finite: bool
+    probe: DistanceProbe  # compares the step's gradients with fp32's
+    before: Kept  # what the run keeps, before the step
+    moved: Kept  # how that moved in fp32
+    outcome: StepOutcome  # of fp32
+    finite: bool  # fp32's gradients are finite
 
 
 @dataclass(slots=True)
 class Alongside:
-    """Gathers what the steps of pass 1 show beside fp32.
+    """Collects the comparisons of pass 1 with fp32."""
 
-    Attributes:
-        steps: How many steps are compared at most; None for all.
-        seen: By step. A step that is not in it has to be run again to be compared.
-    """
-
-    steps: int | None = None
-    seen: dict[int, Beside] = field(default_factory=dict)
+    steps: int | None = None  # maximum number of compared steps; None for all
+    seen: dict[int, Beside] = field(default_factory=dict)  # by step; others have to run again to be compared
     _proved: bool = False
     _gone: bool = False
 
     def wants(self, session: Session, step: int) -> bool:
-        """Is the step to be compared in passing?"""
+        """Whether the step is to be compared during the replay."""
         return session.run.after_step is None and not self._gone and (self.steps is None or step < self.steps)
 
     @property
     def proved(self) -> bool:
-        """A step was seen to come back, after a step in fp32 as well."""
+        """A step after a step in fp32 was seen to be reproduced as well."""
         return self._proved
 
     def gives_up(self) -> None:
-        """The run keeps state of its own: no step is run before the step itself."""
+        """Compare no further step: the run keeps state of its own."""
         self._gone = True
 
     def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Twin | None:
-        """Run the step in fp32 and come back; None if it cannot be run so, and no further step is then tried.
-
-        Args:
-            session: The run, before the step, whose batch is drawn.
-            step: The step.
-            snapshot: The state before it.
-            random_state: The generators' states before it.
-        """
+        """Run the step, whose batch is drawn, in fp32 and restore; None, and no further twin, if it cannot run so."""
         before = kept(session)
         try:
             with session.reference():
                 wide, outcome = stepped(session, step)
                 there = moved(session, before)
         except AmpdoctorError:
-            self._gone = True  # the comparison says why, when it comes to this step
+            self._gone = True  # the later comparison reports why
             return None
         finally:
             snapshot.restore()
@@ -546,38 +499,19 @@ class Alongside:
         return Twin(DistanceProbe(wide.gradients, wide.times), before, there, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
-        """Is the step, run again after its twin, the same, and does it leave the same state?
-
-        Args:
-            step: The step.
-            first: What was seen of it before.
-            again: What was seen of it now.
-
-        Raises:
-            DoesNotComeBackError: It is not.
-        """
+        """Record that the step, run again after its twin, was the same; raises DoesNotComeBackError if not."""
         if first_difference(first.observed, again.observed) is not None or first.left != again.left:
             raise DoesNotComeBackError(f"step {step}")
         self._proved = True
 
     def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
-        """Keep what the step shows beside its twin, where it can be compared.
-
-        Args:
-            session: The run, after the step.
-            twin: The step in fp32.
-            outcome: How the step ended.
-            sentinel: The probe that watched it.
-
-        Raises:
-            DoesNotComeBackError: fp32 is not finite where the step is.
-        """
+        """Keep the step's comparison with its twin; raises DoesNotComeBackError where only fp32 is not finite."""
         step = outcome.step
         if outcome.loses_updates:
             self.seen[step] = Beside()
         elif overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps:
             self.seen[step] = Beside(held=True)
-        elif not twin.finite and not sentinel.sightings.sinks:  # in half it is: it may count its calls
+        elif not twin.finite and not sentinel.sightings.sinks:  # only fp32 is not: the run may count its calls
             raise DoesNotComeBackError(f"step {step}")
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
             here = moved(session, twin.before)

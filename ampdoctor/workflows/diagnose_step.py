@@ -1,4 +1,4 @@
-"""Diagnoses a sick step of a training that is watched: its recorded calls run again, or its last update examined."""
+"""Diagnoses a sick step of a watched training: replays its recorded calls in place, or examines the last update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic  # a script may put another in its place
+from time import monotonic  # a script may replace time.monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,14 +47,13 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import WatchRequest
 
 
-# Looks at a recorded step, in place: runs it again from its calls on the live model, and puts everything back.
-
+# -- replay of a recorded step on the live model --
 
 AGREE = 1e-3
-"""Relative difference of a gradient and its replay up to which they are one: kernels that add in no fixed order (the
-backward of attention) stay below it in Megatron's rerun state machine, whose tolerance this is."""
+"""Relative difference up to which the loop's gradient and the replay's count as equal. Kernels that add in no fixed
+order (the backward of attention) stay below it. The tolerance is that of Megatron's rerun state machine."""
 MOST_BACKOFFS = 40
-"""Halvings from any scale that occurs down to one below 1: a GradScaler begins at 2^16, and at most 2^24 is usual."""
+"""Enough halvings from any usual scale to below 1: GradScaler starts at 2^16, and 2^24 is the usual maximum."""
 IN_PARTS = (
     "the parameters lie in parts on several processes ({parts}), and one alone cannot run the model without the others"
 )
@@ -62,35 +61,25 @@ IN_PARTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What was seen of a step.
-
-    Attributes:
-        report: The diagnosis; None where the step is health, a scaler that settles.
-        backoffs: How often the scaler has to back off until the step is taken, where it settles.
-        uncovered: Parameters whose gradient the calls do not explain.
-        failed: The step could not be run again here.
-        elsewhere: It is finite here: another process made it what it is, or what came after the gradients' reduction.
-        seconds: How long it took.
-    """
+    """What was found out about a step; `report` is None where the step is healthy and its scaler only settles."""
 
     report: Report | None
-    backoffs: int = 0
-    uncovered: tuple[str, ...] = ()
-    failed: bool = False
-    elsewhere: bool = False
+    backoffs: int = 0  # how often the scaler backs off until the step is taken
+    uncovered: tuple[str, ...] = ()  # parameters whose gradient the recorded calls do not explain
+    failed: bool = False  # the step could not be replayed here
+    elsewhere: bool = False  # finite here: the cause is another process, or lies after the reduction of gradients
     seconds: float = 0.0
 
     @property
     def shows_error(self) -> bool:
-        """An error was found, and not only that the step is sick."""
+        """Whether an error was found, rather than only that the step is sick."""
         return self.report is not None and any(finding.severity == "error" for finding in self.report.findings)
 
     def telling(self, *, raised: BaseException | None = None, advice: str = "") -> Look:
-        """Returns the look with what is known of the step besides.
+        """Returns a copy whose findings include facts from outside the replay.
 
-        Args:
-            raised: What the loop has raised, which takes the place of what the replay did.
-            advice: What more steps than this one have shown: it makes each finding an error.
+        `raised` is the loop's own exception and replaces the replay's. `advice` comes from other steps and makes each
+        finding an error.
         """
         if self.report is None:
             return self
@@ -107,17 +96,10 @@ class Look:
 
 
 def look(program: Program, *, policy: Policy, device: str, thresholds: Thresholds, settles: bool) -> Look:
-    """Look at a step whose weights are still as they were.
+    """Replay a step whose weights are still unchanged, and return the diagnosis.
 
-    Args:
-        program: The step.
-        policy: "cuda" where the CPU stands in for a GPU, else "native".
-        device: Where it runs.
-        thresholds: As of the command.
-        settles: A scaler has skipped it: it is health if the scaler backs off to where it is taken.
-
-    Returns:
-        What was seen; the model, its optimizer, scaler, gradients and the random state are as before.
+    `settles`: a scaler skipped the step, which is healthy if the scaler backs off to a scale at which the step is
+    taken. Afterwards the model, optimizer, scaler, gradients and random state are as before.
     """
     began, failed, unsaid = monotonic(), None, tuple[str, ...]()
     if not program.calls_models:
@@ -154,14 +136,14 @@ def look(program: Program, *, policy: Policy, device: str, thresholds: Threshold
 
 
 def not_looked_at(program: Program, what: str, why: str) -> Look:
-    """What is known of a sick step that is not run again, and why it is not."""
+    """Returns the result for a sick step that is not replayed, with the reason `why`."""
     said = f"step {program.step} was sick ({what}), and was not run again: {why}"
     note = ErrorNote(what=f"step {program.step}", kind="not_replayed", message=said)
     return Look(report=Report(command="run", target={}, verdict="sick", complete=False, errors=(note,)), failed=True)
 
 
 def all_gradients_nan(model: torch.nn.Module) -> bool:
-    """Does each gradient of a model hold a NaN, as behind a loss that is NaN? False where it has none."""
+    """Whether each gradient of a model holds a NaN, as after a NaN loss; False where it has none."""
     held = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with unseen():
         return bool(held) and all(bool(gradient.isnan().any()) for gradient in held)
@@ -178,18 +160,7 @@ def bundled(
     log: Sequence[str],
     leading: Leading | None,
 ) -> Written | None:
-    """Keep a sick step where a watch was asked to; None where it could not be written.
-
-    Args:
-        program: The step.
-        report: Its diagnosis.
-        request: Of the watch.
-        place: Of this process among the others.
-        say: Told what the bundle lacks.
-        made: How the model was made.
-        log: The last lines of the log.
-        leading: The updates that lead up to the step.
-    """
+    """Write the bundle of a sick step into the watch's health folder; None where it could not be written."""
     rank = place.rank
     folder = Path(request.health) / (f"bundle-{program.step}" + (f".rank{rank}" if rank else ""))
     write = partial(
@@ -207,13 +178,7 @@ def bundled(
 
 
 def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[str], None]) -> Written | None:
-    """Keep a sick step, and say what its bundle lacks; None where it could not be written.
-
-    Args:
-        write: Writes the bundle.
-        program: The step.
-        say: Told what is missing.
-    """
+    """Write a sick step's bundle and report through `say` what it lacks; None where it could not be written."""
     try:
         with unwarned():
             written = write()
@@ -232,12 +197,7 @@ def kept_bundle(write: Callable[[], Written], program: Program, say: Callable[[s
 
 
 def kept_of(health: Path, bundle: Written | None) -> Kept:
-    """What is kept of a sick step.
-
-    Args:
-        health: The folder of the run's log, as the user knows it.
-        bundle: The step's bundle, if one was written.
-    """
+    """Returns what is kept of a sick step; `health` is the log's folder as the user typed it."""
     kept = Kept(health=str(health))
     if bundle is not None and bundle.replays:
         kept["bundle"] = str(health / bundle.folder.name)
@@ -252,9 +212,9 @@ def kept_of(health: Path, bundle: Written | None) -> Kept:
 def at_its_begin(program: Program) -> Iterator[None]:
     """Inside, buffers, gradients, scaler and optimizer are as when the step began; afterwards as they were.
 
-    The versions of weights and buffers are put back with their values: a graph that the loop has yet to differentiate
-    (a GAN's generator, at its critic's step) has saved some of them, and its backward compares versions. What the loop
-    has hung behind its optimizer (an average of the weights, a log) is not run.
+    Version counters of weights and buffers are restored with their values: a graph that the loop has yet to
+    differentiate (a GAN's generator, during its critic's step) may have saved them, and its backward compares versions.
+    Post hooks of the optimizer (an average of the weights, a log) do not run.
     """
     with ExitStack() as stack:
         for tensor in (*program.model.parameters(), *program.model.buffers()):
@@ -286,7 +246,7 @@ def _put_back(program: Program) -> Iterator[None]:
 
 @contextmanager
 def _fresh_scaler(scaler: Any) -> Iterator[None]:
-    """Inside, the scaler has not been asked for anything in this step."""
+    """Inside, the scaler has no per-optimizer state from this step."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
         yield
@@ -300,7 +260,7 @@ def _fresh_scaler(scaler: Any) -> Iterator[None]:
 
 @contextmanager
 def _alone(optimizer: Any) -> Iterator[None]:
-    """Inside, nothing hangs behind the optimizer's steps, and no scaler has sent it anything."""
+    """Inside, the optimizer has no post hooks, and no values that a scaler has set on it."""
     if optimizer is None:
         yield
         return
@@ -318,13 +278,13 @@ def _alone(optimizer: Any) -> Iterator[None]:
         if behind is not None:
             own["_optimizer_step_post_hooks"] = behind
         own.update(sent)
-        for parameter, one in moments.items():  # held all along, so that putting them back takes no memory
+        for parameter, one in moments.items():  # kept all along, so restoring them takes no memory
             if not optimizer.state.get(parameter):
                 optimizer.state[parameter] = one
 
 
 def _once(program: Program) -> Callable[[], TrainingRun]:
-    """The live model can be had once at a time: a second run of the same parts is refused."""
+    """Returns a factory for the live model; a second call is refused, because the model cannot run beside itself."""
     made: list[None] = []
 
     def recorded_step() -> TrainingRun:
@@ -339,9 +299,9 @@ def _once(program: Program) -> Callable[[], TrainingRun]:
 def _first_run(
     session: Session, program: Program, real: Mapping[int, torch.Tensor], *, settles: bool
 ) -> tuple[tuple[str, ...], int | None]:
-    """Run the step once: what its calls do not explain, and after how many back-offs it is taken, if it is.
+    """Run the step; returns the unexplained gradients, and the number of back-offs until it is taken, or None.
 
-    After none, where a scaler of several processes has skipped what is finite on this one.
+    The number is 0 where a scaler of several processes skipped a step that is finite on this one.
     """
     session.has_step(0)
     start = session.snapshot()
@@ -365,13 +325,12 @@ def _first_run(
 
 
 def _is_finite(program: Program, loss: float | None) -> bool:
-    """Whether the loss and the gradients of a step that was run again are."""
     gradients = (p.grad for p in program.model.parameters() if p.grad is not None)
     return (loss is None or math.isfinite(loss)) and all(bool(g.isfinite().all()) for g in gradients)
 
 
 def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
-    """The parameters of the program's optimizer whose gradient is another than that of the loop."""
+    """Returns the optimizer's parameters whose gradient in the replay differs from the loop's."""
     if program.optimizer is None:
         return ()
     names = session.parameter_names()
@@ -380,10 +339,10 @@ def _uncovered(session: Session, program: Program, real: Mapping[int, torch.Tens
 
 
 def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
-    """Whether the loop's gradient and the replay's are one.
+    """Whether the loop's gradient equals the replay's.
 
-    Where several processes share a step the loop's is the mean over all of them, in which only what is not finite can
-    be told of this one: what is not finite in the replay's is not in the loop's.
+    With several processes the loop's gradient is a mean over all of them, so only non-finite values can be compared: an
+    element that is non-finite in the replay must be non-finite in the loop.
     """
     if here is None or there is None:
         present = here if there is None else there
@@ -401,7 +360,7 @@ def _agree(here: torch.Tensor | None, there: torch.Tensor | None) -> bool:
 
 
 def _finite_again(program: Program, uncovered: Sequence[str]) -> ErrorNote:
-    """The step was not finite, and is when it is run again: something else than its calls made it so."""
+    """Returns the note that the step is finite when replayed: something other than its calls is the cause."""
     edited = [name for name in program.edited if name in uncovered]
     said = (
         f"step {program.step} was not finite in the loop, and is finite when it is run again from its recorded calls: "
@@ -418,7 +377,7 @@ def _finite_again(program: Program, uncovered: Sequence[str]) -> ErrorNote:
 
 
 def finite_here(step: int) -> str:
-    """What is said of a step of several processes that is finite on this one."""
+    """Returns the sentence on a step of several processes that is finite on this one."""
     return (
         f"step {step} is finite here: the loss and the gradients of this rank's own calls are. What made it sick is "
         "another rank, or what changes gradients after they are reduced"
@@ -436,7 +395,7 @@ def _finite_here(program: Program, real: Mapping[int, torch.Tensor]) -> ErrorNot
 
 
 def _unproved(finding: Finding, uncovered: Sequence[str]) -> Finding:
-    """Nothing that a replay shows is a proof where its gradients are not those of the loop."""
+    """Returns the finding without its proof: the replay's gradients are not those of the loop."""
     made = finding.prescription
     if made is None or made.status != "verified":
         return finding
@@ -458,7 +417,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def trained_on(run: Mapping[str, Any]) -> str | None:
-    """The device type of the training behind a replay; None where none was made."""
+    """Returns the device type of the training behind a replay; None where no replay was made."""
     device = run.get("device")
     if device is None:
         return None
@@ -466,50 +425,37 @@ def trained_on(run: Mapping[str, Any]) -> str | None:
 
 
 def device_of(program: Program) -> str:
-    """Where the model of a step is."""
+    """Returns the device of a step's model."""
     first = next(program.model.parameters(), None)
     return "cpu" if first is None else str(first.device)
 
 
-# Weights that are not finite before a step whose predecessor was well: what is known of the update between the two.
-
+# -- weights that are non-finite before a step whose predecessor was healthy --
 
 _SHOWN = ("lr", "betas", "momentum", "alpha", "eps", "weight_decay")
-"""Settings that a sentence names, of the optimizers that have them."""
+"""Optimizer settings that a message names."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
-"""State of torch's optimizers whose root an update is divided by, with eps added to it."""
+"""States of torch's optimizers whose root, plus eps, divides an update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastUpdate:
-    """The settings with which an optimizer has made its last update, of gradients that were not seen to be sick.
-
-    Attributes:
-        step: Of the update.
-        optimizer: Whose.
-        settings: Of each of its groups; a scheduler may have changed them since.
-        read: Its gradients were read; they were finite.
-    """
+    """The settings of an optimizer's last update, whose gradients were not seen to be sick."""
 
     step: int
     optimizer: weakref.ref[torch.optim.Optimizer]
-    settings: tuple[Mapping[str, Any], ...]
-    read: bool
+    settings: tuple[Mapping[str, Any], ...]  # by parameter group; a scheduler may have changed them since
+    read: bool  # its gradients were read, and were finite
 
     @classmethod
     def of(cls, attempt: Attempt, *, read: bool) -> LastUpdate:
-        """The update that is about to be made, of gradients that were read and are finite, or were not read."""
+        """Returns the record of the update that is about to be made."""
         groups = attempt.optimizer.param_groups
         settings = tuple({key: group[key] for key in _SHOWN if key in group} for group in groups)
         return cls(attempt.step, weakref.ref(attempt.optimizer), settings, read)
 
     def explained(self, report: Report, parameters: Mapping[str, torch.Tensor]) -> Report:
-        """Returns the report; where a weight is not finite before the step, this update is named.
-
-        Args:
-            report: Of a step after it, whose weights are as it has left them.
-            parameters: Of the step's model, by name.
-        """
+        """Returns the report; if a weight is non-finite before the step, its finding names this update."""
         return replace(report, findings=tuple(self._told(finding, parameters) for finding in report.findings))
 
     def _told(self, finding: Finding, parameters: Mapping[str, torch.Tensor]) -> Finding:
@@ -553,13 +499,10 @@ class LastUpdate:
 
 
 def lost_weight(parameters: Mapping[str, torch.Tensor], step: int) -> Finding | None:
-    """Returns the finding for the first weight that is not finite when a training ends; None where each is.
+    """Returns the finding for the first weight that is non-finite when a training ends; None where all are finite.
 
-    Tensors that lie in parts on several processes are not asked: that would need the others.
-
-    Args:
-        parameters: Of the loop's models, by name; those that are frozen may hold infinities on purpose.
-        step: The last update.
+    Frozen parameters are passed over: they may hold infinities on purpose. So are sharded tensors, which would need the
+    other processes. `step` is that of the last update.
     """
     for name, parameter in parameters.items():
         if not parameter.requires_grad or type(parameter.detach()) is not torch.Tensor or not is_nonfinite(parameter):
@@ -579,12 +522,7 @@ def lost_weight(parameters: Mapping[str, torch.Tensor], step: int) -> Finding | 
 
 
 def lost_beside(lost: Lost, models: Iterable[torch.nn.Module]) -> Finding:
-    """Returns the finding for what a loop keeps beside its models and was finite before.
-
-    Args:
-        lost: It.
-        models: The loop's.
-    """
+    """Returns the finding for a tensor that a loop keeps outside its models and that is no longer finite."""
     own = [(name, p) for model in models for name, p in (*model.named_parameters(), *model.named_buffers())]
     with unseen(), torch.no_grad():
         twin = next((pair for pair in own if _same(lost, *pair)), None)
@@ -597,15 +535,11 @@ def lost_beside(lost: Lost, models: Iterable[torch.nn.Module]) -> Finding:
 
 
 def found_beside(beside: Beside, watch: LoopWatch, step: int, *, at_the_end: bool) -> tuple[Finding, int] | None:
-    """Look at what a loop keeps beside its models, where it is time; returns what is not finite any more.
+    """Check, when due, the tensors that a loop keeps outside its models; returns a finding and its step, or None.
 
-    Args:
-        beside: Knows what was finite.
-        watch: The loop's.
-        step: The step that was made last.
-        at_the_end: The training has ended: what is on its way is waited for.
+    `at_the_end`: the training has ended, so results that are still on their way are waited for.
     """
-    if watch.recorder.is_crowded:  # what is beside one thread's model may be another's
+    if watch.recorder.is_crowded:  # tensors beside one thread's model may be another's
         return None
     models = [root for _, root in watch.recorder.models.roots]
     if not at_the_end and beside.wants(step):
@@ -620,7 +554,7 @@ def _same(lost: Lost, name: str, tensor: torch.Tensor) -> bool:
 
 
 def _overflowed(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Is a copy infinite just where a tensor is beyond fp16? A list of copies has none of the model's names."""
+    """Whether a copy is infinite exactly where a tensor exceeds fp16; copies in a list have no names to compare."""
     if copy.shape != tensor.shape or copy.device != tensor.device or type(tensor.detach()) is not torch.Tensor:
         return False
     beyond = tensor.detach().abs() >= FP16_OVERFLOW_AT
@@ -628,7 +562,7 @@ def _overflowed(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _reasons(parameter: torch.Tensor, settings: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what of an optimizer's settings and state makes an update of finite gradients non-finite."""
+    """Yields which settings and states of an optimizer make an update of finite gradients non-finite."""
     for key, value in settings.items():
         if isinstance(value, torch.Tensor | float) and not math.isfinite(value):
             yield f"{key} is {_text(value)}"

@@ -41,24 +41,22 @@ _SIGNALS: tuple[tuple[str, CurveName, str, int], ...] = (
     ("learning rate", "learning_rate", "optimizer", LEAST),
     ("time of a step", "step_seconds", "hardware", LENGTH),
 )
-"""What is looked at, its curve, what moved first in a finding about it, and the taken steps with it from which all
-rules on it judge."""
+"""Name, curve, what moved first in a finding about it, and the number of taken steps with it that all its rules
+need."""
 _OF_STEPS = frozenset({"AMP722", "AMP740"})
 """Rules on whether steps are taken, and with what."""
 _OF_SCALE = frozenset({"AMP723", "AMP742"})
 """Rules on the loss scale, whatever moved first."""
 _NOT_LOGGED = "not in the log"
 MOST_LOGS = 64
-"""Logs of a folder that are judged at once; a sweep has hundreds, and whoever names it means some of them."""
+"""Maximum number of logs of a folder that are judged at once; of a sweep's hundreds, the user can name some."""
 _LISTED = 8
-"""Of these, those that an error lists."""
+"""Number of these that an error lists."""
 _NO_END = "no line end follows it, so that its last number may be cut off"
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A log that was read."""
-
     shown: str
     found: FoundLog
     looked: Looked
@@ -74,22 +72,22 @@ def health(
     """Judge the logs of runs over time.
 
     Args:
-        logs: Each a file, or a folder, of which every log in it and below it is judged, and of several that say the
-            same of one run one: ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's
-            event files, the file of a W&B run, what a job has printed, CSV or JSON lines.
-        thresholds: What counts as harmful, as too many.
-        export: Where the numbers and alerts of the one log go as well.
-        progress: Told how many lines were read.
+        logs: Each a file, or a folder, of which every log in it and below it is judged; of several logs that hold the
+            same run, one. Formats: ampdoctor's own log, `trainer_state.json`, Lightning's `metrics.csv`, TensorBoard's
+            event files, the file of a W&B run, a job's printed output, CSV or JSON lines.
+        thresholds: Limits of the rules.
+        export: Where the numbers and alerts of the one log are sent as well.
+        progress: Called with the number of lines read.
 
     Returns:
-        A report with `health`, a run for each log (of a log with several optimizers one each), and what was found in
-        them: `where.file` says in which. Its verdict is `sick` if a finding is an error. A file of a log that cannot be
-        read is one of `errors`, and so is one of several logs.
+        A report with `health`, a run for each log (one for each optimizer of a log), and the findings, whose
+        `where.file` names the log. Its verdict is `sick` if a finding is an error. A file that cannot be read is one of
+        `errors`, and so is one of several logs.
 
     Raises:
         CheckpointError: The only log cannot be read, there is none, or a folder has more than `MOST_LOGS`.
         OutputError: An export has failed.
-        UsageError: No log is named, or an export is one for a training that runs, or would write over the log.
+        UsageError: No log is named, or an export is for a training that runs, or would overwrite the log.
     """
     given: dict[str, str] = {}
     for log in logs:
@@ -129,11 +127,7 @@ def health(
 
 
 def _found(given: Mapping[str, str]) -> tuple[dict[str, FoundLog], list[Skipped], list[ErrorNote]]:
-    """Returns the logs at the paths, what else lies there, and what cannot be read.
-
-    Raises:
-        CheckpointError: The only path cannot be read, holds no log or too many.
-    """
+    """Returns logs, skipped files and errors at the paths; raises CheckpointError where the only path has no log."""
     found: dict[str, FoundLog] = {}
     skipped: list[Skipped] = []
     errors: list[ErrorNote] = []
@@ -184,9 +178,9 @@ def _told(progress: Progress | None, shown: str) -> Told | None:
 
 
 def _as_of_now(looked: Looked, found: FoundLog) -> Looked:
-    """Says what hangs on whether the log still grows, which what was kept cannot know.
+    """Returns the result with what depends on whether the log still grows, which the stored result cannot hold.
 
-    A run that has not ended in order still runs then, and a last line that nothing ends is being written.
+    If it grows, a run that has not ended in order still runs, and a last line without an end is being written.
     """
     if not grown_lately(found):
         cut_off = (Skipped(what=f"{name}: its last line", reason=_NO_END) for name in looked.unfinished)
@@ -242,13 +236,13 @@ def _verdict(findings: Sequence[Finding], runs: Sequence[HealthRun], *, settled:
 
 
 def _judged(run: HealthRun) -> int:
-    """Taken steps with a loss or a norm, of which the rules judge; without either in the log, taken steps."""
+    """Returns the number of taken steps that the rules judge: with a loss or a norm, or all if the log has neither."""
     known = [_known(run, name) for name in ("loss", "gradient_norm")]
     return max(known) if any(known) else _accepted(run)
 
 
 def _known(run: HealthRun, name: CurveName) -> int:
-    """Taken steps of which the log has a number: of a long log, the spans with it, which are as many at least."""
+    """Returns the number of taken steps with a value in the log; for a long log a lower bound, the spans with one."""
     curve = next((curve for curve in run.curves if curve.name == name), None)
     return 0 if curve is None else min(_accepted(run), sum(value is not None for value in curve.middle))
 
@@ -258,7 +252,7 @@ def _accepted(run: HealthRun) -> int:
 
 
 def _with_proposal(run: HealthRun, thresholds: Thresholds) -> HealthRun:
-    """The run with the settings that would have been better for its scaler, where the log says enough of it."""
+    """Returns the run with scaler settings that would have been better, where the log says enough."""
     if not run.scalers or not any(curve.name == "headroom_binades" for curve in run.curves):
         return run
     return with_proposed_scaling(run, thresholds)
@@ -284,7 +278,7 @@ def _target(read: Sequence[_Read], shown: Sequence[str]) -> dict[str, object]:
 
 
 def _checks(looked: Looked) -> Iterator[Check]:
-    """Yields what was looked at; of several optimizers, the steps of the one that has most of them."""
+    """Yields what was examined; of several optimizers, the steps of the one with the most."""
     runs = looked.runs
     most = max(runs, key=lambda run: run.steps)
     steps, skipped = most.steps, most.skipped

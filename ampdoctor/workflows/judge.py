@@ -1,4 +1,4 @@
-"""Decides whether a step is sick, what its cause is, and which findings have one cause in common."""
+"""Decides whether a step is sick, what its cause is, and which findings share a cause."""
 
 from __future__ import annotations
 
@@ -53,22 +53,19 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.close_look import CloseLook
 
 
-# Decides whether a step is sick: births give the cause, the cause a prescription. A skipped step may be healthy.
-
-
 CULPRITS = 8
 """Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
 
 SEVERAL = 3
-"""Steps in a row whose skipping has to be explained, although the scaler takes steps after them: one or two are a scale
-that has just been doubled, or an unusual batch."""
+"""Number of steps skipped in a row that need an explanation although later steps are taken: one or two follow from a
+scale that has just doubled, or an unusual batch."""
 OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
 """Causes to which growing weights lead."""
 
 
 @dataclass(slots=True)
 class _Skip:
-    """A skipped step that a lower loss scale may explain. It is kept until the run shows whether the scaler settles."""
+    """A skipped step that a lower loss scale may explain, kept until the run shows whether the scaler settles."""
 
     step: int
     snapshot: Snapshot
@@ -78,7 +75,7 @@ class _Skip:
 
     @property
     def unexplained(self) -> bool:
-        """Have several steps in a row been skipped, and fewer than would bring the overflow into its format?"""
+        """Whether several steps in a row were skipped, but fewer than would bring the overflow into its format."""
         return SEVERAL <= self.steps < (excess_binades(self.birth) or 0.0)
 
 
@@ -94,27 +91,18 @@ class _Pending:
 class Judge:
     """Judges the steps of a run one by one, and its scaler at the end.
 
-    Attributes:
-        look: The run, and the way back to its steps.
-        steps: Number of steps that were asked for.
-        start_scale: The loss scale before step 0; None if no scaler is enabled.
-        start: The state before step 0.
-        fresh: The scale at which the factory's scaler starts, where the checkpoint's has collapsed.
-        earlier: A step before the one that is judged, and the state before it: a change for good must not break what
-            lies between. None: step 0.
-        findings: What is sick.
-        errors: What could not be explained.
-        births: The birth that a finding names or rests on, by the finding's fingerprint.
+    `earlier` is a step before the judged one and the state before it (None: step 0): a permanent change must not break
+    the steps in between.
     """
 
     look: CloseLook
-    steps: int
-    start_scale: float | None
-    start: Snapshot | None = None
-    fresh: float | None = None
+    steps: int  # that were asked for
+    start_scale: float | None  # before step 0; None without an enabled scaler
+    start: Snapshot | None = None  # the state before step 0
+    fresh: float | None = None  # the factory's initial scale, where the checkpoint's has collapsed
     findings: list[Finding] = field(default_factory=list)
-    errors: list[ErrorNote] = field(default_factory=list)
-    births: dict[str, Birth] = field(default_factory=dict)
+    errors: list[ErrorNote] = field(default_factory=list)  # what could not be explained
+    births: dict[str, Birth] = field(default_factory=dict)  # by the finding's fingerprint
     earlier: tuple[int, Snapshot] | None = None
     _skipped: set[int] = field(default_factory=set)
     _replayed: list[ReplayedStep] = field(default_factory=list)
@@ -124,14 +112,9 @@ class Judge:
     _raised: str | None = None
 
     def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-        """Did this step do harm? If so, add its findings.
+        """Whether this step did harm; if so, its findings are added. `snapshot` is the state before it.
 
         Gradients of a step that only accumulates are judged in the step whose optimizer uses them.
-
-        Args:
-            snapshot: The state before the step.
-            outcome: How the step ended.
-            sentinel: The probe that watched it.
         """
         sightings = sentinel.sightings
         sinks = sightings.sinks
@@ -153,7 +136,7 @@ class Judge:
             return False
         trace = self.look.trace(snapshot, outcome, sentinel)
         births = culprits(trace) if trace is not None else ()
-        if outcome.raised is not None:  # a check of the user's raised, or a mistake of theirs in a healthy step
+        if outcome.raised is not None:  # the user's own check raised, or their code has a bug in a healthy step
             births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
         if not used and births and all(sink.startswith("grad:") for sink in sinks):
             self._pending = _Pending(snapshot, births)
@@ -164,12 +147,12 @@ class Judge:
         return self._judge(trace, births, outcome, sightings, snapshot)
 
     def _keep_unexplained(self) -> None:
-        """Remember the first skips that ended, though the scale had not come down to what they need."""
+        """Remember the first series of skips that ended before the scale came down to what it needs."""
         if self._unexplained is None and self._unsettled is not None and self._unsettled.unexplained:
             self._unexplained = self._unsettled
 
     def _has_settled(self, outcome: StepOutcome) -> bool:
-        """Has each optimizer whose update was skipped first made one since? Another's may be skipped now."""
+        """Whether each optimizer whose update was skipped first has made one since; another's may be skipped now."""
         skip = self._unsettled
         own = {event.optimizer for event in outcome.updates_skipped}
         stepped = {event.optimizer for event in outcome.events if event.kind == "optimizer_step"}
@@ -183,7 +166,7 @@ class Judge:
         sightings: Sightings,
         snapshot: Snapshot,
     ) -> bool:
-        """Is this step sick? If so, add its findings. A step that a scaler skips may be healthy."""
+        """Whether this step is sick; if so, its findings are added. A step that a scaler skips may be healthy."""
         if not births:
             if outcome.skipped or (trace is not None and trace.unattributed):
                 self.errors.append(
@@ -196,7 +179,7 @@ class Judge:
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
         if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
-            # one update's overflow is the scaler's affair, where another's gradients are lost at every scale
+            # one optimizer's overflow may be left to the scaler, while another's gradients are lost at every scale
             births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
         main = births[0]
         if outcome.loses_updates and scale_may_cure(births, sightings):
@@ -255,12 +238,7 @@ class Judge:
             self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
 
     def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
-        """Returns findings about the state before step 0, with the run tried on repaired state.
-
-        Args:
-            findings: Findings that each name their tensor.
-            start: The state before step 0.
-        """
+        """Returns findings about the state before step 0 (`start`), with the run tried on repaired state."""
         if not findings or not self.look.session.has_step(0):
             return list(findings)
         cure = repair([finding.where for finding in findings], self.trials_of_state(start))
@@ -271,14 +249,10 @@ class Judge:
         return self._trials(start, 0, self._known_steps(1), settles=True)
 
     def collapsed_scale(self, severity: Severity, *, harmed: bool) -> Finding | None:
-        """What is to be said of a checkpoint's scale that has collapsed; None where the run needs one as low.
+        """Returns the finding on a checkpoint's collapsed scale; None where the run needs a scale as low.
 
-        A run without other harm is tried with a fresh scaler: if that does not come down to a scale at which it takes
-        steps, before it is below 1, the gradients are as large as that.
-
-        Args:
-            severity: How bad a scan calls it.
-            harmed: The run has come to harm otherwise.
+        A run without other harm (`harmed` is False) is tried with a fresh scaler. If that takes no step before its
+        scale is below 1, the gradients are really that large. `severity` is the scan's.
         """
         if self.fresh is None or self.start is None or self.start_scale is None:
             return None
@@ -291,32 +265,21 @@ class Judge:
         return collapsed_scale_finding(self.start_scale, self.fresh, cure, severity) if cure.verified else None
 
     def dead_scale(self) -> float | None:
-        """The loss scale before step 0, where it is one with which every step does harm."""
+        """The loss scale before step 0 if it is one with which every step does harm, else None."""
         return self.start_scale if self.start_scale is not None and is_dead(self.start_scale) else None
 
     def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
-        """Returns the finding for a dead scale, after a trial with a fresh scaler.
-
-        Args:
-            snapshot: The state before the step.
-            where: The place where the scale does harm, or the checkpoint.
-            scale: The dead scale.
-        """
+        """Returns the finding for a dead scale at `where`, after a trial with a fresh scaler."""
         step = where.step or 0
         trials = self._trials(snapshot, step, self._known_steps(step + 1))
         return dead_scaler_finding(scale or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
 
     def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
-        """Judge skips at a high scale: healthy once a step is taken; otherwise the scale is at fault, or none works.
-
-        Args:
-            outcomes: The outcomes of all steps.
-            lost: The checkpoint's settled or collapsed scaler, if the run does not continue it.
-        """
+        """Judge skips at a high scale: healthy once a step is taken; otherwise the scale is at fault, or none works."""
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
             self._keep_unexplained()
-            skip = None  # a scaler at work
+            skip = None  # a scaler that still settles
         over = self._unexplained if skip is None else None
         skip = skip or over
         told = self._not_continued(lost, skip, outcomes) if lost is not None else None
@@ -355,17 +318,15 @@ class Judge:
             self._add(finding, skip.birth)
 
     def _fits_lower(self, skip: _Skip, used: float | None) -> bool:
-        """Is the skipped step well at some lower scale? What comes after it does not count: it was never taken."""
+        """Whether the skipped step is healthy at some lower scale, whatever happens in later steps."""
         alone = self._trials(skip.snapshot, skip.step, skip.step + 1)
         cure = scale_cure(skip.birth, alone, self.look.session, used)
         return cure is not None and cure.verified
 
     def held_back(self, last: int, steps: int) -> None:
-        """Judge steps that the user's own check skips for their gradients: healthy, unless none is taken any more.
+        """Judge steps that the user's own gradient check skips: healthy, unless no step is taken any more.
 
-        Args:
-            last: Number of steps at the end that were skipped like this.
-            steps: Number of steps of the whole run.
+        `last` is the number of such steps at the end, and `steps` that of the whole run.
         """
         pending = self._pending
         if pending is None or last < min(PERSISTS, steps):
@@ -389,7 +350,7 @@ class Judge:
         self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
 
     def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
-        """Does no change cure an overflow in half, and fp32 diverges too? Then add a finding on the updates."""
+        """Add a finding on the updates if no change cures an overflow in half and fp32 diverges; returns whether so."""
         if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
             return False
         losses = trials.diverges()
@@ -406,8 +367,8 @@ class Judge:
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding | None:
         """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it.
 
-        One that has collapsed is not to be gone on with, unless it is what lets a run that skips its steps take them:
-        the gradients are as large as that. None where it does not.
+        A collapsed scale should not be continued, unless a run that skips its steps takes them with it, because its
+        gradients are that large. None where a collapsed scale does not help.
         """
         own = outcomes[0].scale_before
         collapsed = lost.collapsed and (own is None or own >= 1)
@@ -442,7 +403,7 @@ def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
 
 
 def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:
-    """A bound on one op's operands is no cure of a run in fp32 that its updates drive beyond the finite."""
+    """Returns another prescription where fp32 diverges by its updates: a bound on one op's operands is no cure then."""
     if not trials.diverges():
         return cure
     reason = "how large a step the run bears is not tried"
@@ -450,7 +411,7 @@ def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:
 
 
 def _of_new_scalers(finding: Finding, scales: Sequence[float], begun_again: int) -> Finding:
-    """The scale would settle, but the scaler is made anew before it has."""
+    """Returns the finding that the scaler is made anew before its scale has settled."""
     lower = finding.prescription
     made_once = Prescription(
         kind="code",
@@ -471,21 +432,16 @@ def _of_new_scalers(finding: Finding, scales: Sequence[float], begun_again: int)
     )
 
 
-# One cause, one finding: of harm that stayed finite first, and of step counters that a checkpoint brought along.
-
+# -- one cause, one finding --
 
 LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
-"""Causes of harm that stays finite for some steps, and is then not; weights that stand still make no NaN."""
+"""Causes of harm that stays finite for some steps and then becomes non-finite; weights that stand still make no NaN."""
 
 
 def led_on(earlier: Sequence[Finding], later: Sequence[Finding]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Returns the earlier findings that may be why, and the later ones that they do not account for.
+    """Returns the earlier findings (of finite steps) that may be the cause, and later ones that they do not explain.
 
-    Where one change was shown to cure both, they have one cause: the earlier finding tells of the later step.
-
-    Args:
-        earlier: What was found in finite steps.
-        later: What was found in a step after them.
+    Where one change was shown to cure both, they have one cause, and the earlier finding names the later step.
     """
     first = [finding for finding in earlier if finding.cause in LEADS_ON]
     left = list(later)
@@ -506,9 +462,9 @@ def _one_cure(first: Finding, later: Finding) -> bool:
 
 
 def unproved_while_misused(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings; none has a proved cure while a step's calls on its scaler are out of order.
+    """Returns the findings without proved cures while a step's calls on its scaler are out of order.
 
-    What a replay shows of such a loop holds up to the next step that the scaler skips, or scales otherwise.
+    A replay of such a loop proves something only up to the next step that the scaler skips or scales differently.
     """
     broken = next((f for f in findings if f.code == MISUSE.code and _is_of_calls(f)), None)
     return [one if broken is None or _is_of_calls(one) else _unproved(one, broken) for one in findings]
@@ -529,14 +485,10 @@ def _unproved(finding: Finding, broken: Finding) -> Finding:
 def told_once(
     of_state: Sequence[Finding], beside: Sequence[Finding]
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Returns both kinds of findings, with what they say of the same step counters said by one of them.
+    """Returns both kinds of findings, where each step counter is reported by one of them.
 
-    The state before step 0 has the first word: it has the length of the updates. Only where a counter stopped in a
-    later step, and the state's note says that it will, it is the steps that know.
-
-    Args:
-        of_state: What was found in the state before step 0.
-        beside: What was found in the steps beside fp32.
+    The finding on the state before step 0 is kept, because it has the size of the updates. The one on steps beside fp32
+    is kept where a counter stopped in a later step and the state's finding is only a note that it will.
     """
     counters = [finding for finding in of_state if finding.code == COUNTERS.code]
     named = {f"optimizer:{where.tensor}.step" for finding in counters for where in (finding.where, *finding.also)}
@@ -547,5 +499,5 @@ def told_once(
 
 
 def _all_of(finding: Finding, named: set[str]) -> bool:
-    """Does the finding speak of these tensors alone? It lists the first of many."""
+    """Whether the finding is about these tensors alone; it lists only the first of many."""
     return named.issuperset(finding.evidence["tensors"]) and finding.evidence["tensors_count"] <= len(named)

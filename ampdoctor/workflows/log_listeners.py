@@ -25,29 +25,18 @@ if TYPE_CHECKING:
     from ampdoctor.live.log.run_log import RunLog
 
 
-# `Alerting`: judges a run while it goes on, from its own log, on a thread of its own.
-
-
 OnAlert = Callable[[Finding], None]
 _LOUD = ("error", "warning")
 _ENOUGH_BYTES = 4 * 2**20
-"""Of the end of a log: some ten thousand steps, of which the judge remembers a few hundred."""
+"""Bytes at the end of a log that are read: some ten thousand steps, of which the judge keeps a few hundred."""
 
 
 class Alerting:
-    """Hears the lines of a log; what the judge finds becomes a line of it, a sentence, and a call of a user's function.
+    """Judges the lines of a log; each finding becomes a line of the log, a sentence, and a call of the user's function.
 
-    Args:
-        write: Takes a line for the log.
-        say: Told an alert in a line; notes are in the log alone.
-        thresholds: Those in force.
-        on_alert: The user's own, told each alert, notes too; None for none. What it raises is said once, and it is
-            called no more.
-        earlier: Steps of the process that this one has taken the place of; read on the judge's thread.
-
-    Attributes:
-        fired: The name of the last rule that fired loudly and that nobody has taken notice of yet.
-        errors: The last error of each rule, by its code.
+    `say` gets no notes; `on_alert` does. What `on_alert` raises is reported once, and it is not called again. `earlier`
+    are the steps of the process that this one replaces, read on the judge's thread. `fired` is the name of the last
+    rule that fired loudly and was not yet taken, and `errors` has the last error of each rule by its code.
     """
 
     def __init__(
@@ -65,7 +54,7 @@ class Alerting:
         self._earlier: Iterable[StepLine] | None = earlier
 
     def hear(self, whole: Stamped) -> None:
-        """Told of a line of the log."""
+        """Judge a line of the log."""
         if self._earlier is not None:
             for step in self._earlier:
                 self._judge.hear(step)
@@ -77,13 +66,13 @@ class Alerting:
                 self.errors[finding.code] = finding
             if finding.severity in _LOUD:
                 self.fired = finding.name
-                whose = finding.evidence.get("optimizer")  # said where there are several
+                whose = finding.evidence.get("optimizer")  # named where there are several
                 at = f"step {finding.where.step}" + (f" of {whose}" if whose else "")
                 self._say(f"{finding.severity} {finding.code} at {at}: {finding.message}")
             self._tell(finding)
 
     def taken(self) -> str | None:
-        """Returns the rule that has fired since this was last asked; None if none has."""
+        """Returns the rule that has fired since the last call, or None."""
         fired, self.fired = self.fired, None
         return fired
 
@@ -98,13 +87,7 @@ class Alerting:
 
 
 def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]:
-    """Reads the last steps that a rank's process before this one has logged; none where it was the first.
-
-    Args:
-        folder: Of the log, in which this process has a file by now.
-        rank: Of the process.
-        restarts: How often it was started anew.
-    """
+    """Yields the last steps that a rank's previous process has logged to `folder`; none for the first process."""
     if not restarts:
         return
     with suppress(OSError):
@@ -121,29 +104,18 @@ def steps_before(folder: str, *, rank: int, restarts: int) -> Iterator[StepLine]
                             yield whole.line
 
 
-# Where a training's log goes while it runs: what was asked for, as listeners of the log.
+# -- exports while the training runs --
 
 
 def exports_of(given: Iterable[Any]) -> tuple[Export | Sink, ...]:
-    """Returns what was asked for.
-
-    Args:
-        given: Texts like `tensorboard=DIR`, and objects that are sinks.
-
-    Raises:
-        UsageError: One of them is neither, or its library is not installed.
-    """
+    """Returns the exports of texts like `tensorboard=DIR` and of sinks; raises UsageError for anything else."""
     if isinstance(given, str):
         given = (given,)
     return tuple(export_of(one) if isinstance(one, str) else sink_of(one) for one in given)
 
 
 def refuse_log(exports: Iterable[Export], log: FoundLog) -> None:
-    """Refuses exports that would write over the log that is read, or beside it what would be read the next time.
-
-    Raises:
-        UsageError: One of them would.
-    """
+    """Raises UsageError for exports that would overwrite the log that is read, or lie where the next run reads logs."""
     read = {file_key(log.folder / name) for name in log.names}
     for one in exports:
         for file in one.files(log.folder.absolute().name):
@@ -156,7 +128,7 @@ def refuse_log(exports: Iterable[Export], log: FoundLog) -> None:
 
 
 def export_while_it_runs(log: RunLog, exports: Iterable[Export | Sink]) -> None:
-    """Has sinks listen to a log: those with a library in processes of their own, a user's object here, on a thread."""
+    """Let sinks listen to a log: those with a library in their own processes, a user's object here, on a thread."""
     for one in exports:
         if isinstance(one, Export):
             far = Apart(one)

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.step_beside_fp32 import Kept, Known
 
 
-# Tries what lets tensors move that stand still in half: fp32 for modules or for everything, code without casts.
+# -- changes that make tensors move again that stand still in half --
 
 
 def standing_still(
@@ -69,13 +69,8 @@ def standing_still(
 ) -> Finding | None:
     """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
 
-    None where nothing is lost by it: the optimizer rounds by chance, or keeps what rounding loses.
-
-    Args:
-        session: The session; it is left in any state.
-        before: The state before the step.
-        comparison: The step beside fp32.
-        stagnation: What stands still.
+    None where nothing is lost: the optimizer rounds stochastically, or keeps what rounding loses. The session is left
+    in any state.
     """
     if _lost_nothing(Again(session, before, comparison.step), stagnation):
         return None
@@ -94,14 +89,8 @@ def zeroed_by_an_op(
 ) -> Finding | None:
     """Returns the finding for an overflow that makes updates zero: a trust or clip factor of something over infinity.
 
-    None where no infinity of the step is gone before it reaches the loss, a gradient or the run's state.
-
-    Args:
-        session: The session; it is left after the step.
-        before: The state before the step.
-        step: The step.
-        still: The parameters whose updates are zero.
-        cure: What lets them move.
+    None where no infinity of the step disappears before the loss, a gradient or the run's state. `cure` is the change
+    that lets the parameters move. The session is left after the step.
     """
     births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
     if not births:
@@ -125,15 +114,7 @@ def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
 def stagnation_cure(
     session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, in_code: bool = False
 ) -> Prescription:
-    """Try fp32 for what is trained, then for everything: do the weights that move in fp32 now move?
-
-    Args:
-        session: The session; it is left in any state.
-        before: The state before the step.
-        step: The step.
-        stagnation: What stands still.
-        in_code: Code that casts to half may be why.
-    """
+    """Try fp32 for what is trained, then for everything; with `in_code`, also without casts in the user's code."""
     if change.mostly_frozen(session):
         words = change.TRAINED_IN_FP32
         plan = Prescription(kind="code", value=words, status="not_run", detail=words)
@@ -156,14 +137,13 @@ def stagnation_cure(
 def _moves_with(
     session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, plan: Prescription, tried: change.Change
 ) -> Prescription:
-    """The plan with what its replay shows."""
     before.restore()
     values = kept(session, trained=False)
     try:
         with tried(session):
             stepped(session, step)
             moves = moved(session, values).half
-    except AmpdoctorError as error:  # an update over tensors of two formats, which the user's code does not allow
+    except AmpdoctorError as error:  # the user's code allows no update over tensors of two formats
         return replace(plan, reason=f"the replay with the change cannot run: {error}")
     names = [name for update in stagnation.updates for name in update.tensors]
     expected = sum(update.moved for update in stagnation.updates)
@@ -173,32 +153,22 @@ def _moves_with(
     return replace(plan, status="failed", reason=f"{now} of {expected} elements move with it")
 
 
-# A learning rate that is still coming up: does what stands still at it move at the rate that it comes up to?
-#
-# In a model that is bf16 throughout, the first steps of nearly every warm-up move nothing, and no harm comes of it.
-
+# -- learning rates that still rise: does what stands still move at the full rate? --
+# In a model that is bf16 throughout, the first steps of nearly every warm-up move nothing, which does no harm.
 
 Rates = Mapping[tuple[str, int], float]
 """A learning rate for each group, by optimizer and position."""
 
 RISING = 0.99
-"""Share of a group's full rate below which it is still coming up; a decay begins nearer to it."""
+"""Share of a group's full rate below which it still rises; a decay begins nearer to it."""
 
 
 def at_full_rate(session: Session, start: Snapshot, before: Snapshot, step: int) -> Comparison | None:
-    """Replay a step and its twin in fp32 with the learning rates that a warm-up brings them to.
+    """Replay a step and its twin in fp32 with the learning rates that a warm-up rises to.
 
-    A group's full rate is what torch's schedulers note down (`initial_lr`), else what it had before the first step: a
-    loop that sets the rate by hand begins with the optimizer's own.
-
-    Args:
-        session: The session; it is left at the start of the step.
-        start: The state before step 0.
-        before: The state before the step.
-        step: The step.
-
-    Returns:
-        The step beside fp32; None where the rates are not below their full ones, or it cannot be run so.
+    A group's full rate is the one that torch's schedulers store (`initial_lr`), else the one before step 0 (`start`): a
+    loop that sets the rate by hand begins with the optimizer's own. None where the rates are at their full ones
+    already, or the step cannot run so. The session is left at the start of the step.
     """
     start.restore()
     full = _full(session)
@@ -237,7 +207,7 @@ def _number(rate: Any) -> float:
 
 @contextmanager
 def _held_at(session: Session, full: Rates, used: dict[tuple[str, int], float]) -> Iterator[None]:
-    """Inside, each group steps with its full rate; `used` is told the rate that it would have had."""
+    """Inside, each group steps with its full rate; `used` receives the rate that it would have had."""
     with ExitStack() as stack:
         for name, optimizer in session.optimizers.items():
 
@@ -252,19 +222,13 @@ def _held_at(session: Session, full: Rates, used: dict[tuple[str, int], float]) 
         yield
 
 
-# What single tensors show over the compared steps of how they are written: frozen, stepped wrongly, stuck.
-
+# -- how single tensors are written: frozen, stepped wrongly, stuck --
 
 NO_CASTS = "do not cast to half what is added to it"
 
 
 def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
-    """Is there nothing above a note in how single tensors are written?
-
-    Args:
-        compared: The steps.
-        thresholds: What counts.
-    """
+    """Whether single tensors show nothing above a note in how they are written."""
     steps = _moving(compared)
     still = frozen(steps)
     sick = still and severity_of_frozen(steps, still, thresholds) != "note"
@@ -274,14 +238,10 @@ def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
 def by_update(
     place: Place, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
-    """Returns what the compared steps show of how single tensors are written; the session is left in any state.
+    """Returns findings on how single tensors are written in the compared steps; the session is left in any state.
 
-    Args:
-        place: The run, at its start.
-        compared: The steps that were held beside fp32, and in which no rule saw anything.
-        thresholds: What counts.
-        known: Parameters of which something is said already.
-        seen: What was looked at in this run before; told where a warm-up is why something stands still.
+    `place` is at the run's start, and no rule fired in the compared steps. Parameters in `known` have a finding
+    already. `seen.warm_up` is set where a warm-up is why something stands still.
     """
     steps = _moving(compared)
     still = tuple(p for p in frozen(steps) if p.name not in known)
@@ -313,7 +273,7 @@ def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
 def _at_full_rate(
     again: Again, start: Snapshot, still: Sequence[ParameterBeside], seen: Known
 ) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters that stand still at the learning rate that a warm-up comes up to as well."""
+    """Returns the parameters that also stand still at the learning rate that a warm-up rises to."""
     later = at_full_rate(again.session, start, again.before, again.step)
     moves = frozenset(p.name for p in later.parameters if p.moved) if later is not None else frozenset[str]()
     left = tuple(p for p in still if p.name not in moves)
@@ -388,7 +348,7 @@ def _stuck(again: Again, compared: Sequence[Comparison], since: int, states: Seq
 
 
 def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None:
-    """fp32 for the modules that hold them, or for everything, or for them alone, which only the user's code can do."""
+    """Try fp32 for the modules that hold the states, for everything, or for the states alone in the user's code."""
     wanted = {state.name: state.meant_to_move for state in states}
     inside = list(dict.fromkeys(owner_of(state.name) for state in states if state.kind == "buffer"))
 
@@ -403,7 +363,7 @@ def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None
             plan = in_code(f"{said}, and {NO_CASTS}")
             yield again.tried(plan, without_casts(change.fp32_modules(inside)), stay)
         if all(state.kind == "counter" for state in states):
-            yield again.in_fp32(stay)  # what an optimizer counts with is of its parameters' format
+            yield again.in_fp32(stay)  # an optimizer's counters have its parameters' format
         said = f"keep {states[0].name}{' and the others' if len(states) > 1 else ''} in fp32"
         for casts in (True, False):
             plan = in_code(said if casts else f"{said}, and {NO_CASTS}")
@@ -417,21 +377,17 @@ def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None
     return cure
 
 
-# What the total does not show: parameters that get nothing, though in fp32 they would; and single updates.
-
+# -- what the total does not show: parameters that get no gradient, though in fp32 they do; and single updates --
 
 _MOSTLY = 0.9
-"""Share of an op's result that it flushes where a whole gradient dies."""
+"""Share of an op's result that it flushes where a whole gradient is lost."""
 
 
 def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Thresholds, seen: Known) -> tuple[Finding, ...]:
-    """Returns what the compared steps show of single parameters; the session is left in any state.
+    """Returns findings on single parameters in the compared steps; the session is left in any state.
 
-    Args:
-        place: The run, at its start.
-        compared: The steps that were held beside fp32, and in which no rule saw anything.
-        thresholds: What counts.
-        seen: What was looked at in this run before; told where a warm-up is why something stands still.
+    `place` is at the run's start, and no rule fired in the compared steps. `seen.warm_up` is set where a warm-up is why
+    something stands still.
     """
     hungry = starved(compared, thresholds)
     fed = _starving(place, shown_in(compared, hungry), hungry) if hungry else ()
@@ -440,7 +396,7 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
 
 
 def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> tuple[Finding, ...]:
-    """Returns the finding for what is starved and is no noise."""
+    """Returns the finding for parameters that get no gradient, leaving out those whose fp32 gradient is noise."""
     if not place.comes_to(compared[0].step):
         return ()
     session, step = place.session, compared[0].step
@@ -451,7 +407,6 @@ def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[Par
 
 
 def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> Finding:
-    """Returns the finding for parameters that get nothing, with what feeds them."""
     session, step = place.session, compared[0].step
     trace = traced(session, before, step, flushes=True)
     saturated = _saturated(trace, hungry)
@@ -461,7 +416,7 @@ def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry:
 
 
 def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flush | None:
-    """Returns the first op of the backward that loses nearly all, in the module of what is starved if there is one."""
+    """Returns the first op of the backward that loses nearly all, in the parameters' common module if there is one."""
     whole = [flush for flush in flushes if flush.fraction >= _MOSTLY]
     module = common_module([parameter.name for parameter in found])
     within = [f for f in whole if module and (f.where.module == module or f.where.module.startswith(f"{module}."))]
@@ -484,7 +439,7 @@ def _saturated(trace: Trace, found: Sequence[ParameterBeside]) -> Where | None:
 
 
 def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[ParameterBeside]) -> Prescription | None:
-    """A loss scale; where the forward has rounded into saturation, fp32 for the module; else another format."""
+    """Try a loss scale; then fp32 for the module, and for the line where the forward saturates; then another format."""
     modules = list(dict.fromkeys([finding.where.module, common_module([p.name for p in found])]))
 
     def attempts() -> Iterator[Prescription]:

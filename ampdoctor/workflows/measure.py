@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress
 
 
-# Measures a run's ranges in an fp32 replay; one half-precision step tells which tensors are half.
-
-
 DEFAULT_STEPS = 50
 COMPARED = 4
 """Number of steps that are examined more closely (updates; comparison with fp32): each costs more than one step."""
@@ -48,22 +45,13 @@ SAME_FACTOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A measured step beside which half-precision steps from the same state can be held.
-
-    Attributes:
-        step: Its number.
-        state: The run's state before it.
-        outcome: How it ended in fp32.
-        sinks: What was not finite in it.
-        gradients: Its gradients in fp32. The step is not run again for them.
-        counted: Its histograms.
-    """
+    """A measured step, beside which half-precision steps run from the same state."""
 
     step: int
-    state: Snapshot
-    outcome: StepOutcome
-    sinks: tuple[str, ...]
-    gradients: ReferenceGradients
+    state: Snapshot  # before it
+    outcome: StepOutcome  # in fp32
+    sinks: tuple[str, ...]  # what was non-finite in it
+    gradients: ReferenceGradients  # in fp32; the step is not run again for them
     counted: Mapping[Place, Histogram]
 
 
@@ -71,21 +59,16 @@ class Moment:
 class Measurement:
     """The result of measuring a run.
 
-    Attributes:
-        ranges: The profile.
-        plan: Which tensors are half; None if no half-precision step could be run.
-        first: How the run itself takes its first step; None where it is no half-precision run, or cannot.
-        moments: The first and the last measured step, for shadow steps in fp16; () for a run in bf16, or where no
-            half-precision step could be run. For a half model only the first: while its reference lasts, the model is
-            another one, and a state that is taken then is not the run's.
-        notes: For the report, in sentences.
+    `moments` are the first and the last measured step, for shadow steps in fp16; () for a bf16 run, or where no
+    half-precision step could run. For a half model it is only the first: during its fp32 reference the model is another
+    one, and a state that is taken then is not the run's.
     """
 
     ranges: RangeProfile
-    plan: HalfPlan | None
-    first: Seen | None = None
+    plan: HalfPlan | None  # which tensors are half; None if no half-precision step could run
+    first: Seen | None = None  # the run's own first step, if that computes in half
     moments: tuple[Moment, ...] = ()
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences for the report
 
 
 def measure(
@@ -93,19 +76,8 @@ def measure(
 ) -> Measurement:
     """Replay up to `steps` steps in fp32 and measure every place; the session is back at `start` afterwards.
 
-    Args:
-        session: A run at its start.
-        start: Its snapshot.
-        steps: Maximum number of optimizer steps to replay; None for `DEFAULT_STEPS`, or as many as there are batches.
-        progress: Called after each step.
-        factory: Name of the factory that made the run, for the profile.
-
-    Returns:
-        The profile, and what else is worth knowing.
-
-    Raises:
-        ReplayError: There is no batch, or nothing needs a gradient.
-        AmpdoctorError: The user's code raised.
+    `steps` None means `DEFAULT_STEPS`, or as many as there are batches. Raises ReplayError where there is no batch or
+    nothing needs a gradient, and AmpdoctorError where the user's code raises.
     """
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
@@ -173,7 +145,6 @@ class _Steps:
         self.moments: list[Moment] = []
 
     def run(self) -> None:
-        """Run all reference steps."""
         session = self._session
         self._run(self._start, before_last=self._plan is not None and session.precision.autocast)
         if self._is_there(self._done):
@@ -222,10 +193,9 @@ def harms(sinks: Sequence[str]) -> list[str]:
 
 
 def hand_scale(factors: Sequence[float | None]) -> float:
-    """Returns the factor by which a step scales its loss by hand: the same in at least two steps, and not 1; else 1.0.
+    """Returns the factor by which a step scales its loss by hand, or 1.0: the same in at least two steps, and not 1.
 
-    Args:
-        factors: For each step, the backward's largest gradient divided by the largest that the optimizer got.
+    `factors` holds for each step the backward's largest gradient divided by the largest that the optimizer got.
     """
     known = [factor for factor in factors if factor is not None and factor > 0.0 and math.isfinite(factor)]
     if len(known) < 2 or len(known) < len(factors):
@@ -267,15 +237,14 @@ def _usable(scale: float | None) -> float:
     return scale if scale is not None and 0.0 < scale < math.inf else 1.0
 
 
-# Does a step come back that is far from fp32? Only then was it of the same data as its twin.
-#
-# A run may keep state that no snapshot holds: an environment, a replay buffer, a stream that is read. The step and its
-# twin in fp32 then saw different data, and a distance between them says nothing of precision. Where both agree, the
-# data were the same, and nothing is run again.
+# -- steps that are far from fp32: are they reproduced? --
+# A run may keep state that no snapshot holds: an environment, a replay buffer, a stream. Then the step and its twin in
+# fp32 saw different data, and their distance says nothing of precision. Where both agree, the data were the same, and
+# nothing is run again.
 
 
 def is_far(found: Zeroed) -> bool:
-    """Returns whether a step is so far from its twin that they may have been of different data."""
+    """Whether a step is so far from its twin that the two may have seen different data."""
     return found.relative_error is not None and AGREEMENT < found.relative_error < math.inf
 
 
@@ -288,18 +257,11 @@ def comes_back(
     found: Zeroed,
     again: Callable[[], Zeroed | None],
 ) -> bool:
-    """Returns whether a step and its twin are the same when they are run once more.
+    """Whether a step and its twin give the same values when they are run once more.
 
-    First the step, then the twin: of what is moved once, or to and fro, one of the two shows it. The session is left in
-    any state.
-
-    Args:
-        session: The run.
-        before: The state before the step.
-        step: Its number.
-        reference: The twin's gradients.
-        found: The step's beside them.
-        again: Runs the step once more, from the state before it.
+    First the step runs, then the twin: hidden state that advances once, or back and forth, shows in one of the two.
+    `reference` holds the twin's gradients, `found` the step's beside them, and `again` runs the step from the state
+    before it. The session is left in any state.
     """
     twin = ReferenceGradients(reference.plan)
     try:
@@ -316,15 +278,13 @@ def comes_back(
 
 
 def not_compared(step: int) -> str:
-    """Returns the reason, as a clause, why nothing is compared in a run with a step that does not come back."""
+    """Returns the reason, as a clause, why nothing is compared in a run with a step that is not reproduced."""
     return f"run again from the same state, step {step} had other gradients: the run keeps state that no snapshot holds"
 
 
-# Shadow steps: half-precision steps with the weights, batch and random state of fp32 ones, to check the predictions.
-#
-# They show what histograms cannot: weight gradients that are made of flushed activation gradients, the rounding of the
-# forward, sums in half.
-
+# -- shadow steps: half-precision steps with the weights, batch and random state of fp32 ones --
+# They check the predictions from histograms, and show what those cannot: weight gradients that are made of flushed
+# activation gradients, the rounding of the forward, sums in half.
 
 NONE_KNOWN: Mapping[float, Zeroed] = MappingProxyType({})
 
@@ -335,16 +295,11 @@ def shadowed(
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
     The session is back at its start afterwards. If it is unknown which tensors are half, nothing can be compared, and
-    the profile is returned unchanged. A scale at which the user's code raises has no shadow.
-
-    Args:
-        session: The run.
-        taken: The measurement.
-        scales: Loss scales, without duplicates.
-        progress: Called after each step.
+    the profile is returned unchanged. A scale at which the user's code raises has no shadow. `scales` has no
+    duplicates.
     """
     shadows = Shadows(taken.ranges, scales)
-    for done, moment in enumerate(reversed(taken.moments)):  # the first last: the run is then back at its start
+    for done, moment in enumerate(reversed(taken.moments)):  # in reverse, so that the run ends at its start
         shadows.take(session, moment)
         if progress is not None:
             progress("shadow steps in fp16", done + 1, len(taken.moments))
@@ -354,14 +309,9 @@ def shadowed(
 
 
 class Shadows:
-    """Gathers the shadow steps of a measured run.
+    """Collects the shadow steps of a measured run, for loss scales without duplicates.
 
-    Args:
-        ranges: The profile.
-        scales: Loss scales, without duplicates.
-
-    Attributes:
-        unlike: A step that does not come back: the measured one saw other data. Then there is no shadow.
+    `unlike` is a step that is not reproduced, so that the measured one saw other data; then there is no shadow.
     """
 
     def __init__(self, ranges: RangeProfile, scales: Sequence[float]) -> None:
@@ -370,12 +320,9 @@ class Shadows:
         self.unlike: int | None = None
 
     def take(self, session: Session, moment: Moment, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
-        """Run a moment's step in fp16 at each scale, and come back to the state before it.
+        """Run a moment's step in fp16 at each scale, and restore the state before it.
 
-        Args:
-            session: The run.
-            moment: The measured step.
-            known: Of the scales at which this step was run already, from the same state.
+        `known` has the results for scales at which this step was run already, from the same state.
         """
         run = self._ranges.run
         half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
@@ -393,7 +340,7 @@ class Shadows:
         moment.state.restore()
 
     def profile(self) -> RangeProfile:
-        """Returns the profile with what was gathered."""
+        """Returns the profile with the shadows."""
         tallies = self._tallies.values() if self.unlike is None else ()
         return replace(self._ranges, shadows=tuple(tally.shadow() for tally in tallies if tally.steps))
 
@@ -402,13 +349,13 @@ def _zeroed(session: Session, moment: Moment, factor: float) -> Zeroed | None:
     """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
     moment.state.restore()
     probe = ZeroedProbe(moment.gradients, factor=factor)
-    # the probe first: it sees a half parameter's gradient before the factor is divided out in half
+    # attach the probe first: it sees a half parameter's gradient before the factor is divided out in half
     other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
     try:
         with _usable_scale(session), session.watched(probe), other:
             session.step(moment.step)
     except AmpdoctorError:
-        return None  # the user's own asserts, at this scale
+        return None  # the user's own asserts fail at this scale
     return probe.zeroed
 
 
@@ -432,7 +379,7 @@ class _Tally:
         self.steps: list[int] = []
 
     def add(self, moment: Moment, zeroed: Zeroed) -> None:
-        """Add a step: the prediction from its own fp32 histograms, and what was measured."""
+        """Add a step: the prediction from its own fp32 histograms, and the measured values."""
         self.steps.append(moment.step)
         self._nonzero += zeroed.nonzero
         self._measured += zeroed.flushed
@@ -449,7 +396,6 @@ class _Tally:
         self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self._scale)))
 
     def shadow(self) -> Shadow:
-        """Returns all steps together."""
         places = [site.place for site in self._ranges.sites if site.kind in GRADIENTS]
         return Shadow(
             scale=self._scale,

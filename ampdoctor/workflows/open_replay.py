@@ -71,34 +71,22 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Policy, ReplayRequest
 
 
-# Brings a run to where its checkpoint stood beside the weights: place in the data, random numbers, schedule.
+# -- the state of a resumed training beside its weights: place in the data, random numbers, schedule --
 
 
 def begin_anew(session: Session, request: ReplayRequest, say: Callable[[str], None]) -> None:
-    """Let the batches of a run without a checkpoint begin where the request says.
-
-    Args:
-        session: The run, before its first batch is drawn.
-        request: How many batches to pass over, and whether epoch follows epoch.
-        say: Told how the place was come to.
-    """
+    """Let the batches of a run without a checkpoint begin where the request says, before its first batch is drawn."""
     session.tape.place = DataPlace(batches=_passed_over(request, session, 0), epochs=request.until_sick, say=say)
 
 
 def go_on(
     session: Session, request: ReplayRequest, step: int | None, standing: Standing, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Let the run go on where its checkpoint was saved, as far as the request asks for it.
+    """Let the run continue where its checkpoint was saved, as far as the request asks; yields the differences.
 
-    Args:
-        session: The run with the checkpoint loaded, before its first batch is drawn.
-        request: How the place in the data is to be found.
-        step: The optimizer steps that the checkpoint holds; None if it does not say.
-        standing: What else it holds of where the training stood.
-        say: Told how the place was come to.
-
-    Yields:
-        What is another than it was in the training, a clause each.
+    The differences from the training are clauses. The checkpoint is loaded and no batch is drawn yet. `step` is the
+    checkpoint's number of optimizer steps, None if it does not say. `standing` holds the other state of the training,
+    and `say` gets sentences on the place in the data.
     """
     run = session.run
     unloaded = None if run.load is not None else load_schedulers(session.schedulers, standing.schedulers)
@@ -130,7 +118,7 @@ def go_on(
 
 
 def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
-    """Returns the micro-batches that lie behind the run."""
+    """Returns the number of micro-batches that lie behind the run."""
     wanted = request.skip_batches
     if isinstance(wanted, int):
         if wanted and takes_start(session.run.batches):
@@ -139,57 +127,39 @@ def _passed_over(request: ReplayRequest, session: Session, step: int) -> int:
     return step * session.run.accumulation_steps if wanted == "checkpoint" or request.until_sick else 0
 
 
-# Opens a replay: loads the factory and a checkpoint, chooses the device, puts CUDA's casts in place.
-
+# -- opening: the factory, the checkpoint, the device, CUDA's casts --
 
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-"""What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
+"""The variables that `tempfile.gettempdir` reads, in its order, before it searches itself."""
 
 
 @dataclass(slots=True)
 class OpenReplay:
-    """A replay that is ready: makes fresh sessions, and remembers what a report must say about them.
-
-    Attributes:
-        request: The request.
-        device: The device of the replay.
-        policy: The autocast that a replay on a CPU follows.
-        resumed: The result of loading the checkpoint; None without one.
-        log: The training log beside the checkpoint.
-        notes: What differs from the machine where the run failed, and what cannot be seen, in sentences.
-        detour: The fp16 products that run through fp32 kernels; None where the device's own are asked for.
-        scaler: The run's own loss scaler before step 0; None if it has none, or a disabled one.
-        refused: Settings of that scaler that torch refuses, and what replaces them.
-        first_step: The training's step that a recorded step is; None for a run that begins by itself.
-        finite_again: As of the run: a recorded step was sick in its loop, and finite when it was run again there.
-        other_names: Each name of a module or tensor with several names, with the others.
-        half_made: Where the run's code makes parameters in float16.
-    """
+    """A replay that is ready: makes fresh sessions, and keeps what a report must say about them."""
 
     request: ReplayRequest
     device: torch.device
     factory: Target
-    policy: Policy = "cuda"
-    resumed: ResumeReport | None = None
-    log: tuple[LogEntry, ...] = ()
-    notes: list[str] = field(default_factory=list)
-    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    half_made: HalfMade = field(default_factory=HalfMade)
-    detour: HalfProducts | None = None
-    scaler: ScalerState | None = None
-    refused: tuple[RefusedSetting, ...] = ()
-    first_step: int | None = None
-    finite_again: str | None = None
+    policy: Policy = "cuda"  # autocast policy of a CPU replay
+    resumed: ResumeReport | None = None  # the result of loading the checkpoint
+    log: tuple[LogEntry, ...] = ()  # beside the checkpoint
+    notes: list[str] = field(default_factory=list)  # what differs from the failed run, or is invisible
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a module or tensor with several
+    half_made: HalfMade = field(default_factory=HalfMade)  # where the run's code makes parameters in float16
+    detour: HalfProducts | None = None  # fp16 products that run through fp32 kernels
+    scaler: ScalerState | None = None  # the run's enabled loss scaler before step 0
+    refused: tuple[RefusedSetting, ...] = ()  # scaler settings that torch refuses, and what replaces them
+    first_step: int | None = None  # the training's number of a recorded step
+    finite_again: str | None = None  # a recorded step was sick in its loop, and finite when replayed there
     _not_as_it_was: tuple[str, ...] = ()
 
     def session(self) -> Session:
         """Returns a fresh run from the factory, with the checkpoint loaded.
 
-        Raises:
-            FactoryError: The factory does not make a usable run, or a script trains on another device.
-            CheckpointError: The checkpoint cannot be read or does not fit.
+        Raises FactoryError where the factory makes no usable run or a script trains on another device, and
+        CheckpointError where the checkpoint cannot be read or does not fit.
         """
         request = self.request
         seed_all()
@@ -211,7 +181,7 @@ class OpenReplay:
 
     @contextmanager
     def _user_code(self, what: str) -> Iterator[None]:
-        """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
+        """Runs user code as the factory does; the first change to the user's files is allowed, and becomes a note."""
 
         def note(did: str, _place: Path) -> None:
             if not any(said.startswith(CHANGES) for said in self.notes):
@@ -221,10 +191,7 @@ class OpenReplay:
             yield
 
     def _spill_folder(self) -> Path | None:
-        """Returns where temporary files are, if the state is to be kept there.
-
-        A note says if that saves nothing, or is not where the user wanted them.
-        """
+        """Returns the folder for spilled state; a note says if that saves nothing or is not where the user wants it."""
         if not self.request.spill:
             return None
         try:
@@ -268,7 +235,7 @@ class OpenReplay:
         )
 
     def left_out(self) -> tuple[Skipped, ...]:
-        """Returns what in the checkpoint was absent, did not fit, or was changed while it was loaded."""
+        """Returns what was missing from the checkpoint, did not fit, or was changed while it was loaded."""
         if self.resumed is None:
             return ()
         resumed, where = self.resumed, f"checkpoint {self.request.checkpoint}"
@@ -286,7 +253,7 @@ class OpenReplay:
 
     @property
     def global_step(self) -> int | None:
-        """The training's step that the replay's step 0 is: the run's own word, else the checkpoint's; None: unknown."""
+        """Number of the replay's step 0 in the training: from the run, else from the checkpoint; None if unknown."""
         if self.first_step is not None:
             return self.first_step
         return None if self.resumed is None else self.resumed.global_step
@@ -324,14 +291,7 @@ class OpenReplay:
 
 @contextmanager
 def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
-    """Set up everything that a replay needs; the process is as before afterwards.
-
-    Args:
-        request: What to replay, and how.
-
-    Raises:
-        AmpdoctorError: The device, the factory or the checkpoint cannot be used; the sentence says why.
-    """
+    """Set up everything that a replay needs; afterwards the process is as before."""
     usual = _usual_policy(request)
     policy = request.policy or usual
     device = choose_device(request.device)
@@ -339,7 +299,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     plain = device.type == "cpu" and request.half_products == "plain"
     notes = ["fp16 products run through the CPU's own kernels (--half-products plain)"] if plain else []
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
+        stack.enter_context(torch.inference_mode(False))  # the caller may be in inference mode
         stack.enter_context(torch.enable_grad())
         stack.enter_context(without_overrides())
         stack.enter_context(own_state())
@@ -355,7 +315,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
         environment = _emulated_cuda(notes, says_yes=policy == "cuda") if emulated else nullcontext
-        if request.until_sick:  # thousands of steps: what is replaced around each is then replaced once
+        if request.until_sick:  # for thousands of steps, patch once instead of around each
             stack.enter_context(environment())
         factory = load_target(
             request.factory,
@@ -377,21 +337,16 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
 
 
 def _require_on_gpu(name: str, run: TrainingRun) -> None:
-    """A script puts its model and batches where it wants them, and no replay moves them.
-
-    Raises:
-        FactoryError: It trains on the CPU.
-    """
+    """Raises FactoryError where a script trains on the CPU: it places its model itself, and no replay moves it."""
     parameters = list(run.model.parameters())
     if parameters and not any(parameter.is_cuda for parameter in parameters):
         raise FactoryError(f"{name} trains on the CPU, and --device auto takes this machine's GPU: give --device cpu")
 
 
 def _usual_policy(request: ReplayRequest) -> Policy:
-    """A bundle says on what it was recorded; everything else was made for a GPU.
+    """Returns the policy of the device on which a bundle was recorded; everything else was made for a GPU.
 
-    Raises:
-        ReplayError: A bundle lacks its parameters, and no checkpoint has them.
+    Raises ReplayError where a bundle lacks its parameters and no checkpoint is given.
     """
     if not isinstance(request.factory, str) or bundle_at(request.factory) is None:
         return "cuda"
@@ -405,15 +360,15 @@ def _usual_policy(request: ReplayRequest) -> Policy:
 
 
 def _detours(request: ReplayRequest, policy: Policy, device: torch.device) -> bool:
-    """Under the CPU's own policy its own kernels multiply as well: it stands for nothing but itself."""
+    """Whether fp16 products run through fp32 kernels; the CPU's own policy means the CPU's own kernels."""
     asked = policy == "cuda" and request.half_products == "fp32"
     return asked and device.type == "cpu" and lends_kernels()
 
 
 def _emulated_cuda(notes: list[str], *, says_yes: bool) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a CUDA emulation for each piece of user code; what it had to pretend goes to `notes`.
+    """Returns a CUDA emulation for each piece of user code; what it had to pretend is added to `notes`.
 
-    The CPU's own policy stands for a training on a CPU: there the code hears that no GPU is there.
+    The CPU's own policy stands for a training on a CPU: then the emulation says that there is no GPU.
     """
 
     @contextmanager
@@ -436,8 +391,7 @@ def seed_all() -> None:
     torch.manual_seed(SEED)
 
 
-# The state of a run before its first step, and of its scaler after the last.
-
+# -- state before the first step, and the scaler after the last --
 
 _STATISTICS = ("running_mean", "running_var")
 """Buffers that never hold an infinity on purpose."""
@@ -459,7 +413,7 @@ def sick_state(session: Session) -> list[Finding]:
         if (kind != "buffer" or leaf in _STATISTICS) and is_nonfinite(tensor):
             stats = stats_of(tensor)
             if kind == "param" and not stats.nans and not tensor.requires_grad:
-                continue  # a mask that is kept as a parameter
+                continue  # a mask stored as a parameter
             found.append(state_finding(kind, replace(where, nonfinite="nan" if stats.nans else "inf"), stats))
         elif (key or leaf) in NEVER_NEGATIVE and tensor.is_floating_point():
             lowest = float(tensor.min()) if tensor.numel() else 0.0
@@ -473,7 +427,7 @@ def sick_state(session: Session) -> list[Finding]:
 
 
 def _tolerated(session: Session, module: str, leaf: str) -> float:
-    """Returns how far below zero a running variance may be: BatchNorm adds its epsilon before it takes the root."""
+    """Returns how far below zero a running variance may be: BatchNorm adds its epsilon before the square root."""
     if leaf != "running_var":
         return 0.0
     real = {clean: name for name, clean in session.module_names.items()}

@@ -15,15 +15,9 @@ from ampdoctor.evidence.paths import is_of_log
 from ampdoctor.live.log.facts import grouped
 from ampdoctor.live.log.facts import launched as launched_as
 
-# Files that a command writes: refused before the work begins if they cannot be written, and written as a whole.
-
 
 def refuse_unwritable(file: str) -> None:
-    """Refuse a file that cannot be written, before minutes of work.
-
-    Raises:
-        UsageError: The file is a folder, its folder does not exist, or permission is denied.
-    """
+    """Raises UsageError, before minutes of work, for a file that cannot be written."""
     path = Path(os.path.realpath(file))
     try:
         there = os.stat(file).st_mode  # noqa: PTH116 - as named: a pipe's real path leads nowhere
@@ -46,15 +40,7 @@ def refuse_unwritable(file: str) -> None:
 
 
 def refuse_part(file: str, folder: str) -> None:
-    """Refuse to write a file that the next run would read as a part of the folder that is read.
-
-    Args:
-        file: The file to write; it need not exist.
-        folder: The folder that is read; if it is not a folder, nothing is refused.
-
-    Raises:
-        UsageError: The file lies in the folder, under the name of a part.
-    """
+    """Raises UsageError for a file that the next run would read as a part of `folder`, if that is a folder."""
     try:
         place = Path(os.path.realpath(file))
         inside = Path(folder).is_dir() and place.is_relative_to(os.path.realpath(folder))
@@ -62,22 +48,14 @@ def refuse_part(file: str, folder: str) -> None:
         return
     if not inside:
         return
-    from ampdoctor.checkpoints.folder import may_be_read  # here, for it brings torch
+    from ampdoctor.checkpoints.folder import may_be_read  # here, because it imports torch
 
     if may_be_read(place.name):
         raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")
 
 
 def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
-    """Refuse to write where a part of a log of ours is, or will be.
-
-    Args:
-        file: The file to write.
-        folder: The log's; it need not exist yet.
-
-    Raises:
-        UsageError: The file has the name of a part, or the folder's own, or would lie below such a name.
-    """
+    """Raises UsageError for a file that would overwrite or lie below a part of ampdoctor's log; neither need exist."""
     try:
         place, log = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
     except (OSError, ValueError):  # a name that no file can have
@@ -88,11 +66,7 @@ def refuse_of_log(file: str, folder: str | os.PathLike[str]) -> None:
 
 
 def write_whole(file: str, data: bytes) -> None:
-    """Write a file completely or not at all; a pipe or device is opened under its given name and written directly.
-
-    Raises:
-        OutputError: The file cannot be written; its earlier contents are still there.
-    """
+    """Write a file completely or not at all, but a pipe or device directly; raises OutputError where that fails."""
     try:
         if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
             Path(file).write_bytes(data)
@@ -112,7 +86,7 @@ def _create(file: Path, data: bytes, *, like: Path) -> None:
     """Create a file, readable to the same users as `like`, or as the umask says if `like` does not exist.
 
     Nobody else may decide where the bytes go: neither another process, even one with the same number (in containers
-    each is number 1), nor whoever has put a link there.
+    each is number 1), nor somebody who has put a link there.
     """
     try:
         mode = stat.S_IMODE(like.stat().st_mode)
@@ -128,21 +102,16 @@ def _create(file: Path, data: bytes, *, like: Path) -> None:
             os.fchmod(stream.fileno(), mode)
 
 
-# The folder in which a watch keeps its log, where nobody has named one.
-
+# -- the default folder of a watch's log --
 
 FOLDERS = "ampdoctor-health"
-"""Where they lie, from the working directory."""
+"""Their parent, below the working directory."""
 
 
 def usual_folder(script: str, *, is_module: bool) -> str:
     """Returns `ampdoctor-health/<time>-<name>`, made where that is possible, so that no other run has it.
 
-    The processes that one launcher has started share theirs: its time is that at which the launcher began.
-
-    Args:
-        script: A path, or a module's name.
-        is_module: It is a module's name.
+    Processes of one launcher share it: its time is the launcher's start. `script` is a path or a module's name.
     """
     last = script.rpartition(".")[2] if is_module else Path(script).absolute().stem
     name = re.sub(r"[^\w.-]+", "_", last) or "script"
@@ -158,10 +127,10 @@ def usual_folder(script: str, *, is_module: bool) -> str:
 
 
 def give_back(folder: str) -> None:
-    """Removes a folder that `usual_folder` has made and nobody has written to."""
+    """Remove a folder that `usual_folder` has made and nobody has written to."""
     path = Path(folder)
     if path.parent.name == FOLDERS:
-        with suppress(OSError):  # as it is not empty
+        with suppress(OSError):  # it is not empty
             path.rmdir()
             path.parent.rmdir()
 
@@ -171,13 +140,13 @@ def _is_spawned() -> bool:
     place = grouped()
     if place is None or place.world == 1:
         return False
-    import multiprocessing  # here: `--help` needs none of it
+    import multiprocessing  # here: `--help` does not need it
 
     return multiprocessing.parent_process() is not None
 
 
 def _made(folder: Path) -> bool:
-    """Whether the folder is nobody else's; where none can be made, that is said when something is to be written."""
+    """Whether the folder is free for this run; a folder that cannot be made is reported when something is written."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -188,7 +157,7 @@ def _made(folder: Path) -> bool:
 
 
 def _launched() -> float | None:
-    """When the parent process began, in seconds since 1970, as Linux tells; None elsewhere."""
+    """Returns the parent process's start in seconds since 1970, on Linux; None elsewhere."""
     with suppress(OSError, ValueError, IndexError, StopIteration):
         after_name = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))

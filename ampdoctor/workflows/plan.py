@@ -41,18 +41,11 @@ from ampdoctor.evidence.run_facts import Place, SiteKind
 from ampdoctor.health.reading.log_kind import Noticed
 from ampdoctor.health.reading.opening import find_log
 
-# `ampdoctor plan`: the same global batch on another cluster, and what that changes.
-
-
 RULE = "largest micro-batch first"
 
 
 def plan(request: PlanRequest) -> Report:
-    """Returns every way to keep the global batch on the cluster that is asked about, and what the first one changes.
-
-    Raises:
-        UsageError: What is asked contradicts itself, or does not say enough.
-    """
+    """Returns all ways to keep the global batch on another cluster, and what the first one changes."""
     section = plan_section(request)
     if request.profile is not None and has_scale(request.said):
         section = replace(section, flushed=_flushed(request, section))
@@ -137,13 +130,12 @@ def plan_section(request: PlanRequest) -> PlanSection:
 
 
 def _flushed(request: PlanRequest, section: PlanSection) -> FlushedByPlan | None:
-    """Returns what a saved profile says of the plan to use, or where there is none of the nearest one."""
     if section.in_force is None:
         raise UsageError("--profile shows what another plan does: --gpus, and what else is in force, say what it was")
     to = section.use or next(iter(section.nearest), None)
     if to is None:
         return None
-    # Here: they bring torch, which nothing else of a plan needs.
+    # here: these bring torch, which nothing else of a plan needs
     from ampdoctor.workflows.profile import merged_files
 
     file = request.profile or ""
@@ -189,11 +181,8 @@ def _cut(plan: PlannedBatch) -> BatchPlan:
 class _Planned:
     """Plans as the report shows them.
 
-    Args:
-        batch: The global batch that is asked for.
-        most: The largest micro-batch that fits.
-        memory: What is known of a device's.
-        bounded: Whether a larger one is known not to.
+    `batch` is the global batch that is asked for, and `most` the largest micro-batch that fits. `bounded`: a larger one
+    is known not to fit.
     """
 
     def __init__(self, *, batch: int, most: int, memory: Memory, bounded: bool) -> None:
@@ -203,7 +192,6 @@ class _Planned:
         self._bounded = bounded
 
     def on(self, one: BatchPlan, cluster: Cluster) -> PlannedBatch:
-        """Returns a plan on a cluster."""
         return PlannedBatch(
             micro_batch=one.micro_batch,
             accumulation=one.accumulation,
@@ -217,12 +205,12 @@ class _Planned:
 
 
 def _is_bounded(memory: Memory) -> bool:
-    """Whether something says what does not fit; that the micro-batch in force does is no bound."""
+    """Whether something says what does not fit; the micro-batch in force is no bound."""
     return (memory.known_to_fit, memory.device, memory.per_sample) != (None, None, None)
 
 
 def _known_to_fit(request: PlanRequest, before: BatchPlan | None) -> Memory:
-    """Returns the memory's figures; where nobody has said what fits, the micro-batch in force does."""
+    """Returns the memory's figures; where the user has not said what fits, the micro-batch in force does."""
     memory = request.memory
     if memory.known_to_fit is None and memory.device is None and before is not None:
         return replace(memory, known_to_fit=before.micro_batch)
@@ -301,19 +289,14 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.3g} GB"
 
 
-# What the log of a watched run says of its batch and its memory.
+# -- batch and memory from a watched run's log --
 
 
 def batch_of_log(path: str) -> BatchSettings:
     """Returns what a run has measured of itself: ranks, accumulation, samples of a step, and the most memory.
 
-    What parallel sizes its ranks have is in no log: they are taken to see other samples each.
-
-    Args:
-        path: The folder of its log.
-
-    Raises:
-        UsageError: There is no log, it cannot be read, or no step is in it.
+    A log does not hold the parallel sizes, so each rank is assumed to see other samples. `path` is the log's folder.
+    Raises UsageError where there is no log, it cannot be read, or it holds no step.
     """
     try:
         found = find_log(Path(path))

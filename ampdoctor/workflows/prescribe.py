@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.trials import Trials
 
 
-# Interventions: changes that only the user's code can make, tried at the line of a birth.
-
+# -- interventions: changes that only the user's code can make, tried at the line of a birth --
 
 FP32_MAX = FORMATS["fp32"].max
 Way = tuple[How, Sequence[Address]]
@@ -47,13 +46,7 @@ Way = tuple[How, Sequence[Address]]
 
 
 def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
-    """Try the change at the line of the first birth (and of the others) until a replay cures, or all were tried.
-
-    Args:
-        births: The independent births; the first one's numbers decide what is tried.
-        trials: The trials of their step.
-        first_only: Try one change only, because another remedy is verified already.
-    """
+    """Try changes at the lines of all births until a replay cures, or only one change with `first_only`."""
     address = address_of(births[0])
     if address is None:
         return Prescription(
@@ -71,12 +64,7 @@ def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = Fal
 
 
 def intervene_at(ways: Sequence[Way], trials: Trials) -> Prescription:
-    """Try changes at lines until a replay cures; else the first of them.
-
-    Args:
-        ways: What is changed, and where; at least one.
-        trials: The trials of the step.
-    """
+    """Try changes at lines (at least one) until a replay cures; returns that one, or else the first."""
     tried: list[Prescription] = []
     for how, places in ways:
         tried.append(_attempt(places, how, trials))
@@ -95,7 +83,7 @@ def _ways(birth: Birth) -> tuple[How, ...]:
     if verdict is not None and verdict.amax > FP32_MAX:
         return ("fp64", "line_fp64", "guard")
     if birth.where.phase == "backward":
-        return ("line_fp32", "fp32", "guard")  # the derivative must stay wide until it has left the line
+        return ("line_fp32", "fp32", "guard")  # the derivative must stay in fp32 until it has left the line
     return ("fp32", "line_fp32", "guard")
 
 
@@ -137,7 +125,6 @@ def _change(mode: Intervention) -> Change:
 
 
 def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
-    """Returns what to write, and where."""
     address = addresses[0]
     place, *others = dict.fromkeys(f"{one.source.file}:{one.source.line}" for one in addresses)
     too = f", and {' and '.join(others)} as well" if others else ""
@@ -156,21 +143,14 @@ def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
     }[how]
 
 
-# Other kernels for the same arithmetic: tried first where a kernel is at fault, as nothing else of the run changes.
-
+# -- other kernels for the same arithmetic: tried first, because nothing else of the run changes --
 
 AROUND = "a way around, which runs another kernel and proves no cause"
-"""What is said of another format where a kernel is at fault."""
+"""Said of another format where a kernel is at fault."""
 
 
 def other_kernels(birth: Birth, trials: Trials, session: Session) -> Iterator[Prescription]:
-    """Try the kernels that torch has beside the one at fault, on the device of the replay.
-
-    Args:
-        birth: The culprit.
-        trials: The trials of its step.
-        session: The session.
-    """
+    """Try torch's other kernels for the op, on the device of the replay."""
     foreign = not birth.kernel.startswith("aten.")  # a library's operator may stand behind any of torch's functions
     if foreign or "attention" in birth.kernel or "attention" in (birth.where.op or ""):
         words = "torch's own attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): around the step"
@@ -209,12 +189,10 @@ def _without_onednn(session: Session) -> Iterator[None]:  # noqa: ARG001 - the s
         torch.backends.mkldnn.set_flags(before)
 
 
-# Turns a cause into candidate changes, smallest first, and replays them until one cures.
-
+# -- candidate changes for a cause, smallest first --
 
 EPSILON = 1e-3
 """An optimizer epsilon well above fp16's smallest normal number (6e-5), so that fp16 and bf16 state hold it."""
-
 
 FP32_FAILS = (
     "The same step is not finite in fp32 either, so no precision and no loss scale cures it: look at the learning "
@@ -223,26 +201,20 @@ FP32_FAILS = (
 SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
 """Loss scales tried against underflow: torch's default, then a lower one in case it overflows, then higher ones."""
 
-
 _PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
 """Causes that a format may be behind: if nothing smaller cures, fp32 throughout does, provided fp32 is finite."""
 MOST_TRIALS = 60
 """Maximum number of trials of a search: enough to find a set of five among hundreds of modules."""
 MOST_SCALES = 8
-"""Number of lower loss scales to try, two binades apart."""
+"""Number of lower loss scales to try, each a factor of 4 below the last."""
 
 
 def prescribe(
     birth: Birth, cause: Cause, trials: Trials, session: Session, *, others: Sequence[Birth] = ()
 ) -> Prescription:
-    """Returns the first candidate that a replay verifies; else the change that the code needs, as an intervention.
+    """Returns the first candidate that a replay verifies, or else an intervention in the user's code.
 
-    Args:
-        birth: The culprit.
-        cause: Its cause.
-        trials: Replays changes on the bad step.
-        session: The session.
-        others: Independent births of the same step.
+    `others` are independent births of the same step.
     """
     births = (birth, *others)
     if birth.origin == "grad":
@@ -256,15 +228,7 @@ def prescribe(
 def _in_code(
     births: Sequence[Birth], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
 ) -> Prescription:
-    """Returns a change of the user's own code; what is left to try where none is shown to help; else words.
-
-    Args:
-        births: The culprit, and others.
-        cause: Its cause.
-        trials: Replays changes on the bad step.
-        session: The session.
-        failed: What was tried before, of which nothing cures.
-    """
+    """Returns a change of the user's own code; else fp32 or a skipped batch where that helps; else advice in words."""
     birth = births[0]
     tried = (replace(failed, alternatives=()), *failed.alternatives) if failed is not None else ()
     if birth.origin in STATE:
@@ -288,9 +252,9 @@ def _in_code(
 def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
     """Yields alternatives to a verified change, if they cost little to try.
 
-    To a whole run in another format for one line of the loss: the change of that line. To several modules in fp32:
-    another format for all. To a module in fp32 for an unusual batch: the run without that batch, whose replay takes
-    only the steps after it.
+    Where the cure is another format for the whole run because of one line of the loss: a change of that line. For
+    several modules in fp32: bf16 for all. For a module in fp32: the run without this batch, whose replay takes only the
+    steps after it.
     """
     birth = births[0]
     if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
@@ -304,11 +268,7 @@ def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session
 def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | None = None) -> Prescription | None:
     """Try lower loss scales, from the one that removes the overflow down to 1; None if no scaler is enabled.
 
-    Args:
-        birth: The overflow.
-        trials: The trials of its step.
-        session: The session.
-        used: The scale of the scaler that skipped the step; the step may have made that scaler itself.
+    `used` is the scale of the scaler that skipped the step, which may have been made in the step itself.
     """
     scale, lowered = session.events.scale(), change.loss_scale
     if scale is None or (used is not None and session.makes_scalers):
@@ -320,7 +280,7 @@ def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | Non
         return None
     excess = excess_binades(birth) or 1.0
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
-    # other gradients of the step may be larger than the first that overflowed: go on down, two binades at a time
+    # other gradients of the step may be larger than the first that overflowed: go on by factors of 4
     candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
     return first_cure(
         trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={exact(s)})") for s in candidates
@@ -340,7 +300,7 @@ def _scalers(trials: Trials) -> Iterator[Prescription]:
 
 
 def can_unscale(session: Session) -> bool:
-    """Would a GradScaler take the run's gradients? Those of weights that are fp16 themselves it refuses to unscale."""
+    """Whether a GradScaler accepts the run's gradients: it refuses to unscale those of fp16 weights."""
     groups = (group for optimizer in session.optimizers.values() for group in optimizer.param_groups)
     return all(parameter.dtype is not torch.float16 for group in groups for parameter in group["params"])
 
@@ -358,13 +318,7 @@ def underflow_cure(trials: Trials, session: Session) -> Prescription:
 
 
 def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterator[Prescription]:
-    """Tries what may bring gradients back that fp16 has lost: loss scales, the usual one first, or else bf16.
-
-    Args:
-        trials: The trials of the step.
-        session: The session.
-        scales: Try loss scales; False: bf16.
-    """
+    """Try loss scales, the usual one first, or else bf16, against gradients that fp16 has lost."""
     if session.precision.compute != "fp16":
         return
     if scales:
@@ -384,7 +338,7 @@ def _candidates(  # noqa: C901 - one row for each cause
         return
     if cause == "bad_data":
         if birth.origin == "op" and birth.where.module and trials.reference() is not None:
-            yield from modules_in_fp32(births, trials)  # a cast that fp32 does without
+            yield from modules_in_fp32(births, trials)  # a cast that fp32 avoids
         yield _without_the_batch(birth, trials, session)
         return
     if cause == "optimizer_precision":
@@ -423,7 +377,6 @@ def _other_formats(births: Sequence[Birth], trials: Trials, session: Session) ->
 
 
 def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
-    """Try lower scales for a step that multiplies its loss itself."""
     trials.reference()
     own = trials.by_hand
     if not (math.isfinite(own) and own >= 2.0):
@@ -439,12 +392,7 @@ def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
 
 
 def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescription]:
-    """Try fp32 for the culprit's module, then for the modules of all births, then for the smallest set that cures.
-
-    Args:
-        births: The births, the culprit first.
-        trials: The trials of their step.
-    """
+    """Try fp32 for the culprit's module, then for the modules of all births, then for the smallest set that cures."""
     ran = OwnOps()
     known: dict[frozenset[str], Prescription] = {}
 

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress, ReplayRequest
 
 
-# Findings and headline checks that follow from measured ranges alone.
-
-
 def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding]:
     """Returns the findings that follow from ranges alone; for a bf16 or fp32 run, only whether it is finite."""
     if ranges.nonfinite_steps:
@@ -89,8 +86,7 @@ def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
     return tuple(checks)
 
 
-# The `profile` section of a report, made from a profile without running anything again.
-
+# -- the report's section `profile` --
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99)
 
@@ -101,11 +97,6 @@ def profile_section(profile: RangeProfile, recommended: float | None, *, sites: 
     Rows of the summary: `fp16` at the run's loss scale, `fp16_recommended` at the recommended one (if there is one),
     `fp16_unscaled` at a loss scale of 1, `bf16` unscaled, `e4m3fn` and `e5m2` with each tensor scaled to fit. Only
     tensors in the half format count. Each site has the same rows.
-
-    Args:
-        profile: The profile.
-        recommended: The recommended loss scale; None if none is known.
-        sites: Include the sites.
     """
     rows = _rows(profile, recommended)
     return {
@@ -202,8 +193,7 @@ def _over(value: float | None, base: float) -> float | None:
     return None if value is None else value / base
 
 
-# The ranges that a run's log holds: what `profile` and `recommend` take in place of a saved profile.
-
+# -- ranges from a run's log, in place of a saved profile --
 
 NOTE_ON_LOGS = (
     "the ranges are those that the run has measured of itself: what its gradients had lost at the run's own scale "
@@ -213,14 +203,7 @@ NOTE_ON_LOGS = (
 
 
 def ranges_of_log(path: str) -> RangeProfile:
-    """Returns the ranges that a run's log holds.
-
-    Args:
-        path: Its folder, or one of its files.
-
-    Raises:
-        UsageError: It is no such log, cannot be read, or holds no histograms.
-    """
+    """Returns the ranges in a run's log, its folder or one of its files; raises UsageError where there are none."""
     try:
         with _files(Path(path)) as files:
             details, steps = read_details(files), read_steps(files)
@@ -248,8 +231,7 @@ def _files(path: Path) -> Iterator[list[RegularFile]]:
         yield files
 
 
-# A profile as one file: safetensors for the arrays, JSON in its header for the rest, and a checksum over both.
-
+# -- a profile as one file: safetensors for the arrays, JSON in its header for the rest, and a checksum over both --
 
 MAX_PROFILE_BYTES = 1 << 30
 """A profile of 1,000 modules and 50 steps has about 50 MB."""
@@ -258,11 +240,7 @@ _HINT = "`ampdoctor profile FACTORY --save FILE` writes one"
 
 
 def write_profile(file: str, profile: RangeProfile) -> None:
-    """Write a profile completely or not at all.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Write a profile completely or not at all; raises OutputError where it cannot be written."""
     arrays, facts = pack(profile)
     text = json.dumps(facts, sort_keys=True, allow_nan=False)
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -270,11 +248,7 @@ def write_profile(file: str, profile: RangeProfile) -> None:
 
 
 def read_profile(path: str) -> RangeProfile:
-    """Read what `write_profile` wrote; nothing in it is executed.
-
-    Raises:
-        UsageError: The file does not exist, is not a regular file or not a profile, is cut short, or was changed.
-    """
+    """Read a file of `write_profile`, executing nothing in it; raises UsageError for other or damaged files."""
     try:
         with RegularFile(Path(path), path) as file:
             if file.size > MAX_PROFILE_BYTES:
@@ -311,7 +285,7 @@ def _checksum(arrays: Mapping[str, NDArray[Any]], facts: str) -> str:
     return digest.hexdigest()
 
 
-# `profile`: measures in an fp32 replay what half precision would lose at each place.
+# -- the command --
 
 
 def profile(request: ReplayRequest, *, save: str | None = None, progress: Progress | None = None) -> Report:
@@ -350,15 +324,10 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
 def profile_from_files(
     paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> Report:
-    """Show saved profiles of one run, with their steps one after the other; nothing runs.
+    """Show saved profiles of one run (at least one file), with their steps one after the other; nothing runs.
 
-    Args:
-        paths: At least one file.
-        save: The file to which all of them are written together, if any.
-        thresholds: What counts as lost.
-
-    Raises:
-        AmpdoctorError: A file is not a profile, the profiles are of several runs, or `save` cannot be written.
+    `save` is the file to which all of them are written together. Raises AmpdoctorError where a file is not a profile,
+    the profiles are of several runs, or `save` cannot be written.
     """
     ranges = merged_files(paths)
     if save is not None:
@@ -373,12 +342,11 @@ def described_files(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _saved(file: str | None) -> dict[str, str]:
-    """Returns the saved file for the report's `run` section; later commands can start from it."""
     return {} if file is None else {"saved": file}
 
 
 def merged_files(paths: Sequence[str]) -> RangeProfile:
-    """Returns the profiles of these files, or what the logs of a run hold, as one."""
+    """Returns the profiles in these files, or the ranges in a run's logs, as one."""
     read = [ranges_of_log(path) if is_run_log(path) else read_profile(path) for path in paths]
     return functools.reduce(merge, read)
 

@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.requests import Progress, ReplayRequest, SetAside
 
 
-# Causes other than the loss scale: `bisect-nan` finds them on the same run if ranges explain nothing.
-
-
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges and replays itself."""
 UNEXPLAINED = frozenset({"AMP206", "AMP207"})
@@ -69,20 +66,10 @@ HARM = frozenset({"error", "warning"})
 def classified(
     request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None, set_aside: SetAside
 ) -> tuple[tuple[Finding, ...], tuple[Skipped, ...]]:
-    """Returns a recommendation's findings, with those of `bisect-nan` for causes other than the scale.
+    """Returns a recommendation's findings with `bisect-nan`'s for other causes than the scale, and what it left out.
 
-    If the recommendation's own replays were harmed, all of their steps are searched; else the usual few, to find what
-    stays finite (lost updates) and a misused scaler.
-
-    Args:
-        request: What to replay.
-        own: The recommendation's findings.
-        steps: Number of steps that it replayed.
-        progress: Called after each step.
-        set_aside: As for `bisect_nan`.
-
-    Returns:
-        The findings, and why there was no search or no complete one.
+    If the recommendation's own replays (of `steps` steps) were harmed, all of their steps are searched. Otherwise only
+    the usual few are, to find lost updates and a misused scaler.
     """
     wanted = replace(request, steps=steps if is_harmed(own) else searched_steps(steps))
 
@@ -103,7 +90,7 @@ def searched_steps(steps: int) -> int:
 
 
 def is_harmed(own: Sequence[Finding]) -> bool:
-    """Do a recommendation's findings name harm that is not the loss scale's?"""
+    """Whether a recommendation's findings name harm that does not come from the loss scale."""
     return any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
 
 
@@ -112,10 +99,6 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
 
     A cause in the scale whose change was not shown to cure gives way to another cause that was found. The search's
     finding that gradients depart without a cause (AMP207) is left out if the scale harms them.
-
-    Args:
-        own: The recommendation's findings.
-        found: The search's findings.
     """
     named = any(finding.severity == "error" and finding.cause not in {None, *SCALING} for finding in found)
     own = [finding for finding in own if not (named and finding.cause in SCALING and not _is_proved(finding))]
@@ -128,7 +111,7 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
         if finding.cause not in scaling
         and not (finding.code in codes and finding.code.startswith("AMP4"))
         and not (harmful and finding.code == "AMP207")
-        # in the few steps of the search the scaler is still coming down; in the recommendation's replay it has settled
+        # the search's few steps may end while the scaler still backs off; in the recommendation's replay it has settled
         and not (finding.cause in SCALING and finding.severity != "error")
     ]
     explained = any(finding.severity in HARM for finding in added)
@@ -139,13 +122,12 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
 
 
 def _is_proved(finding: Finding) -> bool:
-    """Did another scale cure it? A cure by bf16 says nothing about the scale."""
+    """Whether another scale cured it; a cure by bf16 says nothing about the scale."""
     change = finding.prescription
     return change is not None and change.kind in _SCALES and change.status in ("verified", "intervention")
 
 
-# `recommend`: derives loss scaling and precision from measured ranges, then replays to show whether they hold.
-#
+# -- `recommend` --
 # It classifies first: no loss scale cures an overflow in the forward, or one in fp32 as well. Then come the closed
 # forms and their simulation, then replays of the same steps, with the run's own scaling and with the recommended.
 
@@ -176,10 +158,7 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
 
 
 def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[Report, int, bool]:
-    """Returns what ranges and replays say, the number of steps, and whether a search for other causes would find none.
-
-    The run is let go with it: the search makes one of its own.
-    """
+    """Returns the report from ranges and replays, the number of steps, and whether no other cause need be searched."""
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
@@ -188,7 +167,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             finite = not taken.ranges.nonfinite_steps
             shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
-            while len(taken.moments) > 1:  # no name is left for the state before the last step: it goes at once
+            while len(taken.moments) > 1:  # no other reference, so the last step's state is freed at once
                 shadows.take(session, taken.moments[-1])
                 taken = replace(taken, moments=taken.moments[:-1])
             calm = Calm(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
@@ -218,14 +197,10 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
 
 
 def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:
-    """Recommend settings from saved profiles of one run; nothing runs.
+    """Recommend settings from saved profiles of one run (at least one file); nothing runs.
 
-    Args:
-        paths: At least one file.
-        request: Only its thresholds, framework and target count, because nothing is replayed.
-
-    Raises:
-        AmpdoctorError: A file is not a profile, or the profiles are of several runs.
+    Of `request`, only the thresholds and the options of the advice count. Raises AmpdoctorError where a file is no
+    profile, or the profiles are of several runs.
     """
     ranges = merged_files(paths)
     report = _Recommendation(ranges, request, None).report()
@@ -237,10 +212,7 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
 
 
 def _loses(ranges: RangeProfile, report: Report) -> bool:
-    """Do ranges show a loss whose size only a replay beside fp32 measures?
-
-    Either another loss scale is advised because gradients are lost at this one, or no gradient is left at all.
-    """
+    """Whether gradients are lost, at this loss scale or all of them, to an extent that only a replay can measure."""
     if ranges.run.precision != "fp16":
         return False
     lost = any(finding.cause == "grad_underflow" for finding in report.findings)
@@ -252,7 +224,7 @@ def _loses(ranges: RangeProfile, report: Report) -> bool:
 
 @dataclass(slots=True)
 class _Replays:
-    """The replays on which a recommendation rests; each is made at most once."""
+    """The replays behind a recommendation; each is made at most once."""
 
     session: Session
     start: Snapshot
@@ -272,7 +244,7 @@ class _Replays:
         return self._own
 
     def changed(self, advice: Advice) -> Observed:
-        """Returns the replay with the recommended scaler, and with fp32 for the modules that it does not serve."""
+        """Returns the replay with the recommended scaler, and with fp32 for the modules that no scale fits."""
         self._tell("replaying with the recommended scaler")
         ranges, scale = self.taken.ranges, advice.recommended.scale
         if ranges.run.base_scale != 1.0:
@@ -293,7 +265,7 @@ class _Replays:
     def _observe(
         self, change: Change, scale: float | None, *, moment: Moment | None = None, calm: Calm | None = None
     ) -> Observed:
-        """Replay under a change that leaves all but the loss scale as it is; `scale` is None if it does not."""
+        """Replay under a change; `scale` is the changed loss scale, or None if more than the scale is changed."""
         steps, plan = self.taken.ranges.steps, self.taken.plan
         unlike = self._own.unlike if self._own is not None else None
         seen = observe(self.session, self.start, steps, plan, change, moment=moment, calm=calm, unlike=unlike)
@@ -408,7 +380,6 @@ class _Recommendation:
         return section, judgement
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
-        """Returns the replays with the run's own and with the recommended scaler, and why the latter is missing."""
         if self.replays is None:
             return None, None, "ranges alone were given, not the run"
         now = self.replays.own()
@@ -432,7 +403,7 @@ class _Recommendation:
 
     @property
     def _is_pure(self) -> bool:
-        """Does the run keep its weights in the compute format, without autocast and master weights?"""
+        """Whether the run keeps its weights in the compute format, without autocast and master weights."""
         return not self.ranges.run.autocast and not self.ranges.run.master_weights
 
     def _precision(self, advice: Advice | None, known: Judgement | None) -> PrecisionAdvice:
@@ -451,7 +422,7 @@ class _Recommendation:
         return advise_precision(facts, self.request.thresholds)
 
     def _of_the_settings(self, state: Mapping[str, Any]) -> list[Finding]:
-        """Returns what is wrong with a scaler that only the profile describes, unless a replay has already found it."""
+        """Returns what is wrong with a scaler known only from the profile, unless a replay has found it already."""
         settings, said = ScalerSettings.of_state(state), {finding.code for finding in self.findings}
         own = ScalerState(
             scale=settings.scale,

@@ -28,30 +28,29 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.trials import Trials
 
 
-# Corrects a misuse of the scaler from outside: makes the wrong order of calls in the user's step harmless.
-
+# -- misuse of the scaler: changes that make the wrong order of calls in the user's step harmless --
 
 LOWER = (0, 2, 4, 6, 8, 12, 16)
-"""Binades by which the scale is lowered as well, in this order, if gradients overflowed under it."""
+"""Powers of 2 by which the scale is lowered as well, in this order, if gradients overflowed under it."""
 
 
 def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """Divide gradients by the scale when they reach their parameters; unscaling then only looks for infinities.
+    """Divide gradients by the scale when they reach their parameters; unscaling then only checks for infinities.
 
-    Whatever the step does with gradients afterwards, in any order, it does to unscaled ones. The division is exact: a
-    scale is a power of two unless the user set another one.
+    So all that the step does with gradients afterwards, in any order, is done to unscaled ones. The division is exact:
+    a scale is a power of two unless the user set another one.
     """
     return _arriving(session, divided=lambda scaler: scaler.get_scale())
 
 
 def each_unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """Do as `unscaled_on_arrival`, but with the scale of the backward's own loss: an unscaled loss has none."""
+    """Like `unscaled_on_arrival`, but with the scale of the backward's own loss: an unscaled loss has none."""
     backwards = session.events.backwards
     return _arriving(session, divided=lambda _: backwards.scale if backwards.inside else None)
 
 
 def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
-    """Make unscaling only look for infinities: the step's own division is then the only one."""
+    """Make unscaling only check for infinities: the step's own division is then the only one."""
     return _arriving(session, divided=None)
 
 
@@ -77,7 +76,7 @@ def asked_for_unscaled(session: Session) -> Iterator[None]:
 
 @contextmanager
 def scaled_once(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that needs no part of the run
-    """Undo, in the backward, the scaling of what goes through a scaler once more later on."""
+    """Undo, in the backward, the scaling of a tensor that is scaled once more later."""
     scaling = torch.amp.GradScaler.scale
 
     def scale(scaler: Any, outputs: Any) -> Any:
@@ -87,7 +86,7 @@ def scaled_once(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change 
         factor = scaler.get_scale()
 
         def divided(again: list[bool], grad: torch.Tensor) -> torch.Tensor | None:
-            return grad / factor if again else None  # filled by then, where it goes through a scaler once more
+            return grad / factor if again else None  # filled by now if it was scaled once more
 
         for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -134,7 +133,7 @@ def cleared_of_others(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
-    """Make unscaling only look for infinities, and divide arriving gradients by the result of `divided`, if any."""
+    """Make unscaling only check for infinities, and divide arriving gradients by the result of `divided`, if any."""
     scalers = [session.scaler]
     scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
 
@@ -178,11 +177,8 @@ def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.
 def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
     """Returns the prescription for a misuse of the scaler, after a replay of the corrected step.
 
-    Args:
-        misuse: `Where.op` of its finding, a key of `MISUSE_ADVICE`.
-        trials: The trials of its step.
-        session: The session.
-        overflowed: Gradients overflowed under the scale; a correctly used scaler would have lowered it.
+    `misuse` is the finding's `where.op`, a key of `MISUSE_ADVICE`. `overflowed`: gradients overflowed under the scale,
+    which a correctly used scaler would have lowered.
     """
     advice = MISUSE_ADVICE.get(misuse, HELP["scaler_misuse"])
     changes: dict[str, Change] = {
@@ -209,7 +205,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
-        restores = change is cleared_of_others  # fp32 adds to the left gradients as well
+        restores = change is cleared_of_others  # fp32 also adds to the gradients that are left
         tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
         if tried.status == "intervention":
             break
@@ -217,12 +213,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
 
 
 def after_refusal(session: Session, halves: HalfWeights | None) -> str:
-    """Returns the change for a call that the scaler refused in the last replayed step.
-
-    Args:
-        session: The session as the step left it.
-        halves: Its trained weights in float16.
-    """
+    """Returns the advice for a call that the scaler refused in the last replayed step."""
     held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     gradients = [p.grad for p in held.values() if p.grad is not None]
     kinds = {event.kind for event in session.events.events}
@@ -248,19 +239,16 @@ def _both(first: Change, second: Change) -> Change:
     return change
 
 
-# Repairs broken state for a replay: values that a checkpoint lost are replaced by harmless ones.
+# -- values that a checkpoint lost --
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:
-    """Returns a change: the broken elements of some tensors replaced.
+    """Returns a change: the broken elements of the tensors at `places` are replaced.
 
     A weight or a buffer gets the median of the tensor's other elements: near 0 for weights that are drawn around 0,
     near 1 for the scale of a normalisation, a usual variance for a running variance. If no element is sound, it gets 0,
     a variance 1. An optimizer's moment becomes 0, and so do the parameter's other moments at those elements, as before
     the first step: 0 in the second moment alone would make the update as large as 1/epsilon.
-
-    Args:
-        places: Where findings about state, or births that the state caused, name their `tensor` and `op`.
     """
 
     @contextmanager
@@ -288,12 +276,7 @@ def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextMana
 
 
 def repair(places: Sequence[Where], trials: Trials) -> Prescription:
-    """Returns the prescription for broken state: its values are lost, but the rest of the run is shown to be well.
-
-    Args:
-        places: See `repaired`.
-        trials: The trials of the first step that reads the state.
-    """
+    """Returns the prescription for broken state: its values are lost, but the rest of the run is shown to be sound."""
     names = list(dict.fromkeys(where.tensor or "" for where in places))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return trials.attempt(

@@ -1,4 +1,4 @@
-"""Replays the run under a change, and watches whether a search for other causes could find any."""
+"""Replays the run under a change, and checks whether a search for other causes could find any."""
 
 from __future__ import annotations
 
@@ -39,11 +39,8 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.measure import Moment
 
 
-# Replays the run under a change, and compares some steps with the fp32 reference from the same state.
-
-
 FLUSH_THAT_PAYS = 1e-2
-"""Share of the gradients' elements whose loss no run was seen to suffer from."""
+"""Share of the gradients' elements whose loss harmed no run that was seen."""
 NOTHING_FAILS = (
     "nothing fails without the change either (gradients {:.2g} away from fp32's without it, {:.2g} with it), so "
     "nothing is shown to be cured"
@@ -52,49 +49,29 @@ NOTHING_FAILS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The result of a replay; fractions refer to the elements that are not zero in fp32.
+    """The result of a replay; fractions refer to the elements that are not zero in fp32."""
 
-    Attributes:
-        steps: Number of replayed steps; fewer than asked for if one was harmed.
-        skipped: The steps that the scaler skipped.
-        lost_at: First skipped step whose loss was not finite, if later steps are taken.
-        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None if nothing did. Also a
-            loss after which the scaler skips to the end.
-        harmed_at: The step in which it did.
-        scales: Loss scale of each step; empty without an enabled scaler.
-        scaled: The step used the scaler that it was given.
-        compared: The steps that were compared with the reference (only steps that the scaler did not skip).
-        unlike: A step that does not come back: its reference saw other data. Then nothing is compared.
-        activation_flushed, weight_flushed: Shares; None if nothing was compared.
-        errors: Relative L2 error of the weight gradients, for each compared step.
-        failure: Why the replay could not be run, in a sentence.
-        begun_again: How often the loss scale was higher after a skip than in it: of a scaler that is made anew.
-        first: The first step's gradients beside the reference's, taken or not; None if it was not compared.
-        rows: The replayed steps.
-        references: The compared steps in fp32.
-    """
-
-    steps: int = 0
+    steps: int = 0  # replayed; fewer than asked for if one was harmed
     skipped: tuple[int, ...] = ()
-    lost_at: int | None = None
-    harmed: str | None = None
+    lost_at: int | None = None  # first skipped step with a non-finite loss, if later steps are taken
+    harmed: str | None = None  # "loss" or "grad:fc.weight", without a skip; a loss also before skips to the end
     harmed_at: int | None = None
-    scales: tuple[float, ...] = ()
-    scaled: bool = False
-    compared: tuple[int, ...] = ()
-    unlike: int | None = None
-    activation_flushed: float | None = None
+    scales: tuple[float, ...] = ()  # of each step; empty without an enabled scaler
+    scaled: bool = False  # the step used the scaler that it was given
+    compared: tuple[int, ...] = ()  # with fp32; the scaler skipped none of these steps
+    unlike: int | None = None  # a step that is not reproduced, so fp32 saw other data: nothing is compared
+    activation_flushed: float | None = None  # a share; None if nothing was compared
     weight_flushed: float | None = None
-    errors: tuple[float, ...] = ()
-    failure: str | None = None
-    begun_again: int = 0
-    first: Zeroed | None = None
+    errors: tuple[float, ...] = ()  # relative L2 error of the weight gradients, by compared step
+    failure: str | None = None  # why the replay could not run
+    begun_again: int = 0  # how often the loss scale rose after a skip, because the scaler is made anew
+    first: Zeroed | None = None  # gradients of step 0 beside fp32's; None if it was not compared
     rows: tuple[ReplayedStep, ...] = ()
-    references: tuple[ReplayedStep, ...] = ()
+    references: tuple[ReplayedStep, ...] = ()  # the compared steps in fp32
 
     @property
     def settled(self) -> bool:
-        """Was the last step taken, and nothing harmed?"""
+        """Whether the last step was taken, and nothing was harmed."""
         return self.harmed is None and self.failure is None and self.steps - 1 not in self.skipped
 
     @property
@@ -108,11 +85,7 @@ class Observed:
         return len(self.skipped) / self.steps if self.steps else 0.0
 
     def proof(self, now: Observed | None) -> Proof:
-        """Returns what this replay of a change shows, compared with the unchanged run.
-
-        Args:
-            now: The replay without the change.
-        """
+        """Returns the proof of this replay of a change; `now` is the replay without the change."""
         return Proof(without=now.rows if now is not None else (), changed=self.rows, fp32=self.references)
 
     def shares(self) -> dict[str, float]:
@@ -124,11 +97,7 @@ class Observed:
         }
 
     def status(self, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
-        """Returns whether this replay proves a cure, and why not.
-
-        Args:
-            skips: Number of skipped steps that are expected (a scaler that finds its level).
-        """
+        """Returns whether this replay proves a cure, and why not; a scaler that settles may skip `skips` steps."""
         if self.failure is not None:
             return "failed", f"the replay with the change fails: {self.failure}"
         if self.harmed is not None:
@@ -143,11 +112,9 @@ class Observed:
         return "verified", None
 
     def cures(self, now: Observed | None, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
-        """Returns whether this replay of a change proves a cure: it is well, and without the change something is not.
+        """Returns whether this replay proves a cure, and why not.
 
-        Args:
-            now: The replay without the change; None if there is none to compare with.
-            skips: As for `status`.
+        If `now`, the replay without the change, is well, this one must be clearly better.
         """
         status, reason = self.status(skips=skips)
         if status != "verified" or now is None or not now.is_well or self._betters(now):
@@ -156,11 +123,11 @@ class Observed:
 
     @property
     def is_well(self) -> bool:
-        """The scale settled, and the gradients agree with fp32's."""
+        """Whether the scale settled, and the gradients agree with fp32's."""
         return self.settled and bool(self.errors) and max(self.errors) <= AGREEMENT
 
     def _betters(self, now: Observed) -> bool:
-        """Is less lost than in another replay, by more than what no run was seen to suffer from?"""
+        """Whether less is lost than in another replay, by more than what harmed no run that was seen."""
         mine, other = self.shares(), now.shares()
         closer = CLEARLY_BETTER.default * mine["relative_error"] < other["relative_error"]
         if closer or len(self.skipped) < len(now.skipped):
@@ -181,15 +148,9 @@ def observe(
 ) -> Observed:
     """Replay under a change; the session is back at `start` afterwards.
 
-    Args:
-        session: The session, in any state.
-        start: Its snapshot at step 0.
-        steps: Steps to replay; there must be batches for them.
-        plan: Which tensors are half.
-        change: The change, as a context around the steps.
-        moment: The measured step 0, whose gradients may then be the reference's; None where the change reaches fp32.
-        calm: Is shown the steps that it wants, for a replay without a change.
-        unlike: A step that is known not to come back.
+    There must be batches for `steps` steps. `moment` is the measured step 0, whose gradients may serve as fp32's; None
+    where the change affects fp32. `calm` checks steps of a replay without a change. `unlike` is a step that is known
+    not to be reproduced.
     """
     start.restore()
     watch = _Watch(session, plan, spread(steps), moment, calm, unlike=unlike)
@@ -242,7 +203,7 @@ class _Watch:
         self._compare = compare if unlike is None else frozenset()
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
-        """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
+        """The optimizer gets the backward's gradients unchanged: no clipping, and no step of the user's own."""
         self._moment = moment if self._ours and not kept(session, trained=False).half else None
         self._calm = calm
         self._first: Zeroed | None = None
@@ -272,7 +233,7 @@ class _Watch:
                 nowhere = outcome.skipped or outcome.guarded or not used  # no optimizer got the gradients
                 harm = [s for s in seen if not (nowhere and s.startswith("grad:"))]
                 if harm == ["loss"] and outcome.loses_updates:
-                    # a forward, or the backward of a gradient penalty: a lower scale cures only the second
+                    # from the forward, or the backward of a gradient penalty: a lower scale cures only the latter
                     self._lost = step if self._lost is None else self._lost
                 elif harm:
                     self._harmed = harm[0], step
@@ -301,7 +262,7 @@ class _Watch:
     def _compared_with(
         self, reference: ReferenceGradients, step: int, before: Snapshot, found: Zeroed, outcome: StepOutcome
     ) -> None:
-        """Count a compared step, unless it does not come back; the session is left after it."""
+        """Count a compared step, unless it is not reproduced; the session is left after it."""
         session = self._session
 
         def again() -> Zeroed:
@@ -323,17 +284,16 @@ class _Watch:
             self._add(step, found)
 
     def _forget_compared(self, *, unlike: int) -> None:
-        """A step does not come back: what was held beside fp32 may have been of other data, and no more is."""
+        """Drop all comparisons, because a step is not reproduced: they may have been of different data."""
         self._unlike, self._compare, self._first = unlike, frozenset(), None
         for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
             gathered.clear()
 
     def _reference(self, step: int, values: Kept) -> tuple[Snapshot, ReferenceGradients, StepOutcome, Gradients, Kept]:
-        """Run the step in fp32, and come back.
+        """Run the step in fp32, and restore.
 
-        Returns:
-            The state before it, its gradients as the backward delivers them, its outcome, its gradients as the
-            optimizer gets them, and how what is kept in half moves.
+        Returns the state before it, its gradients as the backward delivers them, its outcome, its gradients as the
+        optimizer gets them, and how the half tensors move.
         """
         session, moment = self._session, self._moment
         if step == 0 and moment is not None:
@@ -361,8 +321,6 @@ class _Watch:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
 
     def observed(self, failure: str | None) -> Observed:
-        """Returns the result."""
-
         def share(kind: str) -> float | None:
             return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
 
@@ -391,24 +349,17 @@ class _Watch:
         )
 
 
-# Watches, while the run is replayed as it is, whether a search for causes other than the loss scale could find any.
-#
-# `bisect-nan` would run the same steps again, each beside fp32. Where they come back bit by bit, stay finite, are
-# taken, and no rule sees anything in the comparison, it would find nothing.
+# -- a replay as the run is: could a search for causes other than the loss scale find any? --
+# `bisect-nan` would run the same steps again, each beside fp32. Where they are reproduced bit by bit, stay finite, are
+# taken, and no rule fires in the comparison, it would find nothing.
 
 
 @dataclass(slots=True)
 class Calm:
-    """Gathers what the first steps of a replay show.
+    """Collects what the first steps of a replay show."""
 
-    Args:
-        first: The first step as it was seen before, from the same state; None if it was not.
-        steps: Number of steps that a search would run.
-        thresholds: What its rules go by.
-    """
-
-    first: Seen | None
-    steps: int
+    first: Seen | None  # the first step as seen before, from the same state
+    steps: int  # that a search would run
     thresholds: Thresholds
     _alongside: Alongside = field(default_factory=Alongside)
     _own: Beyond = field(default_factory=dict)
@@ -416,25 +367,13 @@ class Calm:
     _compared: list[Comparison] = field(default_factory=list)
 
     def wants(self, session: Session, step: int) -> bool:
-        """Is a step to be held beside fp32? Not once one was seen in which something might be found.
-
-        Args:
-            session: The run, before the step.
-            step: The step.
-        """
+        """Whether the next step is to be compared with fp32; False once a step may have a finding."""
         self._own = session.reached.beyond()
         here = self.first is not None and self._quiet == step < self.steps
         return here and self._alongside.wants(session, step)
 
     def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
-        """Look at a step that was held beside fp32.
-
-        Args:
-            session: The run, after the step.
-            twin: The step in fp32.
-            outcome: How the step ended.
-            sentinel: The probe that watched it.
-        """
+        """Count a step that was compared with its twin in fp32, if it shows nothing."""
         if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
             return
         if outcome.step == 0 and not self._comes_back(Seen.of(session, sentinel)):
@@ -450,7 +389,7 @@ class Calm:
 
     @property
     def throughout(self) -> bool:
-        """Would a search find nothing?"""
+        """Whether a search would find nothing."""
         hungry = starved(self._compared, self.thresholds)
         return self._quiet >= self.steps and not hungry and is_quiet(self._compared, self.thresholds)
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.step_beside_fp32 import Replayed
 
 
-# The tightest headroom of a healthy run, as a check of its report.
-
+# -- the tightest headroom of a healthy run --
 
 TIGHTEST_HEADROOM = "tightest headroom"
 _GRADIENTS_ONLY = "looks at no layer's output until a step fails"
@@ -41,11 +40,8 @@ def headroom_check(
 ) -> Iterator[Check]:
     """Yields one check in words and numbers; none if no step was replayed.
 
-    Args:
-        tightest: The tightest headroom of steps without harm or skip; None if no tensor had a reduced format.
-        outcomes: All steps' outcomes: a gradient carries the loss scale of its step.
-        seen: What the probe saw in these steps.
-        request: The request: `--strategy bisect` does not look at the layers' outputs until a step fails.
+    `tightest` is of steps without harm or skip; None if no tensor had a reduced format. `outcomes` give the loss scale
+    that a gradient carries. `--strategy bisect` reads no layer's output until a step fails.
     """
     layers = request.strategy != "bisect" and not request.until_sick
     option = "--until-sick" if request.until_sick else "--strategy bisect"
@@ -81,7 +77,7 @@ def headroom_check(
 
 
 def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], option: str | None) -> str:
-    known = outcomes[len(outcomes) - len(seen) :]  # of a run until it is sick the last ones
+    known = outcomes[len(outcomes) - len(seen) :]  # with `until_sick` only the last ones
     if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(known, seen, strict=True)):
         return "not measured: each step was skipped or met something non-finite"
     if option is not None:
@@ -91,25 +87,19 @@ def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], option: 
 
 
 def _harmed(outcome: StepOutcome, step: Replayed) -> bool:
-    """Is the loss or a gradient non-finite? An infinity in an output does not count: it may be a mask."""
+    """Whether the loss or a gradient is non-finite; an infinity in an output may be a mask, and does not count."""
     return outcome.raised is not None or not all(
         math.isfinite(one.value) for one in step.observed if one.kind not in ("output", "output_grad")
     )
 
 
-# Replayed steps that show too little to be called healthy, though nothing in them is wrong.
+# -- steps that show too little to be called healthy --
 
 
 def unexamined(
     session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]
 ) -> ErrorNote | None:
-    """What was missing in all of these steps, so that there was nothing to examine; None where enough was seen.
-
-    Args:
-        session: The run, after them.
-        outcomes: How they ended.
-        observed: What the cheap look saw in each.
-    """
+    """Returns what all of these steps lacked, so that nothing could be examined; None where enough was seen."""
     if not saw_anything(outcomes, observed):
         return ErrorNote(what="steps", kind="empty", message="no step had a loss or a gradient: nothing was examined")
     if not _trains(session, outcomes, observed):
@@ -119,12 +109,7 @@ def unexamined(
 
 
 def never_updated(outcomes: Sequence[StepOutcome], *, moves: bool) -> ErrorNote | None:
-    """What a run lacks whose steps neither call an optimizer nor move a parameter: no update was examined.
-
-    Args:
-        outcomes: How the steps ended.
-        moves: A parameter that an optimizer holds has moved (an update by hand), or no optimizer holds one.
-    """
+    """Returns the note on a run whose steps neither call an optimizer nor move (`moves`) a parameter that one holds."""
     called = any(event.kind in ("step", "optimizer_step") for outcome in outcomes for event in outcome.events)
     if moves or called or any(outcome.optimizer_steps or outcome.raised for outcome in outcomes):
         return None
@@ -134,18 +119,15 @@ def never_updated(outcomes: Sequence[StepOutcome], *, moves: bool) -> ErrorNote 
 
 
 def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
-    """Did a step leave a loss, or a gradient?"""
+    """Whether a step had a loss or a gradient."""
     return _graded(observed) or any(outcome.loss is not None for outcome in outcomes)
 
 
 def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
-    """Can a parameter get a gradient? If none can, torch's backward raises; the replay's own step leaves it out.
-
-    A step of the user's may free its parameters for a while, or update them without any gradient that is kept.
-    """
+    """Whether a parameter can get a gradient, or the user's own step gave one or made an update."""
     owned = (p for one in session.optimizers.values() for group in one.param_groups for p in group["params"])
     parameters = (*session.model.parameters(), *owned)
-    # a pure function has none that could be free
+    # a pure function has no parameters
     free = not parameters or any(parameter.requires_grad for parameter in parameters)
     return free or _graded(observed) or any(outcome.optimizer_steps for outcome in outcomes)
 
@@ -154,20 +136,14 @@ def _graded(observed: Sequence[tuple[Observation, ...]]) -> bool:
     return any(one.kind == "grad" for step in observed for one in step)
 
 
-# What a run that goes on until a step is not finite leaves out, and what is known of it where it is interrupted.
-
+# -- what `until_sick` leaves out, and what is known when it is interrupted --
 
 LAST_COMPARED = 8
-"""Steps at the end that are held beside fp32, unless another number is asked for."""
+"""Default number of steps at the end that are compared with fp32."""
 
 
 def only_looked_at(steps: int, compared: int) -> Iterator[Skipped]:
-    """Yields what of the steps was not held beside fp32, where some were not.
-
-    Args:
-        steps: Steps that stayed finite.
-        compared: How many of them, the last ones, were to be compared.
-    """
+    """Yields the note on steps that stayed finite but were not compared with fp32; `compared` counts the last ones."""
     if compared < steps:
         held = f"the last {compared} were held beside fp32" if compared else "none was held beside fp32 (--no-compare)"
         reason = f"--until-sick looks at each of the {steps} steps for NaN and Inf alone; {held}"
@@ -175,23 +151,13 @@ def only_looked_at(steps: int, compared: int) -> Iterator[Skipped]:
 
 
 def elsewhere(device: str) -> Skipped:
-    """Returns what a run that stays finite here may still do.
-
-    Args:
-        device: Where it was replayed.
-    """
+    """Returns the note that a run that stays finite here may still fail on other hardware or with other ranks."""
     reason = f"one process ran it on this machine's {device}: a failure that hangs on either may not come back here"
     return Skipped(what="other hardware and other numbers of ranks", reason=reason)
 
 
 def interrupted(replay: OpenReplay, outcomes: Sequence[StepOutcome], fired: int | None) -> ErrorNote:
-    """Returns what is known where Ctrl-C ends the search.
-
-    Args:
-        replay: The open replay.
-        outcomes: The steps that have run.
-        fired: The step that was being looked at more closely, as something in it was not finite; None else.
-    """
+    """Returns what is known where Ctrl-C ends the search; `fired` is the non-finite step that was being examined."""
     well = len(outcomes) if fired is None else fired
     known = (
         f"steps 0 to {well - 1} were replayed and stayed finite{_globally(replay, well)}" if well else "no step ended"
@@ -207,31 +173,21 @@ def _globally(replay: OpenReplay, steps: int) -> str:
     return "" if step is None else f" (the training's {step} to {step + steps - 1})"
 
 
-# What is known of the run that failed, and how its replay here compares with it.
+# -- the run that failed, and its replay here --
 
 
 def failed_run(replay: OpenReplay) -> KnownFailure | None:
-    """Returns the failure that the user, the checkpoint or its log knows of; None where nothing does.
-
-    Args:
-        replay: The open replay.
-    """
+    """Returns the failure that the user, the checkpoint or its log reports, or None."""
     request, resumed = replay.request, replay.resumed
     scaler = resumed.file_scaler if resumed is not None else None
     return known_failure(replay.log, scaler, said=request.expect_failure, thresholds=request.thresholds)
 
 
 def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
-    """Returns how the run was replayed, beside what is known of the failed run.
-
-    Args:
-        replay: The open replay.
-        session: The session.
-        steps: Number of steps that were replayed.
-    """
+    """Returns how the run was replayed, for comparison with the failed run."""
     request, resumed = replay.request, replay.resumed
     wanted = request.compare_steps
-    if request.until_sick and wanted:  # of so many steps it never compares more than the last
+    if request.until_sick and wanted:  # it compares only the last of so many steps
         wanted = None
     run = replay.described(session, steps)
     return Here(
@@ -251,22 +207,17 @@ def replayed_here(replay: OpenReplay, session: Session, steps: int) -> Here:
     )
 
 
-# Did a run that says a half format compute in one? If not, its replay says nothing of what that format does to it.
+# -- a run that declares a half format but computes in another --
 
 
 def nothing_in_half(
     session: Session, tightest: Headroom | None, start: Snapshot | None, fresh: Callable[[], Session]
 ) -> Skipped | None:
-    """What was left out of a run that says fp16 or bf16 and computes in another format, and why; None for any other.
+    """Returns what is left out for a run that declares fp16 or bf16 and computes in another format; None for any other.
 
-    A run in which the cheap look saw the format has no step replayed for it. Where autocast was on as it is on a GPU
-    and has found nothing to cast, nothing is left out: there it finds nothing either.
-
-    Args:
-        session: The run, in any state.
-        tightest: What the cheap look saw in a half format in steps without harm; None where it saw nothing.
-        start: The state before step 0, with its batches ahead; None where only a fresh run leads there.
-        fresh: Makes another session from the factory.
+    If the format was seen (`tightest`), no step is replayed. Where autocast was on as on a GPU and found nothing to
+    cast, nothing is left out: on a GPU it finds nothing either. `start` is the state before step 0, with its batches
+    ahead; None where only a `fresh` run leads there.
     """
     said = session.precision.compute
     if not session.precision.reduced or (tightest is not None and tightest.format == said):
@@ -286,7 +237,7 @@ def nothing_in_half(
 
 
 def _look(session: Session, looked: HalfOps) -> None:
-    with suppress(AmpdoctorError), session.watched(looked):  # it ran before: what ends it now is no news
+    with suppress(AmpdoctorError), session.watched(looked):  # it ran before: an error here adds nothing
         if session.has_step(0):
             session.attempt(0)
 
@@ -299,7 +250,7 @@ def _why(looked: HalfOps, session: Session) -> str | None:
 
 
 def _decides(looked: HalfOps, session: Session) -> str | None:
-    """What keeps the step from computing in the format that the run says; None where that is as on a GPU."""
+    """Returns what keeps the step from the declared format; None where that is the same on a GPU."""
     regions = [region for region in looked.around if region.autocast]
     if regions and regions[-1].enabled:
         last = regions[-1]
@@ -320,42 +271,33 @@ def _decides(looked: HalfOps, session: Session) -> str | None:
 
 
 def _named(dtype: torch.dtype | None) -> str:
-    """The name that `TrainingRun(precision=...)` takes."""
     return {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
 
 
 def _places(regions: Sequence[Region]) -> str:
-    """Where these contexts were made or entered: " at train.py:12"."""
+    """Returns where these contexts were made or entered: " at train.py:12"."""
     lines = [as_source(region.line) for region in regions]
     named = dict.fromkeys(f"{source.file}:{source.line}" for source in lines if source is not None)
     return f" at {' and '.join(named)}" if named else ""
 
 
 def _function(run: TrainingRun) -> str:
-    """The user's step, or where there is none their loss, with its place."""
     what, function = ("the step", run.step) if run.step is not None else ("the loss", run.loss)
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     source = None if code is None else as_source((code.co_filename, code.co_firstlineno))
     return what if source is None else f"{what} at {source.file}:{source.line}"
 
 
-# The section `path` of a report: how a birth came about, and through which modules its values did harm.
-
+# -- section `path`: how a birth came about, and through which modules its values did harm --
 
 MOST_CARRIERS = 200
 """Maximum number of carriers that are shown; of a longer way, the first and the last half."""
 
 
 def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> PathSection:
-    """Returns the way of one birth as the report shows it.
+    """Returns the way of one birth as the report shows it; `types` has each module's class name.
 
-    Args:
-        birth: The birth, with its way.
-        fingerprint: Fingerprint of the finding that names the birth.
-        types: Each module's class name, by the module's name.
-
-    Returns:
-        Nodes in the order of the ops: what fed the birth, the birth, carriers, the first sink of each kind.
+    The nodes are in the order of the ops: what fed the birth, the birth, carriers, the first sink of each kind.
     """
     way = birth.way
     half = MOST_CARRIERS // 2
@@ -377,12 +319,7 @@ def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> Pa
 
 
 def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns the class names of a model's modules.
-
-    Args:
-        model: The model.
-        names: The report's name for each module, by its name in `named_modules()`.
-    """
+    """Returns the class names of a model's modules; `names` maps names in `named_modules()` to the report's."""
     return {names.get(name, name): type(module).__name__ for name, module in model.named_modules()}
 
 

@@ -1,6 +1,6 @@
-"""The requests to the workflows: what a replay is asked for, and what a watch is.
+"""The requests to the workflows: to replay a run, and to watch a training.
 
-No torch here: the command line imports this file before it knows what is asked.
+No torch here: the command line imports this file before it parses its arguments.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from ampdoctor.health.sinks.export import Export
 from ampdoctor.health.sinks.sink import Sink
 from ampdoctor.workflows.output_files import refuse_of_log
 
-# The request to a replaying workflow, and how the workflow reports its progress.
-
-
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
 HalfProducts = Literal["fp32", "plain"]
 Strategy = Literal["trace", "bisect"]
 
 MOST_UNTIL_SICK = 2000
-"""Steps that `until_sick` runs on at most, unless another number is given."""
+"""Default of `max_steps`: how many steps `until_sick` runs at most."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _OF_THE_RUN = (
     *("app_dir", "batches", "loss", "model", "allow_partial", "steps", "precision"),
@@ -42,10 +39,10 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 
 
 def is_profile(target: str) -> bool:
-    """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
+    """Whether a target names a saved profile rather than a factory, which has a colon after its file or module.
 
-    A script that was named without its function is no profile either, nor is a bundle's folder or its manifest, nor a
-    function with a dot in place of its colon. The log of a run stands for the profile that its details come to.
+    A run's log counts as a profile, because its details add up to one. These do not: a script without a function name,
+    a bundle's folder or manifest, and a function with a dot in place of its colon.
     """
     path = Path(target)
     if path.name == "manifest.json":
@@ -56,13 +53,13 @@ def is_profile(target: str) -> bool:
         return path.suffix != ".py"
     if ":" in target or not path.suffix:
         return False
-    from ampdoctor.replay.user_modules import dotted_factory  # here: it brings torch, and few targets come this far
+    from ampdoctor.replay.user_modules import dotted_factory  # here, because it imports torch and few targets get here
 
     return dotted_factory(target) is None
 
 
 def is_run_log(target: str) -> bool:
-    """Does a target name the folder of a run's log, or one of its files? A bundle holds the last lines of one."""
+    """Whether a target is the folder of a run's log or one of its files; a bundle's folder does not count."""
     path = Path(target)
     try:
         if path.is_dir():
@@ -73,7 +70,7 @@ def is_run_log(target: str) -> bool:
 
 
 SetAside = Callable[[Report], Report]
-"""Returns a report without the findings that somebody has decided to set aside."""
+"""Returns a report without the findings that the user has decided to ignore."""
 
 
 def keep_all(report: Report) -> Report:
@@ -88,10 +85,7 @@ def set_all_aside(report: Report) -> Report:
 
 
 class Progress(Protocol):
-    """Called with a workflow's progress.
-
-    The protocol is here because the core never prints, and a library's user may want a progress bar of their own.
-    """
+    """Called with a workflow's progress: the core never prints, and users of the library may show their own bar."""
 
     def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
         """Report that `done` of `total` parts of `what` are finished.
@@ -113,32 +107,31 @@ class ReplayRequest:
             `path/to/train.py`; or a bundle, `path/to/bundle-31000`; for `recommend` also the path of a profile.
         arguments: Keyword arguments of the factory.
         script_arguments: What follows the file in `sys.argv` while a script, or a factory, runs.
-        checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
+        checkpoint: Path of a checkpoint that is loaded before step 0, without running code from it.
         steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
         precision: Overrides the run's own precision.
-        policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own; None: CUDA's, or for a
+        policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own. None: CUDA's, or for a
             bundle that of the device on which it was recorded.
-        half_products: How a CPU multiplies fp16 under CUDA's policy: through `fp32` kernels, rounded once as on tensor
-            cores, or by its own, `plain` ones.
+        half_products: How a CPU multiplies fp16 under CUDA's policy: `fp32` kernels, rounded once as on tensor cores,
+            or its own `plain` ones.
         device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
         app_dir: Folder put first on the import path for the factory; None: the working directory.
         allow_partial: Accept a checkpoint that fits the model only in part.
-        fresh_scaler: Keep the loss scaler as the factory makes it, whatever the checkpoint holds; without a checkpoint
-            it is so anyway.
+        fresh_scaler: Use the loss scaler as the factory makes it, even if the checkpoint holds a scaler's state.
         batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
         loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
         model: What makes a bundle's model: `train.py:make_model`, `model.py:GPT`, or a file alone.
-        strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
-            the order of its layers with one probe per replay.
-        compare_steps: How many steps of a run that stays finite `bisect-nan` holds beside fp32; None for all.
-        until_sick: `bisect-nan` runs on until a step is not finite, with only the cheap look on the way.
-        max_steps: Optimizer steps that it runs on at most; None for `MOST_UNTIL_SICK`.
-        skip_batches: Micro-batches that are passed over before step 0; "checkpoint": as many as its steps took. None:
-            like that with `until_sick`, else none. A function of batches that takes `start` is told the steps itself.
+        strategy: How `bisect-nan` examines a bad step: `trace` watches each op in one replay, `bisect` halves the order
+            of its layers with one probe per replay.
+        compare_steps: How many steps of a run that stays finite `bisect-nan` compares with fp32; None for all.
+        until_sick: `bisect-nan` runs until a step is non-finite, with only the cheap check on each step.
+        max_steps: Optimizer steps that `until_sick` runs at most; None for `MOST_UNTIL_SICK`.
+        skip_batches: Micro-batches to skip before step 0; "checkpoint": as many as the checkpoint's steps used. None:
+            "checkpoint" with `until_sick`, else 0. A function of batches that takes `start` gets the number of steps.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
-        spill: Keep the states that steps begin from in a nameless file where temporary files are, not in memory.
-        thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
-        emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
+        spill: Keep the states before steps in an unnamed temporary file instead of in memory.
+        thresholds: Limits of the rules; see `diagnosis.catalogue.moving.thresholds_from`.
+        emit: Framework for which `recommend` writes the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
         ranks: Number of processes over which the training averages gradients.
@@ -146,8 +139,7 @@ class ReplayRequest:
         accumulation: Micro-batches per step of the training; None for the run's number.
 
     Raises:
-        UsageError: `steps`, `precision`, `policy`, `half_products`, `strategy` or `device` is none of the above, or
-            two options say two things.
+        UsageError: An option has none of the values above, or two options contradict each other.
     """
 
     factory: str | Callable[..., Any]
@@ -186,11 +178,7 @@ class ReplayRequest:
         return self.emit or "torch"
 
     def described(self, factory: str) -> dict[str, Any]:
-        """Returns the report's `target`: what is replayed, and the options that make it this run.
-
-        Args:
-            factory: The factory's name, for a factory that was given as a function.
-        """
+        """Returns the report's `target`: the factory's name, and the options that differ from their defaults."""
         arguments = [_typed(name, value) for name, value in self.arguments.items()]
         named = {"--arg": arguments} if arguments and None not in arguments else {}
         options = {**named, **self._options(_OF_THE_RUN)}
@@ -198,7 +186,7 @@ class ReplayRequest:
         return {"factory": factory, "checkpoint": self.checkpoint, **{key: said for key, said in more.items() if said}}
 
     def described_advice(self) -> dict[str, Any]:
-        """Returns what the `target` of advice holds besides: the options that say for whom."""
+        """Returns the options that only advice adds to `target`."""
         options = self._options(_OF_THE_ADVICE)
         return {"advice_options": options} if options else {}
 
@@ -253,8 +241,7 @@ def _typed(name: str, value: Any) -> str | None:
         return None
 
 
-# The request to a watch over a training that runs once: what `ampdoctor run` asks for.
-
+# -- watch --
 
 OnSick = Literal["record", "stop"]
 Look = Literal["auto", "sync", "off"]
@@ -262,36 +249,36 @@ Look = Literal["auto", "sync", "off"]
 USUAL_EVERY = 100
 """Steps from one close measurement to the next."""
 USUAL_BUNDLE_BYTES = 4_000_000_000
-"""The most that a bundle takes."""
+"""Maximum size of a bundle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchRequest:
-    """What to watch, and what to do where it falls sick.
+    """What to watch, and what to do when a step is sick.
 
     Attributes:
-        health: Folder of the log and the bundles, absolute; it need not exist yet.
-        named: The same as it was typed, for whoever reads of it; "" for as it is.
-        script: What trains, as it was typed: a script's path, or a module's name.
-        is_module: It is a module's name.
-        arguments: What follows it in `sys.argv`.
-        command: The whole command line, the interpreter's own options left out.
+        health: Absolute path of the folder for the log and the bundles; it need not exist yet.
+        named: The same path as the user typed it, for messages; "" for `health`.
+        script: What trains: a script's path or a module's name, as the user typed it.
+        is_module: `script` is a module's name.
+        arguments: What follows `script` in `sys.argv`.
+        command: The whole command line without the interpreter's own options.
         every: Steps from one close measurement to the next.
-        on_sick: `record`: look, log, keep a bundle, and let the training go on. `stop`: the same, then raise
+        on_sick: `record`: diagnose, log, keep a bundle, and let the training continue. `stop`: the same, then raise
             `errors.StoppedError` into the loop.
-        look: `auto`: look before the update wherever that costs no synchronisation of the device. `sync`: everywhere,
-            at the price of one a step. `off`: never run a step again.
+        look: `auto`: check before the update wherever that does not synchronise the device. `sync`: everywhere, with
+            one synchronisation a step. `off`: never replay a step.
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
-        bundle_max: The most bytes that a bundle takes, and what is kept for one by `record_batches`.
-        record_batches: Of how many of the last updates the batches are kept behind them, where a sick step is known
-            only after its update; 0 for none.
-        export: Where the log's numbers and alerts go while the training runs.
-        thresholds: What counts as lost, as harmful, as too many.
+        bundle_max: Maximum bytes of a bundle, and of what `record_batches` keeps for one.
+        record_batches: Number of last updates whose batches are kept, for a sick step that is known only after its
+            update; 0 for none.
+        export: Where the log's numbers and alerts are sent while the training runs.
+        thresholds: Limits of the rules.
 
     Raises:
-        UsageError: A number is too small, `on_sick` or `look` is none of the above, or an export would write over the
-            log.
+        UsageError: A number is too small, `on_sick` or `look` has none of these values, or an export would overwrite
+            the log.
     """
 
     health: str

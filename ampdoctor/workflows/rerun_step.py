@@ -26,36 +26,27 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import Snapshot
 
 
-# Where a session is among the steps of a replay, and a close look at one of them.
-
+# -- the session's place among the steps --
 
 NOISE = 0.5
-"""Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which it is noise. Of
-the bias of a key projection, whose true gradient is zero, nothing stays (above 1); else 1e-3 and less, in a chaotic
+"""Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which the gradient is
+noise. The bias of a key projection, whose true gradient is zero, is above 1; others are at 1e-3 and less, in a chaotic
 network too: rounding to fp32 is 2^-13 of rounding to fp16."""
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a session is among its steps; before the first one that has to be run again, it is where it was left.
-
-    Attributes:
-        session: The session.
-        start: The state from which its steps are led to.
-        seen: What the first replay saw of the steps from there on.
-        step: The step that it stands before; None where it was left.
-        begin: The step that `start` stands before.
-    """
+    """Where a session is among its steps."""
 
     session: Session
-    start: Snapshot
-    seen: Sequence[Replayed]
-    step: int | None = None
+    start: Snapshot  # the state before step `begin`
+    seen: Sequence[Replayed]  # what the first replay saw, from `begin` on
+    step: int | None = None  # the step that the session stands before; None: not yet moved
     begin: int = 0
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run, those before `start` included."""
+        """The number of steps of the run, including those before `start`."""
         return self.begin + len(self.seen)
 
     def anew(self) -> Place:
@@ -63,7 +54,7 @@ class Place:
         return replace(self, step=None)
 
     def comes_to(self, step: int) -> bool:
-        """Lead the session to the start of a step, from the run's start if need be; False where its batch is gone."""
+        """Replay to the start of a step, from the run's start if need be; False where its batch is gone."""
         if self.step is None:
             self.start.restore()
             self.step = self.begin
@@ -71,7 +62,7 @@ class Place:
             if self.session.has_step(earlier):
                 self.seen[earlier - self.begin].random_state.restore()
                 self.session.step(earlier)
-        if not self.session.has_step(step):  # drawn anew if the batches were too large to be kept
+        if not self.session.has_step(step):  # drawn again if the batches were too large to be kept
             return False
         self.session.keep_steps(lambda earlier: earlier >= step)
         self.seen[step - self.begin].random_state.restore()
@@ -79,14 +70,7 @@ class Place:
 
 
 def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
-    """Replay a step with every op watched; the session is left after it.
-
-    Args:
-        session: The session.
-        before: The state before the step.
-        step: The step.
-        flushes: Record which ops of the backward lose elements to zero.
-    """
+    """Replay a step with every op watched (`flushes`: also elements lost to zero); the session is left after it."""
     tracer = OpTraceProbe(flushes=flushes)
     before.restore()
     with session.watched(tracer):
@@ -97,13 +81,7 @@ def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = Fal
 
 
 def noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
-    """Returns the parameters whose gradient in fp32 is rounding: the last bits of the weights make another of it.
-
-    Args:
-        session: The session; it is left at the state before the step.
-        before: The state before the step.
-        step: The step.
-    """
+    """Returns the parameters whose fp32 gradient changes with the weights' last bits; the state is restored."""
     try:
         beside = jolted_beside(session, before, step, torch.float32)
     except AmpdoctorError:
@@ -112,16 +90,9 @@ def noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
 
 
 def jolted_beside(session: Session, before: Snapshot, step: int, dtype: torch.dtype) -> DistanceProbe:
-    """Run a step in fp32 twice, once with each weight moved by its rounding in a format; how far are the gradients?
+    """Run a step in fp32 twice, once with each weight moved by its rounding in `dtype`, and compare the gradients.
 
-    Args:
-        session: The session; it is left at the state before the step.
-        before: The state before the step.
-        step: The step.
-        dtype: The format.
-
-    Raises:
-        AmpdoctorError: The step cannot be run so.
+    The session is left before the step. Raises AmpdoctorError where the step cannot run so.
     """
     before.restore()
     try:
@@ -136,18 +107,17 @@ def jolted_beside(session: Session, before: Snapshot, step: int, dtype: torch.dt
     return beside
 
 
-# One step, run again and again from the same state: which ops write what, and what a change makes of the moves.
-
+# -- one step under changes: which ops write what, and how the updates differ --
 
 KEPT_ELSEWHERE = 0.5
-"""Relative error up to which a tensor of optimizer state has moved by what its weight should have: a compensation in
-bf16 has 2^-8, a momentum another size altogether."""
+"""Relative error up to which optimizer state counts as having moved like its weight should: a compensation in bf16 has
+2^-8, while a momentum has quite another size."""
 _NESTED = 5
-"""An optimizer's list of groups, of an inner optimizer, of tensors: no deeper."""
+"""Maximum depth: an optimizer's list of groups, of an inner optimizer, of tensors."""
 FLUSHED = 0.25
-"""Share of the elements of a second moment that an op has to flush to be what makes a step twice too long."""
+"""Share of a second moment's elements that an op has to flush to explain a step that is twice too long."""
 MOST = 0.9
-"""Share of the elements that have to move with a change, of those that move in fp32 (as in AMP501)."""
+"""Share of the elements that move in fp32 which must move with a change (as in AMP501)."""
 
 Wrong = Callable[[Kept], str | None]
 """Says what is wrong with the moves of a step; None where nothing is."""
@@ -155,13 +125,7 @@ Wrong = Callable[[Kept], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A step and the state before it; every method leaves the session at that state.
-
-    Attributes:
-        session: The session.
-        before: The state before the step.
-        step: The step.
-    """
+    """A step and the state before it; each method leaves the session at that state."""
 
     session: Session
     before: Snapshot
@@ -169,16 +133,12 @@ class Again:
 
     @classmethod
     def at(cls, place: Place, step: int) -> Again | None:
-        """Lead the run from its start to a step; None where its batch is gone."""
+        """Bring the run from its start to a step; None where its batch is gone."""
         fresh = place.anew()
         return cls(place.session, place.session.snapshot(), step) if fresh.comes_to(step) else None
 
     def written(self, *, wide: bool = False) -> WritesProbe:
-        """Returns what has seen which ops write what the run keeps.
-
-        Args:
-            wide: Of the step in fp32.
-        """
+        """Run the step, in fp32 if `wide`, and return the probe that saw which ops write the run's state."""
         probe = WritesProbe(lambda: _all_kept(self.session))
         self.before.restore()
         with ExitStack() as stack:
@@ -190,7 +150,7 @@ class Again:
         return probe
 
     def kept_elsewhere(self) -> frozenset[str]:
-        """Returns the parameters whose lost moves are kept: by a compensation (Kahan) or a master, whoever holds it."""
+        """Returns the parameters whose lost moves are kept by a compensation (Kahan) or a master, whoever holds it."""
         session = self.session
         self.before.restore()
         values = kept(session)
@@ -209,7 +169,7 @@ class Again:
                 continue
             now = now.to(meant[name].device)  # a count of steps lies on the CPU
             gone = now - old.get((name, key), torch.zeros_like(now)).to(now.device)
-            # a master has moved so; a compensation holds what fp32, which adds it up, has moved and the weight has not
+            # a master has moved so; a compensation holds the part of fp32's move that the weight has not made
             together = (gone, -gone, done[name] + now, done[name] - now)
             apart = min(float((move - meant[name]).norm()) for move in together)
             if apart <= KEPT_ELSEWHERE * float(meant[name].norm()):
@@ -218,7 +178,7 @@ class Again:
         return frozenset(found)
 
     def copies(self) -> frozenset[str]:
-        """Returns the states that are, after the step, what a parameter is: they have nowhere to go."""
+        """Returns the states that equal a parameter after the step: as copies they need not move themselves."""
         self.before.restore()
         self.session.step(self.step)
         parameters = [tensor.detach() for _, tensor in held(self.session)]
@@ -233,13 +193,7 @@ class Again:
         return frozenset(found)
 
     def tried(self, plan: Prescription, tried: change.Change, wrong: Wrong) -> Prescription:
-        """The plan, with what the step shows with its change.
-
-        Args:
-            plan: What is prescribed.
-            tried: Its change.
-            wrong: What is asked of the moves.
-        """
+        """Run the step with a change; returns the plan with the result. `wrong` judges the moves."""
         self.before.restore()
         values = kept(self.session)
         try:
@@ -253,11 +207,7 @@ class Again:
         return replace(plan, status="verified" if left is None else "failed", reason=left)
 
     def in_fp32(self, wrong: Wrong) -> Prescription:
-        """fp32 for everything; where that is not it, the same without the casts that the step's code writes.
-
-        Args:
-            wrong: What is asked of the moves.
-        """
+        """Try fp32 for everything; where that fails, the same without the casts that the step's code writes."""
         whole = change.compute_dtype("fp32")
         plan = Prescription(kind="dtype", value="float32", status="not_run", detail=REMEDIES[0])
         cure = self.tried(plan, whole, wrong)
@@ -272,11 +222,7 @@ class Again:
 
 
 def without_casts(wide: change.Change) -> change.Change:
-    """Returns a change with another: no cast to half that is written in the step's code.
-
-    Args:
-        wide: The other.
-    """
+    """Returns the change `wide` without any cast to half that is written in the step's code."""
 
     @contextmanager
     def changed(session: Session) -> Iterator[None]:
@@ -287,21 +233,12 @@ def without_casts(wide: change.Change) -> change.Change:
 
 
 def in_code(said: str) -> Prescription:
-    """Returns a plan that only the user can carry out.
-
-    Args:
-        said: What to do.
-    """
+    """Returns a plan that only the user can carry out."""
     return Prescription(kind="code", value=said, status="not_run", detail=said)
 
 
 def tensors_in_fp32(names: frozenset[str], *, casts: bool) -> change.Change:
-    """Returns a change: these states in fp32; unless `casts`, no cast to half that is written in the step's code.
-
-    Args:
-        names: Of the states.
-        casts: Casts in the step's code stay.
-    """
+    """Returns a change: these states in fp32; unless `casts`, no cast to half that is written in the step's code."""
 
     @contextmanager
     def changed(session: Session) -> Iterator[None]:
@@ -316,23 +253,13 @@ def tensors_in_fp32(names: frozenset[str], *, casts: bool) -> change.Change:
 
 
 def too_few(found: Mapping[str, int], wanted: Mapping[str, int]) -> str | None:
-    """Returns what is wrong where fewer elements move than should.
-
-    Args:
-        found: How many move, by name.
-        wanted: How many move in fp32, by name.
-    """
+    """Returns what is wrong where fewer elements move than in fp32; both maps are counts by name."""
     now, meant = sum(found.values()), sum(wanted.values())
     return None if now > MOST * meant else f"{now} of {meant} elements move with it"
 
 
 def last_op(writes: WritesProbe, name: str) -> str:
-    """Returns the op whose result a tensor holds after the step.
-
-    Args:
-        writes: What has seen the step.
-        name: Of the tensor.
-    """
+    """Returns the op whose result a tensor holds after the step."""
     written = writes.writes.get(name)
     return f"aten.{written[-1].site.op}" if written else "aten.add_"
 
@@ -340,11 +267,7 @@ def last_op(writes: WritesProbe, name: str) -> str:
 def first_wrong_op(here: WritesProbe, there: WritesProbe, parameter: str, ratio: float) -> str | None:
     """Returns the first op that leaves something else in a parameter's optimizer state than it does in fp32.
 
-    Args:
-        here: What has seen the step.
-        there: What has seen it in fp32.
-        parameter: Name of the parameter.
-        ratio: By which factor its step is wrong.
+    `here` watched the step and `there` the step in fp32; `ratio` is the factor by which the parameter's step is wrong.
     """
     prefix = _state_name(parameter, "")
     for name in here.writes:
@@ -354,19 +277,19 @@ def first_wrong_op(here: WritesProbe, there: WritesProbe, parameter: str, ratio:
         for one, other in zip(mine, wide, strict=True):
             apart = (one.norm or 0.0) / other.norm if other.norm else 1.0
             flushed = (one.zeros or 0.0) - (other.zeros or 0.0)
-            if flushed > FLUSHED or not 1 / ratio**2 <= apart <= ratio**2:  # second moments go with the step's square
+            if flushed > FLUSHED or not 1 / ratio**2 <= apart <= ratio**2:  # second moments go as the step's square
                 return f"aten.{one.site.op}"
     return None
 
 
 def _updates(writes: Sequence[Write]) -> list[Write]:
-    """Returns the last writes that change a tensor in place: what came before made it, or was there before it."""
+    """Returns the in-place writes since the tensor was last made."""
     made = max((at for at, write in enumerate(writes) if not write.in_place), default=-1)
     return list(writes[made + 1 :])
 
 
 def _all_kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what a run keeps, by name: parameters, states, and all that its optimizers keep."""
+    """Yields what a run keeps, by name: parameters, states, and all state of its optimizers."""
     yield from held(session)
     yield from ((name, tensor) for (_, name), tensor in states_of(session))
     yield from ((_state_name(name, key), tensor) for name, key, tensor in _optimizer_state(session))
@@ -383,7 +306,7 @@ def _optimizer_state(session: Session) -> Iterator[tuple[str, str, torch.Tensor]
 
 
 def _wide_beside(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the fp32 tensors beside the model's parameters: what optimizers hold as attributes, and the run's own."""
+    """Yields the fp32 tensors outside the model's parameters: attributes of optimizers, and the run's own state."""
     known = {id(parameter) for parameter in session.model.parameters()}
     for name, tensor in (*_attributes(session.optimizers), *session.own_state()):
         if tensor.dtype is torch.float32 and id(tensor) not in known:
@@ -391,7 +314,6 @@ def _wide_beside(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _attributes(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in an optimizer's attributes, its inner optimizers' among them."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth < _NESTED:
@@ -403,16 +325,11 @@ def _attributes(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
 
 
 def _with_masters(session: Session, before: Mapping[str, torch.Tensor], start: State, meant: State) -> set[str]:
-    """Returns the parameters that are the half copies of fp32 tensors which moved as fp32's parameters do.
+    """Returns the half parameters whose fp32 master moved as the parameter does in fp32.
 
     A moving average has the parameter's values as well, but not its moves. In fp32 a parameter begins at the half
-    copy's value and may end at the master's.
-
-    Args:
-        session: The session, after the step.
-        before: The fp32 tensors before it, by name.
-        start: Samples of the parameters before it.
-        meant: How they move in fp32.
+    copy's value and may end at the master's. `before` holds the fp32 tensors before the step, `start` samples of the
+    parameters before it, and `meant` their moves in fp32.
     """
     weights, found = dict(held(session)), set()
     for name, tensor in _wide_beside(session):

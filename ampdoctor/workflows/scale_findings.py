@@ -52,28 +52,16 @@ class Replays(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The results of the replays, and what follows from them.
+    """The results of the replays, and what follows from them."""
 
-    Attributes:
-        now: The replay with the run's own scaling; None for a profile file.
-        then: The replay with the recommended scaler; None if it is impossible.
-        change: The recommended scaler is better.
-        unusable: Why the recommended scaler could not be replayed.
-        by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
-        no_scale: No loss scale is recommended at all.
-        harm: What went wrong in an fp16 replay with either scaler, as a clause; None if nothing did.
-        settled: The scaler did not skip the steps after that.
-        findings: What is wrong.
-    """
-
-    now: Observed | None
-    then: Observed | None
-    change: bool
-    unusable: str | None
-    by_hand: bool = False
-    no_scale: bool = False
-    harm: str | None = None
-    settled: bool = False
+    now: Observed | None  # with the run's own scaling; None for a profile file
+    then: Observed | None  # with the recommended scaler; None if it is impossible
+    change: bool  # the recommended scaler is better
+    unusable: str | None  # why the recommended scaler could not be replayed
+    by_hand: bool = False  # the step scales its loss itself: the recommended scale was tried on its backward
+    no_scale: bool = False  # no loss scale is recommended at all
+    harm: str | None = None  # a clause on what went wrong in an fp16 replay with either scaler
+    settled: bool = False  # the scaler skipped no steps after that
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -89,7 +77,7 @@ def judge(
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
-        settled = incurable.settled  # with the recommended scaler: the present one may just not have found its level
+        settled = incurable.settled  # with the recommended scaler: the present one may still be settling
         return replace(
             judgement,
             change=settled and judgement.now is not None and not judgement.now.settled,
@@ -121,7 +109,6 @@ class _Incurable:
 def _incurable(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> _Incurable | None:
-    """Returns what went wrong in a replay and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
         beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
@@ -144,10 +131,10 @@ def _incurable(
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
         settled = then is not None and then.settled
-        lower = trial.at_its_level() if settled else trial.in_bf16()  # a skip on the way down is a scaler at work
+        lower = trial.at_its_level() if settled else trial.in_bf16()  # skips while the scale comes down are normal
         found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
         return _Incurable(found, harm, settled)
-    # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
+    # in each compared step: near an optimum the gradient is tiny, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[GRADIENTS_DEPART]:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
@@ -186,7 +173,7 @@ def _of_the_scale(
 
 
 def _came_below_one(advice: Advice, now: Observed | None) -> bool:
-    """Has the run's scaler, and nobody's hand, taken the scale below 1: steps were lost at each scale above?"""
+    """Whether the run's scaler itself took the scale below 1, losing steps at each scale above."""
     scale = now.scales[-1] if now is not None and now.scales else advice.now.scale
     return 0.0 < scale < 1.0 and advice.current.growth_interval > 0
 
@@ -217,8 +204,6 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
 
 
 class _Trial:
-    """Prescriptions, each replayed if there is a run to replay."""
-
     def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
         self._advice = advice
         self._judgement = judgement
@@ -272,7 +257,7 @@ class _Trial:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def stabbed(self) -> Prescription:
-        """fp32 for the modules that no scale serves, as replayed with the scaler; bf16 if they are many."""
+        """fp32 for the modules that no scale fits, as replayed with the scaler; bf16 if they are many."""
         choice = self._advice.choice
         if not choice.fp32_modules:
             return self.in_bf16()
@@ -282,7 +267,7 @@ class _Trial:
         return replace(alone, kind="fp32_modules", value=names, detail=detail)
 
     def at_its_level(self) -> Prescription:
-        """The recommended scaler, started at the scale to which it comes down."""
+        """The recommended scaler, started at the scale to which it backs off."""
         then = self._judgement.then
         if then is None or not then.scales:
             return self._scaler_alone()

@@ -40,8 +40,6 @@ from ampdoctor.workflows.requests import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined, examine
 from ampdoctor.workflows.scan_series import scan_family
 
-# `scan`: the health of a checkpoint, without the model's code and without executing anything in the file.
-
 
 def scan(
     path: str | os.PathLike[str],
@@ -58,14 +56,14 @@ def scan(
 
     Args:
         path: A file or a folder, as for `open_checkpoint`, or a folder of such.
-        progress: Told (tensor, bytes done, bytes in all) after each block that was read.
+        progress: Called with (tensor, bytes done, bytes in all) after each block that was read.
         jobs: Threads that read and examine; None: as many as torch uses.
-        exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
-            concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
+        exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements. The sample
+            affects the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
-        whole: The same, and no error for a single checkpoint: a baseline is to know all that is there.
-        thresholds: What counts as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
-        set_aside: Of many checkpoints, the first is searched for that is sick in a way that this leaves.
+        whole: The same, and no error for a single checkpoint, because a baseline must list everything.
+        thresholds: Limits of the rules; see `diagnosis.catalogue.moving.thresholds_from`.
+        set_aside: Of many checkpoints, the first is searched that is sick after these findings are set aside.
 
     Returns:
         A report with verdict `sick` if a finding is an error; else `inconclusive` if something that should be there
@@ -118,7 +116,7 @@ def scan_found(
 
 
 def _with_what_was_passed_over(report: Report, found: Found) -> Report:
-    """The report with the folders below that were not looked through, and those that cannot be listed as errors."""
+    """Returns the report with the folders below that were not searched, and those that cannot be listed as errors."""
     below, unlisted = found.contents.below, found.unlisted
     if not below.skipped and not unlisted:
         return report
@@ -159,12 +157,12 @@ def _scanned(
 
 
 def _opened(found: Found) -> Checkpoint:
-    """Opens the checkpoint; where there is none, but a training log, it says what reads that."""
+    """Open the checkpoint; where there is only a training log, the error names the command that reads it."""
     try:
         return found.open()
     except CheckpointError as error:
         nothing = found.is_file or isinstance(error, NoCheckpointError | OtherFormatError)
-        if not nothing or not has_log_below(found.path):  # a folder may hold a log, and a checkpoint that is damaged
+        if not nothing or not has_log_below(found.path):  # a folder may hold a log beside a damaged checkpoint
             raise
         command = shlex.join(["ampdoctor", "health", shown_path(found.path)])
         if not has_log(found.path):
@@ -183,8 +181,7 @@ def progress_of(progress: Progress | None, member: str) -> Progress | None:
     return told
 
 
-# `scan` of several paths at once, for example from a pre-commit hook: one report on all of them.
-
+# -- several paths at once, for example from a pre-commit hook --
 
 T = TypeVar("T")
 
@@ -204,7 +201,8 @@ def scan_several(
 ) -> Report:
     """Examine each of several checkpoints; one that is left out is in `skipped`, with its reason.
 
-    As in a folder, files beside checkpoints whose names show that they hold none are left out: random state, schedules.
+    As in a folder, files beside checkpoints whose names show that they hold none (random state, schedules) are left
+    out.
 
     Args:
         paths: Each as for `scan`; a path that is named twice is examined once.
@@ -265,7 +263,7 @@ def scan_several(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What became of one path: a report, an error, or that it was left out, and why."""
+    """The result for one path: a report, an error, or why it was left out."""
 
     found: Found
     name: str
@@ -366,7 +364,6 @@ def _only(sections: Sequence[T | None]) -> T | None:
 
 
 def _left_out(found: Found, name: str, *, pointers: bool) -> Skipped | None:
-    """Why a path is not examined; None where it is."""
     if pointers and _is_nothing_but_pointers(found):
         return _pointer(name)
     reason = neighbour(found.path.name) if found.is_file else None
@@ -386,7 +383,6 @@ def _is_nothing_but_pointers(found: Found) -> bool:
 
 
 def _without_pointers(report: Report, found: Found) -> Report:
-    """The report of a folder with its pointers left out, in place of errors."""
     pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
     if not pointers:
         return report

@@ -81,7 +81,7 @@ def compare(
 
 
 def _dated(finding: Finding, change: CheckpointChange) -> Finding:
-    """Returns a finding of non-finite values, with what the older checkpoint says about when they came."""
+    """Returns a finding of non-finite values, with what the older checkpoint says about when they appeared."""
     where = finding.where
     entry = (where.op or "").partition(":")[2]
     tensor = next((t for t in change.tensors if t.address == where.tensor and t.entry == entry), None)

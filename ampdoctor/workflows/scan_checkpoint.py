@@ -35,22 +35,13 @@ from ampdoctor.evidence.report_scan import (
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.requests import Progress
 
-# Examines one open checkpoint: its numbers, and the report on them.
-
-
 _REMARK = "index"
 """Name of the checks that are about the layout, not the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result of examining one checkpoint.
-
-    Attributes:
-        report: Its report.
-        summary: The numbers behind the report.
-        thresholds: What counted as harmful, as too many.
-    """
+    """The result of examining one checkpoint: its report, and the numbers and thresholds behind it."""
 
     report: Report
     summary: CheckpointSummary
@@ -96,7 +87,7 @@ def examine(
 
 
 def _unread(checkpoint: Checkpoint, summary: CheckpointSummary) -> Iterator[ErrorNote]:
-    """What may be sick and was not read: tensors; and where no weight was read, weights in other formats."""
+    """Yields errors for unread tensors, which may be sick; if no weight was read, also for weights in other formats."""
     by_reason: dict[str, list[str]] = {}
     for one in checkpoint.unread:
         by_reason.setdefault(one.reason, []).append(one.what)
@@ -128,7 +119,7 @@ def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check]
 
 
 def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerSection | None:
-    """Returns the report's section on loss scaling: the file's scaler, and a fresh one if the file's cannot go on."""
+    """Returns the section on loss scaling: the file's scaler, and a fresh one if the file's cannot be continued."""
     scaler = shown_scaler(summary, findings)
     if scaler is None:
         return None
@@ -137,8 +128,7 @@ def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerS
     return ScalerSection(current=scaler_numbers(scaler), recommended=recommended, change=bool(cures))
 
 
-# `scan --list`: the contents of a checkpoint, without reading its tensors.
-
+# -- `scan --list`: the contents, without reading tensors --
 
 _SETTINGS = frozenset(
     {
@@ -163,18 +153,7 @@ _SHORT = 8
 
 
 def list_structure(path: str | os.PathLike[str]) -> Report:
-    """List a checkpoint's contents, or the members of a folder of many; no tensor is read.
-
-    Args:
-        path: As for `scan`.
-
-    Returns:
-        A report with verdict `not_judged` and the section `structure`.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read, or is refused.
-        LimitExceededError: The checkpoint asks for more than a safe bound.
-    """
+    """List a checkpoint's contents, or a folder's checkpoints, without reading a tensor; errors as for `scan`."""
     found = find(path)
     if len(found.members) > 1:
         return Report(

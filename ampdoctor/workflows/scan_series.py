@@ -23,15 +23,12 @@ from ampdoctor.workflows.requests import SetAside, keep_all
 from ampdoctor.workflows.scan_checkpoint import Examined
 from ampdoctor.workflows.searches import first_bad
 
-# Chooses which checkpoints of many are read: enough to find the first sick one, or to see a trend.
-
-
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
 
 MAX_UNDATED = 4
-"""Maximum number of members of unknown time that are read unasked: a run ships its averaged and its best weights,
-and there are few of them."""
+"""Maximum number of members of unknown time that are read by default, for the averaged and the best weights of a
+run."""
 
 Look = Callable[[Checkpoint, str], Examined]
 """Examines a member, given its name."""
@@ -39,21 +36,13 @@ Look = Callable[[Checkpoint, str], Examined]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A member that was opened.
-
-    Attributes:
-        member: The member.
-        report: Its report, with paths relative to the family's folder; None if it could not be read.
-        left: The report without what somebody has decided to set aside.
-        examined: The member's own report and numbers.
-        error: Why it could not be read.
-    """
+    """A member that was opened."""
 
     member: Member
-    report: Report | None = None
-    left: Report | None = None
+    report: Report | None = None  # with paths relative to the folder; None if it could not be read
+    left: Report | None = None  # the report without what the user has set aside
     examined: Examined | None = None
-    error: CheckpointError | None = None
+    error: CheckpointError | None = None  # why it could not be read
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
@@ -63,22 +52,22 @@ class Seen:
 
     @property
     def sick(self) -> bool:
-        """Are its weights, buffers, moments or scaler sick?"""
+        """Whether its weights, buffers, moments or scaler are sick."""
         return _is_sick(self.report)
 
     @property
     def counts(self) -> bool:
-        """Are they sick in a way that has not been set aside?"""
+        """Whether they are sick in a way that has not been set aside."""
         return _is_sick(self.left)
 
     @property
     def collapsed(self) -> bool:
-        """Has its loss scale collapsed, and has that not been set aside? Training from there on is no way out."""
+        """Whether its loss scale has collapsed and this is not set aside: then it is no checkpoint to resume from."""
         return self.left is not None and any(f.code == COLLAPSED.code for f in self.left.findings)
 
     @property
     def well_scaled(self) -> bool:
-        """Does it hold a loss scale, and none below 1? A bare model tells nothing of it."""
+        """Whether it holds a loss scale, and none below 1; a bare model has none."""
         scalers = self.examined.summary.scalers if self.examined is not None else ()
         return bool(scalers) and all(scaler.scale >= 1 for scaler in scalers)
 
@@ -97,17 +86,11 @@ def _is_sick(report: Report | None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The members of a family that were read.
+    """The members of a family that were read."""
 
-    Attributes:
-        in_order: Members whose place in the training is known, in its order.
-        beside: Members of unknown time.
-        left_out: The other members of unknown time, and why they do not count.
-    """
-
-    in_order: tuple[Seen, ...]
-    beside: tuple[Seen, ...]
-    left_out: tuple[Skipped, ...]
+    in_order: tuple[Seen, ...]  # whose place in the training is known
+    beside: tuple[Seen, ...]  # of unknown time
+    left_out: tuple[Skipped, ...]  # other members of unknown time, and why they do not count
 
     @property
     def all(self) -> tuple[Seen, ...]:
@@ -138,11 +121,8 @@ def read_family(
 ) -> Read:
     """Read as many members as needed; one that cannot be read is passed over, and its error is kept.
 
-    Args:
-        family: The members, in order.
-        look: Examines one of them.
-        every_member: Read all of them.
-        set_aside: The search is for the first sick member, and for the first sickness that this does not set aside.
+    `family` is in order, and `look` examines a member. The search is for the first sick member, and for the first with
+    sickness that `set_aside` leaves.
     """
 
     def see(member: Member, looking: Look = look) -> Seen:
@@ -160,10 +140,7 @@ def read_family(
 def _with_undated(
     in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
 ) -> Read:
-    """Read members of unknown time, as far as they are checkpoints: a run's folder holds other things, too.
-
-    A checkpoint in a folder of its own is read whatever it holds.
-    """
+    """Read members of unknown time that are checkpoints; one in a folder of its own is read whatever it holds."""
     known = {shape for seen in in_order for shape in seen.shapes}
     examined: list[Seen] = []
     skipped: list[Skipped] = []
@@ -198,7 +175,7 @@ def _search(reader: _Reader) -> None:
         return
     if not reader(last).counts:
         own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
-        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be intact if it is not
+        newest = own[-1] if own else last  # `last.pt` repeats it, and may be intact if it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
     for sick in (_counts, _sick, _collapsed):
@@ -227,7 +204,6 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
     positions = range(low + 1, top + 1)
 
     def bad(at: int) -> bool:
-        """Is a position sick? A position that cannot be read counts like the next that can."""
         return next((sick(seen) for i in positions[at:] if (seen := reader(i)).report is not None), True)
 
     found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
@@ -243,7 +219,6 @@ def _budget(count: int) -> int:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """Returns the first, the last and evenly spread positions."""
     wanted = min(count, wanted)
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
@@ -279,8 +254,7 @@ def placed_in_folder(report: Report, member: Member) -> Report:
     )
 
 
-# A folder of many checkpoints of one training: the report on the first sick one, and the trend over those read.
-
+# -- the report on the first sick checkpoint, and the trend --
 
 _UNIT: Mapping[str, TrendUnit] = {"step": "step", "epoch": "epoch", "number": "save"}
 
@@ -299,26 +273,14 @@ def scan_family(
 
     The last one is read. If it is sick, the first sick one is searched by halving: at most ceil(log2(n)) + 1 of n are
     read in all. If it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2 in all. If
-    some sickness is set aside, two are searched: the first sick one, and the first that is sick in another way, which
-    takes up to ceil(log2(n)) + 1 more; so does the first whose loss scale has collapsed, where that harms too little to
-    be sickness. A member that cannot be read is an error of the report, and the search goes on
-    around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are read as well.
+    some sickness is set aside, the first with other sickness is searched as well, for up to ceil(log2(n)) + 1 more; so
+    is the first with a collapsed loss scale that is not yet sick. A member that cannot be read becomes an error of the
+    report, and the search continues around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are
+    read as well.
 
-    Args:
-        name: The folder's name.
-        family: Its members, in order.
-        look: Examines one of them, given its name.
-        log: The run's training log. It is judged once, beside the checkpoint that the report is about, unless that has
-            a longer log.
-        every_member: Read all of them.
-        thresholds: For the trend: what counts as grown, and as falling.
-        set_aside: Sickness that it sets aside is passed over; a decision on one checkpoint does not hold for the next.
-
-    Returns:
-        The findings and the verdict of the first sick one, or of the last if none is sick, and the trend.
-
-    Raises:
-        CheckpointError: None of them can be read.
+    The findings and the verdict are those of the first sick member, or of the last if none is sick. The run's training
+    `log` is judged once, beside that member, unless the member has a longer log. A decision of `set_aside` on one
+    checkpoint does not hold for the next. Raises CheckpointError where no member can be read.
     """
     read = read_family(family, look, every_member=every_member, set_aside=set_aside)
     placed = [member for member in family if member.placed]
@@ -346,22 +308,22 @@ def scan_family(
 
 
 def _decided(seen: Seen) -> tuple[Finding, ...]:
-    """What was found in a member, as grave as somebody has decided that it is."""
+    """Returns a member's findings, with the severity that the user has decided on."""
     if seen.report is None or seen.left is None:
         return ()
-    own = {finding.fingerprint for finding in seen.report.findings}  # and no ignore that has outlived what it is for
+    own = {finding.fingerprint for finding in seen.report.findings}  # without outdated ignores
     return tuple(finding for finding in seen.left.found if finding.fingerprint in own)
 
 
 def _fullest(healthy: Sequence[Seen], family: Sequence[Member]) -> Seen | None:
-    """Returns the last one, unless it is the bare model that a training leaves: its last checkpoint says more."""
+    """Returns the last member, unless it is the bare model that a training leaves: then its last checkpoint."""
     last = healthy[-1] if healthy else None
     before = [s for s in healthy if s.member in family[:-1]]
     return before[-1] if last is not None and before and last.member.final else last
 
 
 def _beside_log(shown: Seen, log: tuple[LogEntry, ...]) -> Report:
-    """Returns a member's report, judged beside the run's log if that says more than the member's own."""
+    """Returns a member's report, judged beside the run's log if that is longer than the member's own."""
     if shown.report is None or shown.examined is None:
         raise ValueError("a member that was not examined has no report")
     if len(log) <= len(shown.examined.summary.log):
@@ -453,7 +415,6 @@ def _verdict(seen: Seen) -> str:
 
 
 def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int, shown: Seen) -> TrendSection:
-    """Returns the search's result, and the sentence that says so."""
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
     before = readable[: readable.index(first)] if first in readable else []
@@ -507,7 +468,6 @@ def _collapse(seen: Sequence[Seen]) -> tuple[int | None, int | None]:
 
 
 def _begun(readable: Sequence[Seen]) -> str:
-    """Returns where sickness begins among those that were read."""
     at = next(at for at, seen in enumerate(readable) if seen.sick)
     health = "healthy but for its loss scale" if at and readable[at - 1].collapsed else "healthy"
     before = f"{_called(readable[at - 1])} before it is {health}" if at else "there is none to read before it"

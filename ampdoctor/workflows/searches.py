@@ -10,22 +10,18 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-# Finds the first bad position in an order by halving. Each question costs a replay, so none is asked twice.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstBad:
     """Where an order turns bad, as far as it was searched.
 
-    Attributes:
-        suspects: The positions that may be the first bad one, ascending; a single one unless the questions ran out.
-        bad: The bad position to which all suspects lead, itself included; in a plain order, the last of them.
-        asked: Number of calls of `bad`.
+    `suspects` are the positions that may be the first bad one, ascending: a single one unless the questions ran out.
+    `bad` is the bad position to which all suspects lead, itself included; in a plain order, the last of them.
     """
 
     suspects: tuple[int, ...]
     bad: int
-    asked: int
+    asked: int  # number of calls of `bad`
 
 
 def first_bad(before: Sequence[int], bad: Callable[[int], bool], *, limit: int | None = None) -> FirstBad:
@@ -36,14 +32,9 @@ def first_bad(before: Sequence[int], bad: Callable[[int], bool], *, limit: int |
     search over a history with merges, a bad answer keeps only what the position comes from, a good one removes that,
     and the next question is the one that halves best. A plain order of n takes at most ceil(log2(n)) questions.
 
-    Args:
-        before: For each position, a bit mask of the earlier ones that it comes from, directly or indirectly; for the
-            last position, all that matter.
-        bad: Is this position bad? Called at most once per position, and never for the last one.
-        limit: Maximum number of questions; None for as many as it takes.
-
-    Raises:
-        ValueError: There is no position.
+    `before` has for each position a bit mask of the earlier ones that it comes from, directly or indirectly; for the
+    last position, all that matter. `bad` is called at most once per position, and never for the last one; `limit`
+    bounds the calls. Raises ValueError where there is no position.
     """
     if not before:
         raise ValueError("an order of no positions has no last one that could be bad")
@@ -81,16 +72,13 @@ def _members(mask: int) -> list[int]:
     return members
 
 
-# Finds the smallest set of elements whose treatment makes a trial succeed: group testing, largest segments first.
-#
+# -- the smallest set of elements whose treatment makes a trial succeed: group testing, largest segments first --
 # A trial leaves one segment of the undecided elements untreated and treats everything behind it. If that still cures,
 # the whole segment needs no treatment; if not, it is halved until its first needed element is alone. Implied results
 # are not tried: if a segment fails and its front half passes, the failure is in the back half.
-#
 # The sizes of the segments follow from one belief about how many elements are needed (`PRIOR`), updated by each
-# finding: each trial is the one whose outcome is nearest to even. Whether one element or a third of them is needed, the
-# number of trials therefore stays near the logarithm of the number of possible answers.
-
+# finding: each trial is the one whose outcome is nearest to even. So the number of trials stays near the logarithm of
+# the number of possible answers, whether one element or a third of them is needed.
 
 T = TypeVar("T", bound=Hashable)
 
@@ -108,15 +96,10 @@ Trial = Callable[[frozenset[T]], bool]
 
 @dataclass(frozen=True, slots=True)
 class SmallestSet(Generic[T]):
-    """The elements that must be treated.
-
-    Attributes:
-        elements: The set, in the given order; a trial with exactly these cured.
-        trials: Each trial that was run and whether it cured, in order; no set occurs twice.
-    """
+    """The elements that must be treated, in the given order; a trial with exactly these cured."""
 
     elements: tuple[T, ...]
-    trials: tuple[tuple[frozenset[T], bool], ...]
+    trials: tuple[tuple[frozenset[T], bool], ...]  # in order, and whether each cured; no set occurs twice
 
     @property
     def minimal(self) -> bool:
@@ -124,7 +107,7 @@ class SmallestSet(Generic[T]):
         return all(self.needs(element) for element in self.elements)
 
     def needs(self, element: T) -> bool:
-        """Did a trial without this element, but with all the others of the set, fail? True for a set of one."""
+        """Whether a trial without this element, but with all the others of the set, failed; True for a set of one."""
         others = frozenset(self.elements) - {element}
         return not others or any(not cured and others <= tried and element not in tried for tried, cured in self.trials)
 
@@ -144,17 +127,13 @@ def smallest_set(
     """Find a smallest set of elements whose treatment cures, and show that none of them can be left out.
 
     The set is 1-minimal, and its cure was tried even if elements interact (a treatment that does harm). If they do not
-    interact, it is the smallest possible set, except that elements of `given` are dropped one at a time.
+    interact, it is the smallest possible set, except that elements of `given` are dropped one at a time. None if
+    treating everything does not cure.
 
-    Args:
-        elements: All elements, in an order in which neighbours are likely to fail together. An element whose treatment
-            includes that of others comes before them, so that it is given up first.
-        cures: Runs a trial in which exactly these are treated. A trial with none is known to fail, and is not run.
-        given: Elements that are likely to be needed. They are tried first, and by themselves.
-        limit: Maximum number of trials; then the smallest set that was seen to cure is returned, `minimal` or not.
-
-    Returns:
-        The set; None if treating everything does not cure.
+    Neighbours in `elements` should be likely to fail together. An element whose treatment includes that of others comes
+    before them, so that it is dropped first. `cures` runs a trial in which exactly these are treated; one with none is
+    known to fail, and is not run. Elements of `given` are likely to be needed, and are tried first, by themselves.
+    After `limit` trials the smallest set that was seen to cure is returned, `minimal` or not.
     """
     return _Search(tuple(elements), cures, limit).run(given)
 
@@ -225,7 +204,7 @@ class _Search(Generic[T]):
             if (room or not spoken) and others not in self._tried and self._try(others):
                 cured = others
 
-    # -- how large a segment -----------------------------------------------------------------------------------------
+    # -- how large a segment --
 
     def _weight(self, undecided: int, found: int) -> float:
         """Returns the belief in all answers in which `found` are needed and any of `undecided` others may be."""

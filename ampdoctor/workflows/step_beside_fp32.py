@@ -26,41 +26,27 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 
-# How what a run keeps moves in a step: what it keeps in half as a whole, what an optimizer holds by a sample.
-
-
 State = Mapping[str, torch.Tensor]
 Named = tuple["StateKind", str]
-"""What kind of state, and its name."""
+"""Kind of state, and its name."""
 HALVES = (torch.float16, torch.bfloat16)
 
 SAMPLE = 1 << 16
-"""Elements of a tensor whose moves are looked at; of a larger one blocks that lie evenly over it."""
+"""Elements of a tensor whose moves are measured; of a larger tensor, evenly spread blocks."""
 _BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a run keeps from step to step, or how far it has moved.
+    """What a run keeps from step to step, or how far it has moved; tensors by name."""
 
-    Attributes:
-        half: Parameters and buffers in a half format, by name; those may stand still.
-        trained: A sample of each parameter that an optimizer holds, by name; flat.
-        states: A sample of what no optimizer trains and that is kept in half, by kind and name; flat.
-    """
-
-    half: State = field(default_factory=dict)
-    trained: State = field(default_factory=dict)
-    states: Mapping[Named, torch.Tensor] = field(default_factory=dict)
+    half: State = field(default_factory=dict)  # parameters and buffers in a half format, which may stand still
+    trained: State = field(default_factory=dict)  # a flat sample of each parameter that an optimizer holds
+    states: Mapping[Named, torch.Tensor] = field(default_factory=dict)  # flat samples of untrained half state
 
 
 def kept(session: Session, *, trained: bool = True) -> Kept:
-    """Returns copies of what a run keeps.
-
-    Args:
-        session: The session.
-        trained: Take samples of what the optimizers hold, and of other state, as well.
-    """
+    """Returns copies of what a run keeps; without `trained`, only the half tensors."""
     half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in HALVES}
     if not trained:
         return Kept(half)
@@ -69,7 +55,7 @@ def kept(session: Session, *, trained: bool = True) -> Kept:
 
 
 def moved(session: Session, before: Kept) -> Kept:
-    """Returns how far each has moved since, in float64."""
+    """Returns how far each tensor has moved since `before`, in float64."""
     now, trained = dict(kept_tensors(session)), dict(held(session)) if before.trained else {}
     states = dict(states_of(session)) if before.states else {}
     return Kept(
@@ -80,9 +66,9 @@ def moved(session: Session, before: Kept) -> Kept:
 
 
 def states_of(session: Session) -> Iterator[tuple[Named, torch.Tensor]]:
-    """Yields what no optimizer trains: of the model, optimizer state of one element, what the run's own code keeps.
+    """Yields untrained state: the model's, optimizer state of one element, and that of the run's own code.
 
-    A half copy of an fp32 master is none: it moves once the master has moved far enough.
+    The half copy of an fp32 master is excluded: it moves once the master has moved far enough.
     """
     trained = {id(p) for _, p in held(session)}
     known = {id(p) for p in session.model.parameters()} | {id(b) for b in session.model.buffers()}
@@ -106,8 +92,8 @@ def _same(states: Mapping[Named, torch.Tensor], name: Named, old: torch.Tensor) 
 def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) for what a run keeps from step to step.
 
-    A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step: it
-    moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
+    A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step, so
+    it moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
     """
     names = session.parameter_names()
     master = session.masters.of if session.masters else _masters_by_hand(session)
@@ -118,10 +104,10 @@ def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what gives a half parameter's fp32 master, where the run's own code keeps one; else the parameter.
+    """Returns a function from a half parameter to the fp32 master that the run's own code keeps, or to itself.
 
-    A master is a parameter of an optimizer that the model does not have, and that is the half one when it is cast; or
-    the half one's part of a flat one, which has the model's parameters one behind the other.
+    A master is an optimizer's parameter outside the model that equals the half one when cast to its dtype; or that
+    parameter's part of a flat one, which holds the model's parameters one after the other.
     """
     own = {id(p) for p in session.model.parameters()}
     held: list[torch.Tensor] = [
@@ -144,7 +130,7 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def _places(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yields each parameter's id, and where it begins when they lie one behind the other."""
+    """Yields each parameter's id, and its offset in a flat parameter that holds them one after the other."""
     at = 0
     for parameter in parameters:
         yield id(parameter), at
@@ -173,15 +159,14 @@ def _starts(elements: int, size: int) -> Iterator[int]:
 
 
 def last_place(values: torch.Tensor) -> torch.Tensor:
-    """Returns the unit in the last place of each element in its own format, in fp32."""
+    """Returns the unit in the last place of each element in its own format, as fp32."""
     info = torch.finfo(values.dtype)
     exponent = torch.frexp(values.float()).exponent
     unit = torch.ldexp(torch.full_like(exponent, info.eps, dtype=torch.float32), exponent - 1)
     return unit.clamp_min(info.smallest_normal * info.eps)
 
 
-# Compares one step with the same step in fp32: gradients and updates. Sums up all steps.
-
+# -- one step beside fp32, and the sum over all steps --
 
 Observed = tuple[Observation, ...]
 
@@ -189,107 +174,69 @@ NEGLIGIBLE = 1e-3
 """A gradient of at most this share of the run's largest is the rounding of a converged loss: fp16's own relative
 rounding is 2^-11, so a gradient that still teaches something is not that much smaller than what it came from."""
 
-
 CHAOS = 4.0
-"""A gradient error within this factor of that of rounded weights is rounding; activations are rounded too."""
-
+"""A gradient error up to this factor times that of rounded weights is rounding; activations are rounded too."""
 
 FP32_ROUNDING = 2.0**-20
-"""A move of at most this share of a number is fp32's own rounding of a few terms (2^-24 each): none that is missed."""
-
+"""A move of at most this share of a number is fp32's own rounding of a few terms (2^-24 each), so it does not count."""
 
 SOME = 64
 """Elements of a tensor whose course over the steps is kept."""
 
-
 AS_FAR = 1.5
-"""A chaotic step within this factor of one that was looked at closely is not looked at again. Eight steps of a
-ResNet-50 with random weights on four images were 0.75 to 0.78 away from fp32; rounding alone moved them by 0.81."""
+"""A chaotic step within this factor of one that was examined is not examined again. Eight steps of a ResNet-50 with
+random weights on four images were 0.75 to 0.78 away from fp32; rounding alone moved them by 0.81."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePass:
-    """The result of the comparison with fp32.
+    """The result of the comparison with fp32."""
 
-    Attributes:
-        findings: The findings of the first sick step; () for a healthy run.
-        checks: What was compared.
-        skipped: Why fp32 could not be run, if it could not.
-        deterministic: Every step came back bit by bit.
-        steps: Number of compared steps.
-        held: Number of steps at the end that the user's own check of the gradients skips and fp32 takes.
-        births: The birth behind each finding, by the finding's fingerprint.
-    """
-
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # of the first sick step; () for a healthy run
     checks: tuple[Check, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    deterministic: bool = True
-    steps: int = 0
-    held: int = 0
-    births: Mapping[str, Birth] = field(default_factory=dict)
+    skipped: tuple[Skipped, ...] = ()  # why fp32 could not be run
+    deterministic: bool = True  # each step was the same bit by bit
+    steps: int = 0  # number of compared steps
+    held: int = 0  # steps at the end that the user's own gradient check skips and fp32 takes
+    births: Mapping[str, Birth] = field(default_factory=dict)  # by the finding's fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What the first replay of a step hands to the comparison.
-
-    Attributes:
-        observed: What the non-finite probe saw.
-        random_state: The generators after the step's batch was drawn, before the step.
-        optimizer_steps: How often an optimizer stepped.
-        skipped: The scaler skipped it, or a part of its updates.
-    """
+    """What the first replay of a step leaves for the comparison."""
 
     observed: Observed
-    random_state: RandomState
+    random_state: RandomState  # after the batch was drawn, before the step
     optimizer_steps: int
-    skipped: bool = False
+    skipped: bool = False  # the scaler skipped the step, or a part of its updates
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a step shows beside fp32.
-
-    Attributes:
-        comparison: In numbers; None where there is nothing to compare: a scaler skips it, or fp32 is not finite.
-        held: The user's own check of the gradients skips it, and fp32 takes it.
-    """
+    """A step beside fp32; `comparison` is None where a scaler skips the step or fp32 is not finite."""
 
     comparison: Comparison | None = None
-    held: bool = False
+    held: bool = False  # the user's own gradient check skips the step, and fp32 takes it
 
 
 @dataclass(slots=True)
 class Known:
-    """What steps that were looked at closely, and in which nothing was found, have shown to be no sickness.
+    """What examined steps without a finding have shown to be harmless."""
 
-    Attributes:
-        explained: A gradient error that rounding alone explains.
-        alone: How far single parameters' gradients were from fp32's, by name; `AS_FAR` times that.
-        warm_up: What stands still does so at the learning rate of a warm-up, and moves at the one that it comes up to.
-    """
-
-    explained: float = 0.0
-    alone: dict[str, float] = field(default_factory=dict)
-    warm_up: bool = False
+    explained: float = 0.0  # a gradient error that rounding alone explains
+    alone: dict[str, float] = field(default_factory=dict)  # by parameter: its gradient's error, times `AS_FAR`
+    warm_up: bool = False  # what stands still at a warm-up's learning rate moves at the full rate
 
     def looks(self, far: Sequence[ParameterBeside]) -> None:
-        """These parameters are far from fp32, and nothing was found."""
+        """Record parameters that are far from fp32 although nothing was found."""
         for one in far:
             self.alone[one.name] = max(self.alone.get(one.name, 0.0), AS_FAR * error_of(one))
 
 
 class Passing:
-    """Gathers the results of the compared steps.
+    """Collects the results of the compared steps; `compared` holds those whose gradient is not negligible.
 
-    Args:
-        thresholds: How far from fp32 is far (AMP207).
-        comes_back: Steps come back from a snapshot, so that nothing hidden tells them from fp32's.
-
-    Attributes:
-        compared: The steps so far that have a gradient to speak of.
-        known: What was looked at closely.
+    `comes_back`: restoring a snapshot reproduces a step, so nothing hidden separates the run's steps from fp32's.
     """
 
     def __init__(self, thresholds: Thresholds, *, comes_back: bool = True) -> None:
@@ -313,13 +260,7 @@ class Passing:
         return finding
 
     def leaves_out(self, outcome: StepOutcome, reference: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-        """Does the scaler, or the user's own check of the gradients, skip the step? Then there is no update to compare.
-
-        Args:
-            outcome: The step's outcome.
-            reference: The outcome of the step in fp32.
-            sentinel: The probe that watched the step.
-        """
+        """Whether the scaler, or the user's own gradient check, skips the step: then there is no update to compare."""
         left_out = outcome.loses_updates
         if overflowed(sentinel) and not left_out and outcome.optimizer_steps < reference.optimizer_steps:
             self._held += 1
@@ -327,18 +268,13 @@ class Passing:
         return left_out
 
     def passes(self, beside: Beside) -> None:
-        """Count a step that was compared while it was replayed, and in which no rule sees anything."""
+        """Count a step that was compared while it was replayed, and in which no rule fires."""
         self._held += beside.held
         if beside.comparison is not None:
             self.add(beside.comparison)
 
     def looked_at(self, comparison: Comparison, rounding: float) -> None:
-        """Learn from a step that was looked at closely, and in which no rule sees anything.
-
-        Args:
-            comparison: The step's comparison.
-            rounding: How far rounding alone moves fp32's gradients in it.
-        """
+        """Record an examined step in which no rule fires; `rounding` is the gradient error of rounded weights."""
         if comparison.gradient_error <= CHAOS * rounding:
             self.known.explained = max(self.known.explained, min(CHAOS * rounding, AS_FAR * comparison.gradient_error))
 
@@ -350,7 +286,7 @@ class Passing:
         self._at_rest += is_at_rest(comparison)
         self._given |= bool(comparison.parameters)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
-            return  # converged: what is left of the gradient is rounding
+            return  # converged: the rest of the gradient is rounding
         self.compared.append(comparison)
         self._worst = max(self._worst, comparison.gradient_error)
         doubt = unexplained(comparison, self._thresholds, comes_back=self._comes_back)
@@ -362,12 +298,12 @@ class Passing:
     def ended(
         self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
     ) -> ReferencePass:
-        """Returns the result; the doubt is a finding only if nothing clearer was found: a note is about less."""
+        """Returns the result; the doubt is a finding only if nothing clearer than a note was found."""
         clear = any(finding.severity != "note" for finding in findings)
         doubt = (self._doubt,) if self._doubt is not None and not clear else ()
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
-        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # of updates they show nothing
+        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # these show nothing about updates
         rising = {"moves_at_the_full_learning_rate": True} if self.known.warm_up else {}
         check = Check(
             name="gradients and updates agree with fp32",
@@ -397,17 +333,17 @@ class Passing:
 
 
 def is_at_rest(comparison: Comparison) -> bool:
-    """Does fp32 move no parameter in the step, as with a learning rate of 0?"""
+    """Whether fp32 moves no parameter in the step, as with a learning rate of 0."""
     return bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
 
 
 def overflowed(sentinel: NonFiniteProbe) -> bool:
-    """Was a gradient that an optimizer uses not finite?"""
+    """Whether a gradient that an optimizer uses is non-finite."""
     return any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
 
 
 def all_finite(probe: GradientProbe) -> bool:
-    """Is every gradient of the step finite?"""
+    """Whether each gradient of the step is finite."""
     return all(math.isfinite(float(nonfinite_flag(gradient))) for gradient in probe.gradients.values())
 
 
@@ -425,14 +361,10 @@ def compared(
     apart: Mapping[str, Distance],
     moves: tuple[Kept, Kept, Kept],
 ) -> Comparison:
-    """Returns a step and its twin in fp32 as numbers.
+    """Returns the numbers of a step beside the same step in fp32.
 
-    Args:
-        session: The session, after either.
-        step: The step's number.
-        outcomes: The outcomes of the run and of fp32.
-        apart: How far the gradients that the optimizer got are from fp32's, by name.
-        moves: What is kept, as it was before the step, and how it moved, in the run and in fp32.
+    `outcomes` are those of the run and of fp32, and `apart` the distance of their gradients by name. `moves` is the
+    state before the step, then its moves in the run and in fp32.
     """
     total, (before, here, there) = together(apart.values()), moves
     return Comparison(
@@ -452,7 +384,7 @@ def compared(
 
 
 def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterBeside]:
-    """Yields what each parameter that an optimizer holds got, and how it moved, in the order of fp32's gradients."""
+    """Yields each optimizer-held parameter's gradient and move beside fp32's, in the order of fp32's gradients."""
     for name, distance in apart.items():
         if name not in here or name not in there:
             continue
@@ -480,7 +412,7 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
 
 
 def _states(before: Kept, here: Kept, there: Kept) -> Iterator[StateBeside]:
-    """Yields how what no optimizer trains has moved, where it did in fp32."""
+    """Yields how state that no optimizer trains has moved, where it moved in fp32."""
     for (kind, name), old in before.states.items():
         named = (kind, name)
         if named not in here.states or named not in there.states:
@@ -511,7 +443,6 @@ def _root(squares: float) -> float:
 
 
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
-    """Returns the updates of the tensors that are kept in a half format, by owning module."""
     trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, tensor in kept_tensors(session):

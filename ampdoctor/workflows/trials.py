@@ -1,4 +1,4 @@
-"""Proof: runs the same step again with a change in place, and reports what it shows."""
+"""Proof: runs a bad step again with a change in place, and reports what the replay shows."""
 
 from __future__ import annotations
 
@@ -29,17 +29,13 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.changes import Change
 
 
-# The section `proof` of a report: the replayed steps without and with a change, beside fp32.
-
-
 STEPS_BEFORE = 3
-"""Number of steps without the change that are shown before the first with it: they show how the run failed."""
+"""Number of steps before the first with the change that are shown, to show how the run failed."""
 MOST_STEPS = 200
 """Maximum number of steps that are shown; of a longer replay, the first and the last half."""
 
-
 _SETTINGS = ("init_scale", "scaler")
-"""Changes of what the scaler goes on from: one step shows what the scale does to it, and not where the scale goes."""
+"""Changes of the scaler's start: one step shows what this scale does to it, and not where the scale goes from there."""
 _ONE_STEP = (
     "beyond this step, which is finite with it: where the scaler's growth and backoff take the scale from there is not "
     "known"
@@ -47,13 +43,7 @@ _ONE_STEP = (
 
 
 def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
-    """Returns one step in the numbers that a proof shows.
-
-    Args:
-        outcome: The step's outcome.
-        sinks: The step's non-finite values.
-        gradients: The gradients that the optimizer got; None if they were not recorded.
-    """
+    """Returns a step's numbers for a proof; `sinks` names its non-finite values."""
     return ReplayedStep(
         step=outcome.step,
         loss=outcome.loss,
@@ -65,7 +55,7 @@ def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | 
 
 
 def as_far_as_replayed(finding: Finding) -> Finding:
-    """Returns the finding; a scaler's setting with which nothing but one step was replayed is not verified."""
+    """Returns the finding; a change of the scaler with which only one step was replayed is no longer verified."""
     change = finding.prescription
     if change is None or not change.verified or change.kind not in _SETTINGS or change.proof is None:
         return finding
@@ -75,7 +65,7 @@ def as_far_as_replayed(finding: Finding) -> Finding:
 
 
 def proof_of(findings: Sequence[Finding]) -> ProofSection | None:
-    """Returns the section for the first finding whose change was replayed; None if there is no such finding."""
+    """Returns the section for the first finding whose change was replayed, or None."""
     for finding in findings:
         change = finding.prescription
         if change is not None and change.proof is not None and change.proof.changed:
@@ -84,13 +74,7 @@ def proof_of(findings: Sequence[Finding]) -> ProofSection | None:
 
 
 def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> ProofSection:
-    """Returns the section for one change.
-
-    Args:
-        change: The change.
-        proof: The result of its replay.
-        fingerprint: Fingerprint of the finding that it cures; "" if there is none.
-    """
+    """Returns the section for one change; `fingerprint` is that of the finding that it cures, or ""."""
     without, changed, fp32 = ({row.step: row for row in rows} for rows in (proof.without, proof.changed, proof.fp32))
     first, last = min(changed, default=0), max(changed, default=0)
     known = sorted(without.keys() | changed.keys() | fp32.keys())
@@ -127,8 +111,7 @@ def _norm(gradients: Gradients) -> float:
     return math.sqrt(math.fsum(squares(block) for gradient in gradients.values() for block in blocks(gradient)))
 
 
-# Proof: runs the same step again, from the same state and random state, with a change in place.
-
+# -- trials: the same step, from the same state and random state, with a change --
 
 AFTER = 3
 """Number of steps after the bad one that must be clean as well (DESIGN: verified)."""
@@ -136,19 +119,20 @@ AGREEMENT = 0.1
 """Largest relative L2 error of the gradients against fp32 that counts as agreement.
 
 Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; runs above 0.1 failed to learn. bf16 on
-deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
+deep or recurrent nets can reach a few percent without harm. So the bound is where harm was seen, not where rounding
+ends.
 """
 
 ONE_ALONE = 0.3
-"""The same for one tensor that got nothing before: it has few significant bits where it is small beside the rest, and
-what it learns from is there; 1 is the error of nothing."""
+"""The same for a single tensor that got no gradient before. Such a gradient is small beside the rest and has few
+significant bits, but its direction is there; an error of 1 is that of no gradient at all."""
 
 SAMPLES = 5
-"""Number of replays without a change that measure how often an irregular failure comes back."""
+"""Number of replays without a change that measure how often an irregular failure occurs."""
 DOUBT = 0.01
-"""A cure of an irregular failure is believed if its clean replays would be less likely than this without it."""
+"""A cure of an irregular failure is accepted if its clean replays would be less likely than this without it."""
 MOST = 20
-"""Maximum number of clean replays: a failure that comes back less often than one time in five is not judged."""
+"""Maximum number of clean replays: a failure that occurs less often than one time in five is not judged."""
 
 UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
@@ -156,10 +140,9 @@ NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
 SHOWN = ("verified", "intervention")
-"""Statuses of a change with which a replay is well."""
+"""Statuses of a change with which a replay is healthy."""
 
 WayBack = Callable[[], AbstractContextManager["Session"]]
-
 
 MOST_EARLIER = 32
 """Maximum number of steps before the bad one that are replayed with a permanent change."""
@@ -170,37 +153,28 @@ _FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
 
 
 class Trials:
-    """Tries changes on one bad step.
+    """Tries changes on one bad step of a session, whose state may be any.
 
     Args:
-        session: The session, in any state.
+        session: The run under examination.
         snapshot: The state at the start of the bad step.
         step: The bad step.
         steps: Number of steps of the whole replay.
-        comes_back: Without a change the failure comes back from the snapshot, bit by bit.
-        back: Another way to the start of the bad step, if snapshots do not lead there: yields a session that is there
-            and is discarded afterwards. None if there is no other way.
-        chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
-            that takes.
-        silent: Thresholds for a failure that stays finite: with a change, finite values must not depart from the right
-            ones by more. None for other failures.
-        raised: The exception with which the user's code ended the bad step, type first; None if it came to its end.
-        before: The state before step `begin` and the steps that the scaler skipped, if the steps from there on can be
-            replayed: a permanent change must not break them.
-        begin: The first of them.
-        without: The steps as they went without a change, to be shown beside the others.
-        tensors: Names of parameters whose gradients have to agree with fp32's as well, as they vanish in the total.
-        together: How far these may be from fp32's together (relative L2); None: `ONE_ALONE`, one by one.
-        settles: The loss scale is not the cause: if with a change only scaled gradients overflow, the scaler may come
-            down as in a healthy run, and the change is judged at the scale that it reaches.
-        fresh: The loss scale to try changes at, where the run's own has collapsed and loses gradients; it may come
-            down. None for the run's own.
-
-    Attributes:
-        replays: How often the bad step was run, with or without a change; the reference does not count.
-        by_hand: Known after the reference: the start value of the step's backward divided by the loss that it returns,
-            without a scaler; 1.0 if that is unknown.
-        unable: Known after the reference: why it could not be run; None if it could.
+        comes_back: Restoring the snapshot reproduces the failure bit by bit.
+        back: Another way to the start of the bad step, where snapshots do not reproduce it: yields a session that is
+            discarded afterwards.
+        chance: The step differs between replays: measure how often it fails, and repeat each cure accordingly.
+        silent: Thresholds for a failure that stays finite: finite values must not depart further from the right ones.
+        raised: The exception with which the user's code ended the bad step, type first.
+        before: The state before step `begin`, and the steps that the scaler skipped: a permanent change must not break
+            the steps from there on. None if they cannot be replayed.
+        begin: The step that `before` stands before.
+        without: The steps as they ran without a change, for the proof.
+        tensors: Parameters whose gradients must also agree with fp32's by themselves: they vanish in the total.
+        together: Largest relative L2 error of these gradients in total; None: `ONE_ALONE` for each.
+        settles: The loss scale is not the cause: if only scaled gradients overflow with a change, the scaler may back
+            off as in a healthy run, and the change is judged at the scale that it reaches.
+        fresh: The loss scale for trials where the run's own has collapsed and loses gradients; it may back off.
     """
 
     def __init__(
@@ -245,9 +219,9 @@ class Trials:
         self._settled: float | None = None
         self._changed: dict[int, ReplayedStep] = {}
         self._fp32: tuple[ReplayedStep, ...] = ()
-        self.replays = 0
-        self.by_hand = 1.0
-        self.unable: str | None = None
+        self.replays = 0  # of the bad step, with or without a change; fp32 does not count
+        self.by_hand = 1.0  # from fp32: the backward's start value over the loss, without a scaler
+        self.unable: str | None = None  # from fp32: why it could not run
 
     def attempt(
         self,
@@ -262,18 +236,11 @@ class Trials:
     ) -> Prescription:
         """Replay with a change and decide whether it cures.
 
-        Args:
-            kind: The kind of change.
-            value: The change, machine-readable.
-            change: The change as a context around the steps.
-            detail: The change in a sentence.
-            from_step: First step that is replayed; the one after the bad one for a skipped batch.
-            stands_in: The change replaces one that only the user can make: `intervention` rather than `verified`. If
-                fp32 alone is not finite, it is also made in the reference.
-            restores: The state itself was wrong: the reference is always fp32 with the change.
-
-        Returns:
-            The prescription with status `verified`, `failed` or `worse`; `not_run` if nothing can be proved.
+        The prescription is `verified`, `failed` or `worse`, or `not_run` if nothing can be proved. `value` is the
+        change in machine-readable form and `detail` in a sentence. Replay begins at `from_step`: the step after the bad
+        one where its batch is skipped. With `stands_in` the change replaces one that only the user can make: it is an
+        `intervention` rather than `verified`, and fp32 is run with it where fp32 alone is not finite. With `restores`
+        the state itself was wrong, so fp32 is always run with the change.
         """
         first = self._step if from_step is None else from_step
         self._changed = {}
@@ -304,7 +271,7 @@ class Trials:
     def diverges(self) -> tuple[float | None, ...]:
         """Returns the losses of the run in fp32 from its start, up to a step that the updates have made non-finite.
 
-        Returns () if fp32 stays finite for as many steps as a cure must hold; if that step is not finite from the first
+        Returns () if fp32 stays finite for as many steps as a cure must; if that step is not finite from the first
         state either, because of its batch or formula; or if the run cannot be replayed from its start.
         """
         if self._before is None or not self._goes_back():
@@ -377,13 +344,13 @@ class Trials:
         return ("verified" if wrong is None else "failed"), wrong
 
     def _learns(self, gradients: Gradients) -> bool:
-        """Is a gradient left, in the bad step or in one after it? A batch may teach nothing."""
+        """Whether a gradient is nonzero in the bad step or in one after it: one batch alone may teach nothing."""
         if any(bool(gradient.any()) for gradient in gradients.values()):
             return True
         return any(row.gradient_norm for step, row in self._changed.items() if step > self._step)
 
     def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
-        """Returns what is wrong with the change in place, at the run's scale or one that its scaler comes down to."""
+        """Returns what is wrong with the change in place, at the run's scale or one to which its scaler backs off."""
         begun = no_change if self._fresh is None else loss_scale(self._fresh)
         with self._back() as session, begun(session), change(session):
             wrong, got = self._run(session, first, reference)
@@ -394,11 +361,11 @@ class Trials:
         return wrong, got
 
     def _goes_back(self) -> bool:
-        """Can the steps before the bad one be replayed? Those of a run's start may have been let go of."""
+        """Whether the steps before the bad one can be replayed; the batches of a run's start may be gone."""
         return self._begin > 0 or not self._session.tape.cut
 
     def _breaks_earlier(self, change: Change) -> str | None:
-        """Does the change harm a healthy step before the bad one? The run will train through that step, too."""
+        """Returns how the change harms a healthy step before the bad one: the run will train through it, too."""
         if self._before is None or not self._goes_back():
             return None
         start, skipped = self._before
@@ -450,13 +417,11 @@ class Trials:
         return None, got
 
     def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
-        """Returns the verdict on a step that raised with the change: does it raise the same without the change?"""
         if self._raises_the_same(error):
             return "failed", f"the user's code still raises {error.raised}"
         return "not_run", f"the replay with the change cannot run: {error}"
 
     def _raises_the_same(self, error: AmpdoctorError) -> TypeGuard[UserCodeError]:
-        """Does the user's own check of the step raise what it raises without a change?"""
         return (
             isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
         )
@@ -477,12 +442,12 @@ class Trials:
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
         except AmpdoctorError as error:
-            return None, None if self._raises_the_same(error) else str(error)  # an asserted dtype, memory
+            return None, None if self._raises_the_same(error) else str(error)  # e.g. an asserted dtype, or memory
         self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
         return (dict(gradients.gradients) if _is_finite(outcome, sentinel) else None), None
 
     def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
-        """Does rounding each weight once move the changed step's fp32 gradients as far as half precision does?"""
+        """Whether rounding each weight once moves the changed step's fp32 gradients as far as half precision does."""
         narrow = self._session.precision
 
         @contextmanager
@@ -539,7 +504,7 @@ def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Parameters whose own gradients have to agree: each by itself, or together where a bound is given for that."""
+    """Parameters whose own gradients must agree: each by itself, or in total where `together` bounds that."""
 
     tensors: tuple[str, ...]
     together: float | None
@@ -564,7 +529,6 @@ def _disagreement(got: Gradients, reference: Gradients, own: _Own) -> str | None
 
 
 def _kind(raised: str | None) -> str:
-    """Returns the type of an exception that is described in a line."""
     return (raised or "").partition(":")[0]
 
 

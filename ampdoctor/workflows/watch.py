@@ -29,10 +29,10 @@ _log = logging.getLogger("ampdoctor")
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """A watch that stands, or has stood, by a training.
+    """A watch over a training, which may have ended.
 
     Attributes:
-        folder: Of the log and the bundles.
+        folder: Folder of the log and the bundles.
     """
 
     folder: str
@@ -40,7 +40,7 @@ class Watch:
 
     @property
     def report(self) -> Report | None:
-        """The diagnosis of the first sick step; None as long as there is nothing to say."""
+        """The diagnosis of the first sick step; None as long as there is none."""
         return self._doctor.report
 
 
@@ -62,36 +62,37 @@ def watch(
     tell: Callable[[Report], None] | None = None,
     on_alert: OnAlert | None = None,
 ) -> Iterator[Watch]:
-    """Watches the loops that run inside, as `ampdoctor run` does: a context manager.
+    """Watch the loops that run inside, as `ampdoctor run` does: a context manager.
 
-    Models, optimizers and torch's own scalers are found when the loop uses them; who names them names them first. A
-    watch inside another, or under `ampdoctor run`, is that one: its own arguments are not used, and that is said.
+    Models, optimizers and torch's own scalers are found when the loop uses them; those given here come first. A watch
+    inside another, or under `ampdoctor run`, is the outer one: its own arguments are not used, and a message says so.
 
-    What goes wrong in the watch itself ends the watch, with a sentence, and never the training. Sentences and, without
-    `tell`, diagnoses go to the logger "ampdoctor" as warnings: on stderr where nobody has set up logging.
+    An error in the watch itself ends the watch, with a sentence, and never the training. Sentences and, without `tell`,
+    diagnoses are warnings of the logger "ampdoctor": on stderr if logging is not set up.
 
     Args:
-        model: Known beforehand. Give the module before `model.compile()`, or keep it as it is: no hook sees into one.
-        optimizer: Known beforehand: one, or several in the order in which they are numbered.
-        scaler: Known beforehand; needed for one that is not torch's GradScaler and has its methods.
-        folder: Of the log and the bundles; None: `ampdoctor-health/<time>-<name>`, NAME being that of the script.
+        model: A model to watch. Give the module before `model.compile()`, or as it is: hooks do not see inside one.
+        optimizer: One, or several in the order in which they are numbered.
+        scaler: Needed for a scaler that is not torch's GradScaler and has its methods.
+        folder: Folder of the log and the bundles; None: `ampdoctor-health/<time>-<name>`, with the script's name.
         every: Steps from one close measurement to the next.
-        on_sick: `record`: look, log, keep a bundle, and let the training go on. `stop`: the same, then leave the loop.
-        look: `auto`: look before the update wherever that costs no synchronisation of the device. `sync`: everywhere,
-            at the price of one a step. `off`: never run a step again.
+        on_sick: `record`: diagnose, log, keep a bundle, and let the training continue. `stop`: the same, then leave the
+            loop.
+        look: `auto`: check before the update wherever that does not synchronise the device. `sync`: everywhere, with
+            one synchronisation a step. `off`: never replay a step.
         guard: Let a fused optimizer hold a sick update back on the device.
         bundle: Keep a bundle of the first sick step.
-        bundle_max: The most bytes that a bundle takes, and what is kept for one by `record_batches`.
-        record_batches: Keep the batches of this many of the last updates, where a GPU tells that a step is sick only
-            after its update: its bundle is replayed from a checkpoint of before them. They stay on the GPU.
-        export: Where the log's numbers and alerts go while the training runs: texts as of `--export`, and objects with
-            `log`, `alert`, `flush` and `close`, or with `add_scalar`, which are called on a thread of their own.
-        tell: Given the diagnosis, at the sick step; None logs its first sentence.
-        on_alert: Given each alert, a `Finding`, as it is made, on a thread of ampdoctor's own; errors and warnings are
+        bundle_max: Maximum bytes of a bundle, and of what `record_batches` keeps for one.
+        record_batches: Keep the batches of this many of the last updates, on the GPU. On a GPU a sick step is known
+            only after its update, so its bundle is replayed from an earlier checkpoint.
+        export: Where the log's numbers and alerts are sent while the training runs: texts as of `--export`, and objects
+            with `log`, `alert`, `flush` and `close`, or with `add_scalar`, which are called on their own thread.
+        tell: Called with the diagnosis at the sick step; None logs its first sentence.
+        on_alert: Called with each alert, a `Finding`, as it is made, on ampdoctor's thread; errors and warnings are
             logged as well.
 
     Yields:
-        The watch, whose `report` is there from the first sick step on.
+        The watch, whose `report` is set from the first sick step on.
 
     Raises:
         UsageError: An argument makes no sense.
@@ -141,11 +142,11 @@ def watch(
 
 
 def sentence_of(report: Report) -> str:
-    """Returns what a report says first, with the bundle's path where there is one."""
+    """Returns a report's first sentence, with the bundle's path where there is one."""
     said = [finding.message for finding in report.findings] or [error.message for error in report.errors]
     first = said[0] if said else "nothing more is known of it"
     left = report.run.get("kept", {})
-    whole = "bundle" in left and "from_checkpoint" not in left  # what begins from a checkpoint says so itself
+    whole = "bundle" in left and "from_checkpoint" not in left  # a bundle that starts from a checkpoint says so itself
     kept = f" (ampdoctor bisect-nan {left['bundle']})" if whole else ""
     return f"step {report.run.get('step')} is sick: {first}{kept}"
 

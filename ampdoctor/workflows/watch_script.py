@@ -1,4 +1,4 @@
-"""A training that is not ours, watched while it runs once: from before its first line until after its last."""
+"""Watches a training script while it runs once, from before its first line until after its last."""
 
 from __future__ import annotations
 
@@ -20,27 +20,23 @@ def _nobody(_: object) -> None:
 
 
 class Watching:
-    """A watch, and what it has come to; it begins when the script itself has imported torch.
-
-    Attributes:
-        doctor: Stands by the training; None before torch is there.
-    """
+    """A watch and its result; it begins when the script itself has imported torch (`doctor` is None before)."""
 
     def __init__(self) -> None:
         self.doctor: Doctor | None = None
 
     @property
     def report(self) -> Report | None:
-        """The diagnosis of the first sick step; None as long as there is nothing to say."""
+        """The diagnosis of the first sick step; None as long as there is none."""
         return None if self.doctor is None else self.doctor.report
 
     @property
     def has_begun(self) -> bool:
-        """The script has imported torch, and there is a log."""
+        """Whether the script has imported torch, and there is a log."""
         return self.doctor is not None
 
     def ended(self, error: BaseException | None) -> None:
-        """The script has come to its end, or to this error."""
+        """End the watch: the script has finished, or raised this error."""
         if self.doctor is not None:
             self.doctor.ended(error)
 
@@ -52,13 +48,7 @@ def watching(
     tell: Callable[[Report], None] = _nobody,
     say: Callable[[str], None] = _nobody,
 ) -> Iterator[Watching]:
-    """Watches whatever trains in this process until the block ends; everything is unhooked then.
-
-    Args:
-        request: What to watch, and what to do where it falls sick.
-        tell: Told the diagnosis, at the sick step.
-        say: Told sentences for the user.
-    """
+    """Watch whatever trains in this process until the block ends; `tell` gets the diagnosis, `say` gets sentences."""
     watch = Watching()
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""`Doctor`: stands by somebody's training: takes its numbers, keeps its log, and looks at the first sick step."""
+"""`Doctor` watches a training: it takes its numbers, keeps its log, and diagnoses the first sick step."""
 
 from __future__ import annotations
 
@@ -63,32 +63,29 @@ from ampdoctor.workflows.log_listeners import Alerting, OnAlert, export_while_it
 from ampdoctor.workflows.requests import WatchRequest
 
 _AFTER_SICK = 3
-"""Steps whose tensors are looked at after a firing."""
+"""Number of steps after an alarm whose tensors are measured closely."""
 _LEFT_OUT = "step {step}: a batch was left out by the loop's own check, and its loss was not finite"
 _LAST_LINES = 256
-"""Step lines that a bundle holds."""
-_standing: list[tuple[int, Doctor]] = []  # with the process that it stands in
+"""Number of step lines in a bundle."""
+_standing: list[tuple[int, Doctor]] = []  # with the id of its process
 
 
 def standing() -> Doctor | None:
-    """Returns the doctor that stands by this process's training; None where none does."""
+    """Returns the doctor that watches this process's training, or None."""
     return next((doctor for process, doctor in _standing if process == os.getpid()), None)
 
 
 class Doctor:
-    """Stands by the loops of this process for as long as `attending` lasts.
+    """Watches the loops of this process while `attending` lasts.
 
-    Args:
-        request: What to watch, and what to do where it falls sick.
-        tell: Told the diagnosis, at the step that is sick.
-        say: Told sentences for the user, a line each.
-        on_alert: Told each alert, on a thread of its own.
+    `tell` gets the diagnosis at the sick step, `say` gets sentences for the user, and `on_alert` gets each alert on its
+    own thread.
 
     Attributes:
-        report: The diagnosis of the first sick step; None as long as none is.
-        folder: Of the log and the bundles.
+        report: The diagnosis of the first sick step, or None.
+        folder: Folder of the log and the bundles.
         broken: Whether the watch itself has failed.
-        speaks: Whether this process's diagnosis is for people: it is rank 0's, or that of a rank that is itself sick.
+        speaks: Whether this process shows its diagnosis: rank 0, or a rank that is itself sick.
     """
 
     def __init__(
@@ -122,12 +119,12 @@ class Doctor:
         self._lines = StepLines(self._log, self._intake)
         self._numbers = StepNumbers(self._read, self._lines.detail, every=request.every)
         self._beside = Beside(request.every)
-        self._settling: dict[str, int] = {}  # by optimizer: back-offs that are known to come
+        self._settling: dict[str, int] = {}  # by optimizer: back-offs that are still expected
         self._last: dict[str, LastUpdate] = {}  # by optimizer
         self._guard = Guard()
         self._blind = BlindSteps()
         self._updates = KeptUpdates(request.record_batches, request.bundle_max)
-        self._late: LateNews | None = None  # what has to be said of a step that is over
+        self._late: LateNews | None = None  # news of a step that is over
         self._attentive = 0  # attempts that are still read before their update, on any device
         self.broken = self._over = False
         self._lost = 0  # readings
@@ -138,7 +135,7 @@ class Doctor:
 
     @property
     def place(self) -> Place:
-        """Of this process among the others, as far as it is known by now."""
+        """This process among the others, as far as it is known by now."""
         return self._place
 
     @contextmanager
@@ -149,12 +146,10 @@ class Doctor:
         optimizers: Iterable[torch.optim.Optimizer] = (),
         scalers: Iterable[Any] = (),
     ) -> Iterator[None]:
-        """Hooks are in place inside, and gone afterwards whatever happens.
+        """Install the hooks, and remove them afterwards whatever happens.
 
-        Args:
-            model: Known beforehand; others are met when they are first called.
-            optimizers: Known beforehand; others are met at their first step.
-            scalers: Known beforehand; torch's own need not be.
+        Models and optimizers that are not given are found at their first call or step; of scalers, only other classes
+        than torch's own need to be given.
         """
         with ExitStack() as stack:
             entry = os.getpid(), self
@@ -177,7 +172,7 @@ class Doctor:
             yield
 
     def _take_place(self) -> None:
-        """Say whose log it is, once: a script may make its process group at any time before its first update."""
+        """Begin the log of this rank, once: a script may make its process group at any time before its first update."""
         if self._is_placed or os.getpid() != self._process:
             return
         self._is_placed = True
@@ -189,16 +184,12 @@ class Doctor:
         self._alerting = Alerting(self._log.write, self._say, request.thresholds, self._on_alert, before)
         if place.rank == 0 and not self._log.closed:  # the others' numbers are the same, or parts of these
             export_while_it_runs(self._log, request.export)
-            if self._log.failed is None:  # said already; there is nothing to judge
+            if self._log.failed is None:  # reported already
                 self._log.listen(self._alerting.hear, name="the judge of the run over time", answers=True)
 
     def ended(self, error: BaseException | None) -> None:
-        """The training has ended, with this error or in order; one that its own code ended may be sick.
-
-        Args:
-            error: What ended it; `SystemExit` too.
-        """
-        self._over = True  # what has ended the training is what its caller gets
+        """End the watch: the training was ended by `error` (`SystemExit` too), or in order; it may be sick."""
+        self._over = True  # the caller gets the error that ended the training
         self._take_place()
         self._ended_by(error)
         self._look_at_the_weights()
@@ -213,7 +204,7 @@ class Doctor:
         reason, lines = "" if error is None else type(error).__name__, self._lines
         self._log.write(EndLine(exit_code=code_of(error), steps=lines.attempted, accepted=lines.taken, reason=reason))
 
-    # -- what the loop does ------------------------------------------------------------------------------------------
+    # -- what the loop does --
 
     @harmless
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
@@ -296,7 +287,7 @@ class Doctor:
 
     @harmless
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
-        """As in `LoopListener`: whoever catches the error goes on, and then it is no failure."""
+        """As in `LoopListener`; if the loop catches the error, it is no failure."""
         finding = self._protocol.refused(method, optimizer, error, self._lines.turn)
         # the error itself would keep the loop's frames alive
         self._refused = (id(error), describe(error)), finding, self._watch.name_of(optimizer)
@@ -308,7 +299,7 @@ class Doctor:
         self._say(f"the training is watched no more: {describe(error)}")
 
     def _keep(self, attempt: Attempt) -> None:
-        """Keep an update behind itself, where that is asked for; without one nothing leads up to the next."""
+        """Keep an update for the bundle's history where that is asked for; a gap makes earlier updates useless."""
         request, recorder = self._request, self._watch.recorder
         if not request.record_batches or not request.bundle or request.look == "off":
             return
@@ -336,11 +327,11 @@ class Doctor:
         )
 
     def _is_readable(self, attempt: Attempt) -> bool:
-        """Whether a number can be read without waiting for a device, or that was asked for."""
+        """Whether numbers can be read without waiting for a device, or the user asked to wait."""
         first = next((p for group in attempt.optimizer.param_groups for p in group["params"]), None)
         if first is None or self.report is not None:
             return False
-        # where a scaler has waited, its gradients are finite: to read a loss as well would wait once more
+        # if a scaler has waited already, the gradients are finite, and reading a loss would wait once more
         return first.device.type == "cpu" or self._request.look == "sync" or self._attentive > 0
 
     def _sick_of(self, losses: list[torch.Tensor], norm: torch.Tensor | None) -> str | None:
@@ -377,7 +368,7 @@ class Doctor:
                     part = f"output.{path}" if path else "output"
                     on_gradient(tensor, partial(self._numbers.incoming, name, part=part, call=call))
 
-    # -- the first sick step -----------------------------------------------------------------------------------------
+    # -- the first sick step --
 
     def _fall_sick(self, attempt: Attempt, what: str, *, settles: bool) -> None:
         left = self._settling.get(attempt.name, 0)
@@ -404,14 +395,14 @@ class Doctor:
         self._look_at_what_was_left_out(over=True)
 
     def _tell_what_was_refused(self, error: BaseException | None) -> None:
-        """Say why a scaler has refused a call, where that has ended the training."""
+        """Report why a scaler refused a call, where that has ended the training."""
         refused, self._refused = self._refused, None
         if refused is not None and any((id(one), describe(one)) == refused[0] for one in causes_of(error)):
             self._is_misused(*refused[1:], key="refused")
 
     @harmless
     def _look_at_the_weights(self) -> None:
-        """Look at the weights that the training leaves: nothing has come after its last update that would show them."""
+        """Check the weights at the training's end, because no later step shows what the last update did."""
         recorder = self._watch.recorder
         if self.report is not None or self._request.look == "off" or not recorder.used.any_backward:
             return
@@ -423,7 +414,7 @@ class Doctor:
 
     @harmless
     def _look_beside(self, *, at_the_end: bool = False) -> None:
-        """Look at what the loop keeps beside its models: an average, a teacher, a copy that a validation casts."""
+        """Check what the loop keeps outside its models: an average, a teacher, a copy that a validation casts."""
         if self.report is None and self._request.look != "off":
             found = found_beside(self._beside, self._watch, max(self._lines.turn - 1, 0), at_the_end=at_the_end)
             if found is not None:
@@ -431,7 +422,7 @@ class Doctor:
 
     @harmless
     def _look_at_the_count(self) -> None:
-        """A training that has taken no step is not well, though it has looked like a scaler that settles all along."""
+        """Report a training that has taken no step, although it looked like a scaler that settles."""
         if self.report is not None or self._alerting is None or self._lines.taken:
             return
         self._log.hear_out()
@@ -446,7 +437,7 @@ class Doctor:
         self._diagnosed(self._explained(report, parameters), what, bundle=None, seconds=None)
 
     def _look_at_the_end(self, error: BaseException) -> None:
-        """Look at the step that was running when the loop's own code ended it, if something of it is not finite."""
+        """Examine the step that was running when the loop's own code ended it, if something in it is non-finite."""
         recorder = self._watch.recorder
         program, said = recorder.ended(self._lines.turn), "its code has ended it"
         if program is not None:
@@ -458,7 +449,7 @@ class Doctor:
                 self._examine(with_inner_autocast(unfinished), said, name="", settles=False, raised=error)
 
     def _look_at_what_was_left_out(self, *, over: bool = False) -> None:
-        """Look at a forward whose loss the loop has seen to be not finite, and has left out, or ended for (`over`)."""
+        """Examine a forward whose non-finite loss made the loop leave it out, or end (`over`)."""
         recorder = self._watch.recorder
         program = recorder.left_out(self._lines.turn)
         if program is None or self.report is not None or self._request.look == "off":
@@ -491,16 +482,11 @@ class Doctor:
         raised: BaseException | None = None,
         if_shown: bool = False,
     ) -> None:
-        """Look at a step, and tell what is found.
+        """Replay a step and report what is found.
 
-        Args:
-            program: The step.
-            what: Why.
-            name: Of its optimizer.
-            settles: It is health where its scaler comes down to where it is taken.
-            advice: What the loop is told besides.
-            raised: What has ended it.
-            if_shown: Nothing is told unless the look shows where it went non-finite; as with `raised`.
+        `what` says why it is examined, and `name` is its optimizer's. With `settles` the step is healthy if its scaler
+        backs off to where it is taken. `raised` is the exception that ended it; with it, or with `if_shown`, nothing is
+        reported unless the replay shows where the step became non-finite. `advice` is added to the findings.
         """
         request = self._request
         if request.look == "off":
@@ -508,7 +494,7 @@ class Doctor:
         losses = self._watch.recorder.losses(program.optimizer)
         healthy = self._sick_of(losses, None) is None
         hopeful = settles and name not in self._settling and healthy
-        if hopeful and program.optimizer is None:  # it cannot be asked where the scaler would let it step
+        if hopeful and program.optimizer is None:  # without one, the scale at which the scaler steps is unknown
             self._hope(program, name)
             return
         crowded, parts = self._watch.recorder.is_crowded, lies_in_parts(program.model)
@@ -549,7 +535,7 @@ class Doctor:
         return replace(seen, report=self._explained(seen.report, dict(program.model.named_parameters())))
 
     def _passed(self, program: Program, seen: Look, name: str) -> None:
-        """A scaler settles; or that of all ranks has skipped what is finite here, and another rank's log has it."""
+        """Note a step that is no error: the scaler settles, or all ranks skipped a step that is finite on this one."""
         self._settling[name] = max(seen.backoffs - 1, 0)
         if not seen.elsewhere:
             return
@@ -557,18 +543,18 @@ class Doctor:
             step=program.step, verdict="not_reproduced", reason=finite_here(program.step), seconds=seen.seconds
         )
         self._log.write(line)
-        if self._place.rank == 0 and all_gradients_nan(program.model):  # what only overflows leaves some finite
+        if self._place.rank == 0 and all_gradients_nan(program.model):  # an overflow alone leaves some finite
             self._say(line.reason)
 
     def _judge_calls(self, attempt: Attempt, losses: list[torch.Tensor], norm: torch.Tensor | None = None) -> None:
         if self._is_readable(attempt) and self._sick_of(losses, norm) is not None:
-            return  # what is wrong begins before any scale, or is told with the overflow that it lets through
+            return  # the error lies before the scaling, or is reported with the overflow that it lets through
         finding = self._protocol.broken_by(attempt)
         if finding is not None:
             self._is_misused(finding, attempt.name, key=f"{finding.where.op} {attempt.name}")
 
     def _is_misused(self, finding: Finding, optimizer: str, *, key: str) -> None:
-        """The loop's calls break the scaler's protocol, which no look has to show: told once for each `key`."""
+        """Report that the loop's calls break the scaler's protocol, which needs no replay; once for each `key`."""
         if key in self._said:
             return
         self._said.add(key)
@@ -601,7 +587,7 @@ class Doctor:
         self._diagnosed(replace(report, run=run), what, bundle=bundle, seconds=seen.seconds)
 
     def _diagnosed(self, report: Report, what: str, *, bundle: Written | None, seconds: float | None) -> None:
-        """Log and tell a diagnosis, whose `run` says of which step and what was kept of it."""
+        """Log and report a diagnosis; its `run` says which step it is and what was kept of it."""
         self._updates.clear()
         target = {"factory": self._request.script, "arguments": list(self._request.arguments)}
         self.report = replace(report, target=target)
@@ -633,7 +619,7 @@ class Doctor:
     def _kept(self, bundle: Written | None) -> Kept:
         return kept_of(Path(self._request.named or self._request.health), bundle)
 
-    # -- numbers that arrive after the update ------------------------------------------------------------------------
+    # -- numbers that arrive after the update --
 
     def _read(self, reading: StepReading) -> None:
         self._lines.step(reading)
@@ -644,7 +630,7 @@ class Doctor:
             self._late = news
 
     def _tell_late(self) -> None:
-        """Say of a step that is over that it was sick, once."""
+        """Report once that a step was sick whose update is already made."""
         news, self._late = self._late, None
         if news is None or self.report is not None or self._request.look == "off":
             return
@@ -665,15 +651,15 @@ class Doctor:
         report = replace(report, errors=(note,), run={**self._when(news.step, news.optimizer), "kept": kept})
         self._diagnosed(report, news.what, bundle=bundle, seconds=None)
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
+    # -- messages --
 
     def _say(self, sentence: str) -> None:
-        """Say it where somebody can hear: a closed stream, or a listener that fails, is no matter of the training."""
+        """Send a sentence to the user; a closed stream or a listener that fails must not disturb the training."""
         with suppress(Exception):
             self._hear(f"rank {self.place.rank}: {sentence}" if self.place.rank else sentence)
 
     def _tell_what_ended(self) -> None:
-        """What is not watched any more is said once."""
+        """Report once each part of the watch that has stopped."""
         ended = {
             "the steps are recorded no more, and none can be run again": self._watch.recorder.failed,
             "the steps' numbers are taken no more": self._numbers.failed,

@@ -42,22 +42,14 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.trials import Trials
 
 
-# Finds the op of a forward that makes a large error of another's rounding, and proves that it is the cause.
-
+# -- ops that amplify the rounding of another --
 
 MOST = 3
-"""Places that are tried at most; each costs a few replays, and the first is where the others come from."""
+"""Maximum number of places that are tried; each costs a few replays, and the first is the source of the others."""
 
 
 def seen_in_forward(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> tuple[Amplified, ...]:
-    """Replay a step with its forward beside fp32, op by op; returns the ops whose results are wrong.
-
-    Args:
-        session: The session; it is left after the step.
-        before: The state before the step.
-        step: The step.
-        thresholds: How far is far (AMP208).
-    """
+    """Replay a step beside fp32, op by op; returns the ops with wrong results. The session is left after the step."""
     probe = WideForwardProbe()
     before.restore()
     with session.watched(probe):
@@ -73,13 +65,7 @@ def wrong_in_forward(
 ) -> Finding | None:
     """Returns the finding for the first op that explains why gradients are far from fp32's; None if none does.
 
-    It has to be shown: computed in fp32 there, and only there, they come nearer by `BETTER`.
-
-    Args:
-        comparison: The step beside fp32.
-        seen: Ops whose results are wrong.
-        far: The parameters whose gradients are far from fp32's.
-        trying: Makes trials of the step.
+    Proof: with fp32 there, and only there, the gradients of the parameters `far` from fp32 come nearer by `BETTER`.
     """
     for one in seen[:MOST]:
         trials = trying(tensors=[p.name for p in far], together=together(far) / CLEARLY_NEARER)
@@ -93,12 +79,7 @@ def wrong_in_forward(
 
 
 def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
-    """Tries fp32 for the module whose rounding is behind it, for the op, its line, the one that suffers, and up to it.
-
-    Args:
-        one: The op whose result is wrong.
-        trials: The trials of its step.
-    """
+    """Try fp32 for the module that rounds, for the op, for its line, and for the lines up to the op that suffers."""
     if one.source.module:
         module = one.source.module
         yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
@@ -113,7 +94,7 @@ def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
 
 
 def _in_between(one: Amplified, source: Address) -> str:
-    """Returns what to write where the model is half throughout, so that what follows has to get half again."""
+    """Returns what to write in a half model, where the result must become half again."""
     line = f"{source.source.file}:{source.source.line}"
     return f"{line}: compute from {one.source.op} to {one.where.op} in float32, and only then cast to {one.dtype}"
 
@@ -127,8 +108,7 @@ def _right(one: Amplified) -> change.Change:
     return changed
 
 
-# Replays a step with autocast's copies of the weights made anew at each use: were old ones used?
-
+# -- stale copies of weights: a replay in which autocast makes its copies anew at each use --
 
 NO_REFERENCE = "fp32 cannot run this step, so there is nothing that a step with new copies would have to agree with"
 
@@ -136,15 +116,7 @@ NO_REFERENCE = "fp32 cannot run this step, so there is nothing that a step with 
 def stale_casts(
     session: Session, before: Snapshot, comparison: Comparison, trials: Trials, thresholds: Thresholds
 ) -> Finding | None:
-    """Returns the finding that a step's gradients are those of old weights; None if they are not.
-
-    Args:
-        session: The session; it is left in any state.
-        before: The state before the step.
-        comparison: The step beside fp32.
-        trials: Proves the change.
-        thresholds: By how much the error must fall.
-    """
+    """Returns the finding that gradients are those of old weights, or None; the session is left in any state."""
     step = comparison.step
     old = _old_copies(session, before, step)
     if old is None:
@@ -163,15 +135,10 @@ def stale_casts(
 
 
 def stale_casts_without_fp32(session: Session, before: Snapshot, step: int, thresholds: Thresholds) -> Finding | None:
-    """As `stale_casts`, of a step that cannot run in fp32: its gradients are held against those with new copies.
+    """Like `stale_casts`, for a step that cannot run in fp32: its gradients are compared with those of new copies.
 
-    A weight is written that a backward still needs in fp32; under autocast the backward needs the half copy.
-
-    Args:
-        session: The session; it is left in any state.
-        before: The state before the step.
-        step: The step.
-        thresholds: How far is far.
+    In such a step a weight is written that a backward still needs in fp32; under autocast it needs the half copy. The
+    session is left in any state.
     """
     old = _old_copies(session, before, step)
     if old is None:
@@ -189,13 +156,10 @@ def stale_casts_without_fp32(session: Session, before: Snapshot, step: int, thre
 def stalest_without_fp32(
     session: Session, before: Snapshot, steps: Iterable[int], thresholds: Thresholds
 ) -> Finding | None:
-    """The first step whose old copies matter, else the first note: an average begins as the weights themselves.
+    """Returns the finding for the first step whose stale copies matter, else the first note.
 
-    Args:
-        session: The session; it is left in any state.
-        before: The state before the first step.
-        steps: The steps, one after another; each is run a few times.
-        thresholds: How far is far.
+    Later steps count because an average begins as the weights themselves. `before` is the state before the first of the
+    consecutive `steps`; each is run a few times. The session is left in any state.
     """
     note: Finding | None = None
     for step in steps:
@@ -219,7 +183,6 @@ def _distance(session: Session, before: Snapshot, step: int, other: GradientProb
 
 
 def _old_copies(session: Session, before: Snapshot, step: int) -> OldCopies | None:
-    """Returns what the step's forwards read after it was written; None where they read nothing of the kind."""
     before.restore()
     probe = OldCastsProbe()
     with session.watched(probe):
