@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # -- reasons and remedies for torch's refusals of half-precision tensors --
 #
-# Each row comes from training code, and a test reproduces its messages. Torch's words differ by op, the reasons less.
+# Each row comes from training code, and a test reproduces it. torch's words differ by op; the reasons are few.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

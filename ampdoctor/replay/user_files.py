@@ -30,11 +30,11 @@ _CACHES = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
 )
-"""Variables by which users say where a cache lies."""
+"""Environment variables for cache folders."""
 CHANGES = "the run's own code"
-"""How the sentence begins that tells of such a change."""
+"""The start of the sentence about such a change."""
 _Changes = Iterable[tuple[Path | None, str]]
-"""Pairs of a place that changes and what is done there, as a predicate; None where the place is not known."""
+"""Pairs of a changed path (None if unknown) and a predicate that describes the change."""
 
 
 @contextmanager
