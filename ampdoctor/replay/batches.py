@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 # -- skipping batches of a DataLoader by their indices, without loading --
+
+
 def samples_indices(made: Any) -> bool:
     """Is it a DataLoader with a sampler, whose batches can be skipped by index?
 
@@ -120,6 +122,7 @@ class _Left:
 # -- drawing from a position in the data, over as many epochs as needed --
 #
 # The order is the training's: samplers get the epoch's number; earlier epochs are drawn if a generator must advance.
+
 _END = object()
 ORDER_UNKNOWN = (
     "the DataLoader shuffles by torch's global generator, whose state at an epoch's start no checkpoint holds: the "
@@ -168,7 +171,7 @@ def _iterator(made: Any) -> Iterator[Any]:
 
 
 def _arriving(batches: Iterator[Any], arrive: Callable[[], None]) -> Iterator[Any]:
-    """Calls `arrive` after the first batch: a function with `start` moves the generators until then."""
+    """Calls `arrive` after the first batch, when the function has skipped to its start."""
     first = next(batches, _END)
     arrive()
     if first is not _END:

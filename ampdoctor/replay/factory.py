@@ -120,11 +120,9 @@ def load_factory(
 ) -> LoadedFactory:
     """Import a factory without calling it.
 
-    Args:
-        factory: `package.module:function`, `path/to/file.py:function`, or the function itself.
-        app_dir: First folder of the import path (after a file's own); the working directory by default.
-        environment: Makes the context manager that surrounds the import and each later call.
-        script_arguments: The arguments after the file in `sys.argv` while its code runs.
+    `factory` is `package.module:function`, `path/to/file.py:function`, or the function itself. `app_dir` is the first
+    folder of the import path after a file's own (None: the working folder). `environment` surrounds the import and each
+    later call; `script_arguments` follow the file in `sys.argv` while its code runs.
 
     Raises FactoryError if the name is malformed, does not exist or is not callable, UserCodeError if the import raised.
     """

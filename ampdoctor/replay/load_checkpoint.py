@@ -79,7 +79,7 @@ class ResumeReport:
     def collapsed_from(self) -> float | None:
         """The initial scale of the factory's scaler, if the run continues with a collapsed one; else None.
 
-        A scale below 1 shrinks gradients and is no choice; None too if the factory itself starts below 1.
+        A scale below 1 shrinks gradients: no user wants that. None too if the factory itself starts below 1.
         """
         if self.scalers is None or not self.scalers.now.collapsed:
             return None
@@ -306,6 +306,8 @@ def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp
 
 
 # -- learning-rate schedules --
+
+
 def load_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> str | None:
     """Load the saved schedules, in the order in which they were saved, into the run's schedulers: all or none.
 
@@ -331,6 +333,8 @@ def load_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]
 
 
 # -- random generators --
+
+
 def set_generators(saved: RandomNumbers) -> None:
     """Set the generators whose states were saved."""
     import numpy as np

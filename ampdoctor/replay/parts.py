@@ -110,6 +110,8 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 # -- device --
+
+
 def choose_device(name: str) -> torch.device:
     """Returns the device that `--device` names; raises ReplayError if the machine does not have it."""
     if name == "auto":
@@ -132,6 +134,7 @@ def choose_device(name: str) -> torch.device:
 # -- settings of a GradScaler that its constructor accepts and its first use refuses --
 #
 # A float interval, for example, raises in the first `update()`; the replay could then report nothing else.
+
 _FACTORS = {"growth_factor": 2.0, "backoff_factor": 0.5}
 _INTERVAL = 2000
 _SCALE = 65536.0

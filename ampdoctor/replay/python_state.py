@@ -50,6 +50,7 @@ from ampdoctor.replay.reachable_state import (
 #
 # `data = next(self.dl)`: a generator cannot be turned back. So its items are stored, from the first position that a
 # snapshot holds, and returned again after a restore, with the random numbers that drawing them consumed.
+
 ROOM = 256 * 2**20
 """Bytes of items that are stored per iterator; beyond that the oldest items are dropped and cannot come again."""
 
@@ -85,7 +86,7 @@ class _Place:
 
 
 class Taped:
-    """Replaces an iterator of the user's (it has its `__class__`), and can return to an earlier position."""
+    """Replaces an iterator of the user's, also in `isinstance`, and can return to an earlier position."""
 
     __slots__ = ("__weakref__", "_drawing", "_held", "_own", "_place", "_random", "_size", "source")
 

@@ -283,6 +283,7 @@ _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 
 
 # -- the contents of a place --
+
 Restore = Callable[[], None]
 
 LONGEST = 1_000_000  # items of a container that can be saved; of a longer one only the length is known

@@ -198,6 +198,7 @@ def _in_mode(mode: Mode, device: str) -> Iterator[None]:
 
 
 # -- the recorded step as a TrainingRun --
+
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -267,6 +268,7 @@ def format_of(program: Program) -> tuple[str, bool]:
 
 
 # -- from a checkpoint to a recorded step: the recorded updates between them are run again --
+
 AGREE = 1e-3
 """Losses count as equal up to this relative difference: other machines and thread counts round differently."""
 _LEAST = 1e-30
@@ -359,6 +361,7 @@ def _put(optimizer: torch.optim.Optimizer, settings: Collection[Mapping[str, Any
 
 
 # -- Accelerate's autocast: it is inside a model's forward, so a call recorded outside lacks it --
+
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -402,12 +405,13 @@ def _converted(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 # -- one rank's model without communication --
+
 _DDP, _FSDP = "DistributedDataParallel", ("FullyShardedDataParallel", "FSDPModule")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def lies_in_parts(model: nn.Module) -> str | None:
-    """Returns how parameters are sharded, so that the model runs only on all its processes; None if they are whole."""
+    """Returns the sharding because of which a model runs only on all its processes; None if parameters are whole."""
     for module in model.modules():
         if _is_a(module, *_FSDP):
             return "FSDP"
@@ -502,7 +506,7 @@ def _local_norm(module: SyncBatchNorm) -> Any:
 
 @contextmanager
 def _without_hooks(parameter: torch.Tensor) -> Iterator[bool]:
-    """Inside, the parameter has its own gradient and no hooks; it shares values and version. Yields if it had hooks."""
+    """Gives the parameter its own gradient and no hooks; values and version are shared. Yields whether it had hooks."""
     if type(parameter) not in (nn.Parameter, torch.Tensor) or not parameter.requires_grad:
         yield False
         return

@@ -328,7 +328,7 @@ class Session:
         events = tuple(self.events.events)
         asked = {event.optimizer for event in events if event.kind == "step"}
         stepped = [event.optimizer for event in events if event.kind == "optimizer_step"]
-        if scale_before is not None and not self.makes_scalers:  # the first step of an epoch has made a new scaler
+        if scale_before is not None and not self.makes_scalers:  # a step that starts a round may have reset its scaler
             asked_at = (event.scale for event in events if event.kind in ("unscale", "step", "update"))
             scale_before = next((scale for scale in asked_at if scale is not None), scale_before)
         alone = self.run.step is None and not self.optimizers and any(event.kind == "scale" for event in events)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 # -- copies, and a GradScaler's state --
+
+
 def clone(value: Any) -> Any:
     """Returns a deep copy; tensors become plain ones without autograd history."""
     if isinstance(value, torch.Tensor):
@@ -284,17 +286,8 @@ def weights_of(model: nn.Module) -> Callable[[], None]:
 class Snapshot:
     """The state of model, optimizers, scaler, schedulers and random generators at one moment.
 
-    Args:
-        model: Parameters, all buffers, `.grad` and train/eval flags are saved.
-        optimizers: State and hyperparameters are saved, and parameters outside the model (fp32 masters, EMA copies).
-        scaler: A GradScaler or None.
-        schedulers: Objects with `state_dict` and `load_state_dict`.
-        generators: The user's own generators (a DataLoader's).
-        others: GradScalers of a step: `OtherScalers.first`. If one is seen only later, it goes back to that state.
-        gradients: False where a step clears gradients first: a restore then clears them.
-        reached: The Python state that the run's functions reach outside these parts.
-        keeper: Stores the values; None: in memory.
-        like: An earlier snapshot; unchanged values are shared with it.
+    It has parameters, all buffers, `.grad` and train/eval flags of the model, and the optimizers' state, settings and
+    parameters outside the model (fp32 masters, EMA copies).
     """
 
     def __init__(
@@ -303,13 +296,13 @@ class Snapshot:
         optimizers: Mapping[str, Optimizer],
         scaler: Any,
         schedulers: tuple[Any, ...] = (),
-        generators: tuple[torch.Generator, ...] = (),
+        generators: tuple[torch.Generator, ...] = (),  # the user's own (a DataLoader's)
         *,
-        others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),
-        gradients: bool = True,
-        reached: Reached | None = None,
-        keeper: Keeper | None = None,
-        like: Snapshot | None = None,
+        others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),  # `OtherScalers.first`, also for those seen later
+        gradients: bool = True,  # False if a step clears gradients first: a restore then clears them
+        reached: Reached | None = None,  # the Python state that the run's functions reach outside these parts
+        keeper: Keeper | None = None,  # stores the values; None: in memory
+        like: Snapshot | None = None,  # an earlier snapshot; unchanged values are shared with it
     ) -> None:
         self._restores: list[Callable[[], None]] = []
         self._values: dict[int, Values] = {}  # by the tensor's id

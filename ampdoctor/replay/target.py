@@ -99,13 +99,8 @@ def load_target(
 ) -> Target:
     """Returns the maker of the runs; a factory is imported, a script is not run yet.
 
-    Args:
-        target: A factory, as for `load_factory`; a script's path or module; or a bundle's folder or manifest.
-        app_dir: As for `load_factory`.
-        environment: Makes the context manager around the user's code.
-        script_arguments: The arguments after the file in `sys.argv` while its code runs.
-        notes: Gets sentences about a script's replay.
-        model: The code that makes a bundle's model.
+    `target` is a factory, as for `load_factory`, a script's path or module, or a bundle's folder or manifest; `notes`
+    gets sentences about a script's replay; `model` names the code that makes a bundle's model.
 
     Raises UsageError if `model` is given without a bundle, FactoryError if there is no such factory or a script has one
     that must be named, UserCodeError if the import raised.

@@ -136,14 +136,14 @@ class Keeper:
 
 
 def _is_plain(memory: torch.Tensor) -> bool:
-    """Are its elements its memory's bytes? Not for quantized tensors, lazy negatives or subclasses."""
+    """Are its elements the bytes in its memory? Not for quantized tensors, lazy negatives or subclasses."""
     if type(memory) not in {torch.Tensor, torch.nn.Parameter} or memory.layout is not torch.strided:
         return False
     return not (memory.is_quantized or memory.is_conj() or memory.is_neg())
 
 
 def lies_in_memory(folder: Path) -> bool:
-    """Is the folder's file system in memory, so that files there save none? False if unknown."""
+    """Is the folder on a file system in memory, where files save no memory? False if unknown."""
     place = str(folder.resolve())
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]

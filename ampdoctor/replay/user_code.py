@@ -220,7 +220,7 @@ def working_folder() -> Iterator[None]:
 def _current_folder() -> str | None:
     try:
         return os.getcwd()  # noqa: PTH109 os.chdir takes a string, and this runs at every step
-    except OSError:  # it has been removed
+    except OSError:  # it was removed
         return None
 
 

@@ -166,6 +166,8 @@ def _entry(file: Any) -> Path | None:
 
 
 # -- which paths count --
+
+
 def _apart() -> Iterator[Path]:
     """Yields temporary and cache folders; call it early, as the search for a temporary folder writes files."""
     with suppress(FileNotFoundError):  # no usable folder
@@ -199,6 +201,8 @@ def _is_work(place: Path) -> bool:
 
 
 # -- functions without an event of their own --
+
+
 def _unaudited() -> Iterator[tuple[Any, str]]:
     """Yields functions that open a file in another language; safetensors' are in each module that imported them."""
     import safetensors.numpy
@@ -263,6 +267,7 @@ def is_users_file(name: str) -> bool:
 
 
 # -- stopping user code that trains or writes while a run is built --
+
 _FACTORY = (
     "a factory builds a fresh model with its batches, loss and optimizer and returns them as a TrainingRun; the "
     "training itself, and what it writes, stay out of it"
@@ -314,6 +319,7 @@ def building(
 
 
 # -- closing network and program starts while a library builds what an untrusted file describes --
+
 _LEAVES = frozenset(
     {
         "socket.connect",

@@ -148,7 +148,7 @@ def _import_file(file: Path, *, reuse: bool) -> ModuleType:
         top = name.partition(".")[0]
         loaded = sys.modules.get(top)
         if loaded is not None and not _is_from(loaded, root / top):
-            # another package of that name is loaded: rename this one, or its `from .x` would read the other
+            # another package of that name is loaded: rename this one, or its `from .x` would import from the other
             alias = _own_name(top, root)
             _execute(alias, root / top / "__init__.py", package=root / top)
             name = alias + name.removeprefix(top)

@@ -55,7 +55,7 @@ class NamedCode:
     """Loads what `--model` names (`spec`); nothing in a bundle decides what is imported.
 
     `app_dir` is the first folder of the import path (None: the working folder); `path` and `argv0` are the start of
-    `sys.path` and `sys.argv[0]` while the code runs. Raises FactoryError if file or object is lacking, UserCodeError if
+    `sys.path` and `sys.argv[0]` while the code runs. Raises FactoryError if file or object is missing, UserCodeError if
     the code raises.
     """
 
@@ -117,7 +117,7 @@ class NamedCode:
                 try:
                     exec(compile(piece, str(file), "exec"), vars(module))  # noqa: S102 - a file that the user names
                 except NameError:
-                    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):  # it takes what the training makes
+                    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):  # it needs a value of the training
                         raise
         self.notes.append(
             f"{file.name} does more than define things when it is imported: its imports, functions, classes and simple "
@@ -152,7 +152,7 @@ def _parsed(file: Path) -> ast.Module | None:
     try:
         return ast.parse(file.read_bytes(), str(file)) if file.stat().st_size <= _LONGEST else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # the import says why
+        return None  # the import raises, with the reason
 
 
 def _is_quiet(node: ast.stmt) -> bool:
@@ -248,7 +248,7 @@ def _of_torch(module: str, qualname: str) -> Any:
     found = vars(sys.modules.get(module, torch)).get(qualname)
     if not isinstance(found, type) or found.__module__ != module:
         return None
-    if not module.startswith(("torch.nn.", "torch.ao.nn.")):  # others compile, or call other processes
+    if not module.startswith(("torch.nn.", "torch.ao.nn.")):  # other modules compile, or start processes
         return None
     return found if issubclass(found, nn.Module | nn.utils.rnn.PackedSequence) else None
 
@@ -300,7 +300,7 @@ def _acts(key: Any, value: Any, beside: Mapping[Any, Any]) -> bool:
         return True
     if not isinstance(key, str) or value is None:
         return False
-    if key == "backbone":  # the name of a model: timm's are made here, those of the hub are fetched
+    if key == "backbone":  # a model's name: timm's are built here, the hub's are fetched
         return not (isinstance(value, str) and "/" not in value and beside.get("use_timm_backbone") is True)
     return bool(_ACTS.fullmatch(key) or (isinstance(value, str | Mapping) and _NAMES.fullmatch(key)))
 
@@ -309,7 +309,7 @@ def configuration(cls: Any, fields: Mapping[str, Any]) -> Any:
     """Returns a transformers configuration that loads and fetches nothing; `fields` are as in `inert_fields`."""
     config = cls.from_dict(inert_fields(fields))
     for part in _configurations(config, 0):
-        if getattr(part, "use_pretrained_backbone", False):  # the default of some: transformers before 5
+        if getattr(part, "use_pretrained_backbone", False):  # some classes' default before transformers 5
             part.use_pretrained_backbone = False
     return config
 

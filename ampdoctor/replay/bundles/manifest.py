@@ -13,7 +13,7 @@ from ampdoctor.evidence.json_records import DuplicateKeyError
 SCHEMA = 1
 """It rises when an older reader would misread a newer bundle."""
 LED_UP = 2
-"""For a bundle with earlier steps: an older reader would start at another step than its checkpoint."""
+"""For a bundle with earlier steps: a reader that ignores them would start at another step than its checkpoint."""
 MANIFEST, CALLS, STATE, LOG = "manifest.json", "calls.safetensors", "state.safetensors", "log.jsonl"
 _LARGEST = 32 * 1024 * 1024  # bytes; the manifest of 1000 micro-batches with their loss code has a few MB
 

@@ -74,7 +74,7 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
 
 
 def code_of(said: Any) -> str | None:
-    """Returns what `--model` has to name: a file, or a function of one; None where no code is needed.
+    """Returns what `--model` has to name: a file, or a function of one; None if no code is needed.
 
     `said` is the manifest's entry and is not trusted.
     """
@@ -149,7 +149,7 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
 def _head(model: nn.Module) -> dict[str, Any] | None:
     """Returns which of `HEADS` was applied to the model, and its arguments; None for its class's own forward."""
     own = vars(model)
-    forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # Accelerate keeps the first
+    forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # the first is Accelerate's
     for name, (module, function) in HEADS.items():
         giver = getattr(sys.modules.get(module), function, None)
         if forward is not None and giver is not None and forward.__code__ in giver.__code__.co_consts:
@@ -218,7 +218,7 @@ class Rebuilding:
     def model(self, said: Any) -> nn.Module:
         """Returns a fresh model with its constructor's weights; the entry `said` is not trusted.
 
-        Raises FactoryError if code is lacking or makes no model, ReplayError if a library is lacking, and
+        Raises FactoryError if code is missing or makes no model, ReplayError if a library is missing, and
         CheckpointError if `said` is malformed.
         """
         try:
@@ -343,7 +343,7 @@ class Rebuilding:
         return found
 
     def _to_type(self, said: Any) -> str:
-        """Returns what to add to the command, for the end of a sentence."""
+        """Returns the option to add to the command, for the end of a sentence."""
         said = said if isinstance(said, dict) else {}
         if said.get("kind") == "several":
             children = said.get("children")
@@ -434,7 +434,7 @@ class Rebuilding:
 
 
 class _Passing(nn.Module):
-    """Stands for a wrapper (DDP, a compiled model): it has the module under the same name, and only calls it."""
+    """Replaces a wrapper (DDP, a compiled model): it has the module under the same name, and only calls it."""
 
     def __init__(self, attribute: str, inner: nn.Module) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ class _Passing(nn.Module):
         self.add_module(attribute, inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's."""
+        """Calls the module."""
         return getattr(self, self._attribute)(*args, **kwargs)
 
 

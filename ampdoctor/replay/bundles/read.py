@@ -72,7 +72,7 @@ class Bundle:
     def run(self, code: NamedCode | None, user_code: UserCode = lambda _what: nullcontext()) -> TrainingRun:
         """Returns a fresh run of its step; `code` is what `--model` names, `user_code` surrounds the model's building.
 
-        Raises CheckpointError if a file is malformed, FactoryError if code is lacking or makes another model, and
+        Raises CheckpointError if a file is malformed, FactoryError if code is missing or makes another model, and
         ReplayError if the step cannot be run again from this bundle or on this machine.
         """
         said = self.manifest
@@ -178,12 +178,10 @@ class Bundle:
 
 
 def load_bundle(path: str, *, model: str | None = None, app_dir: str | None = None) -> TrainingRun:
-    """Returns a fresh run of a bundle's step; raises as `Bundle.run`.
+    """Returns a fresh run of a bundle's step, as `Bundle.run`; `path` is the bundle's folder or its manifest.
 
-    Args:
-        path: The bundle's folder, or its manifest.
-        model: The code that makes its model: "train.py:make_model", "model.py:GPT" or "train.py".
-        app_dir: First folder of the import path; None: the working folder.
+    `model` names the code of its model ("train.py:make_model", "model.py:GPT", "train.py"); `app_dir` is the first
+    folder of the import path (None: the working folder).
     """
     return Bundle(path).run(None if model is None else NamedCode(model, app_dir))
 

@@ -178,6 +178,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 # -- tensors into a model --
+
 _NAMED = 3
 
 

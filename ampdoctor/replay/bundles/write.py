@@ -159,7 +159,7 @@ class Collected:
     def fit(self, max_bytes: int) -> tuple[str, ...]:
         """Leave out what exceeds the limit; returns what is left out, as sentences.
 
-        Raises OutputError where the calls alone exceed it.
+        Raises OutputError if the calls alone exceed it.
         """
         room = self._room(max_bytes)
         weights, moments = bytes_of(self.state) - self._buffer_bytes(), bytes_of(self.moments)
@@ -321,7 +321,7 @@ def write_bundle(
     `state_dict` (None: its present state), `diagnosis` is strict JSON, and `log` has the log's last lines without line
     ends. Where the bundle would exceed `max_bytes`, the optimizer's state is left out first, then the parameters.
 
-    Raises OutputError where the calls alone exceed `max_bytes` or the disk fails; no file remains then.
+    Raises OutputError if the calls alone exceed `max_bytes` or the disk fails; no file remains then.
     """
     collected = Collected(with_inner_autocast(program), made)
     left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
@@ -409,7 +409,7 @@ def _write_whole(folder: Path, collected: Collected, manifest: str, log: Sequenc
         needed = bytes_of(collected.calls) + bytes_of(collected.state) + bytes_of(collected.moments) + len(manifest)
         free = shutil.disk_usage(beside).free
         if needed > free:
-            raise OSError(errno.ENOSPC, f"it takes {shown(needed)}, and {shown(free)} are free")  # noqa: TRY301 - as the disk would say
+            raise OSError(errno.ENOSPC, f"it takes {shown(needed)}, and {shown(free)} are free")  # noqa: TRY301 - the disk would raise the same
         write_safetensors(beside / CALLS, collected.calls)
         write_safetensors(beside / STATE, {**collected.state, **collected.moments})
         _write_text(beside / LOG, "".join(f"{line}\n" for line in log))

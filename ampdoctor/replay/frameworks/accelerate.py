@@ -252,6 +252,7 @@ def _place(scheduler: Any, number: int) -> None:
 
 
 # -- Accelerate's state of the process: device, precision, position in an accumulation --
+
 _CLASSES = ("PartialState", "AcceleratorState", "GradientState")
 
 

@@ -36,6 +36,8 @@ class Adapter(Protocol):
 
 
 # -- Accelerate: the results of `Accelerator.prepare`, with the Accelerator --
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
     """A part that is looked up in what a factory returned."""
@@ -108,6 +110,8 @@ ACCELERATE: Final[Adapter] = _Accelerate()
 
 
 # -- Lightning: a LightningModule with its Trainer, DataModule or loader --
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
     """A call of `Trainer.fit`."""
@@ -176,6 +180,7 @@ LIGHTNING: Final[Adapter] = _Lightning()
 
 
 # -- the Hugging Face Trainer, with subclasses (TRL's) and any model (PEFT's) --
+
 _MODULE = "transformers.trainer"
 
 

@@ -268,6 +268,7 @@ def _scaler(trainer: Any) -> Any:
 # Lightning looks for devices in the Trainer's constructor, and on a CPU replaces fp16 by bf16. While a replay follows
 # CUDA's policy, a new Trainer gets an accelerator with CUDA's name and type: fp16 stays fp16, with a GradScaler, and
 # tensors stay where they are. Under the CPU's own policy a Trainer that wants a GPU gets the CPU.
+
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 _GPUS = ("auto", "gpu", "cuda")
 

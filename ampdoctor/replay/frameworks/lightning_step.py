@@ -16,8 +16,9 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.resuming import RandomPlace, beginning_at, pass_over, place_schedule
 
-
 # -- the Trainer's updates, in its order, from any of them on --
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One optimizer step."""

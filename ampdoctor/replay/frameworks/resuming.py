@@ -105,6 +105,8 @@ class _Later:
 
 
 # -- learning-rate schedules: a replay loads only weights and optimizers of a checkpoint --
+
+
 def place_schedule(scheduler: Any, steps: int) -> None:
     """Advance a fresh torch scheduler by at most `steps` steps; the rates from the checkpoint stay.
 
@@ -137,6 +139,7 @@ def _walk(scheduler: Any, rates: list[Any], steps: int, wanted: list[float]) -> 
 
 
 # -- replacing a method of a class that may be imported later --
+
 Original = Callable[..., Any]
 
 

@@ -261,6 +261,7 @@ def out_of_the_records() -> Iterator[None]:
 # A script runs more than once in one process, as if each run had its own. So its registrations are removed before it
 # runs again: operators, the start method of processes, names in libraries' registries. If a setting cannot be undone
 # (the number of interop threads), its second call is ignored.
+
 _MAIN = "__main__"
 _REGISTRIES = ("_extra_content", "_module_dict", "_obj_map", "_model_entrypoints")
 """Attributes of registries that raise for an existing name: transformers' Auto classes, mmengine's and mmcv's, fvcore's

@@ -138,6 +138,7 @@ class Seam:
 
 
 # -- the variables that a loop's header reads, as drawing may change what they hold --
+
 _NAMES = {"LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 

@@ -144,6 +144,7 @@ def told_of_training_calls(tell: Callable[[nn.Module, FrameType], None]) -> Iter
 # -- scalers, optimizers and schedulers that each round of a script's loop makes anew --
 #
 # A replay goes back to the loop, not to the code before it, where the script's next epoch would make them again.
+
 SCALER_EACH_ROUND = (
     "the script makes a GradScaler in each round, so the loss scale begins at its first value each time: make it once, "
     "before the first round"
@@ -253,6 +254,8 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 # -- the script's optimizers, scalers and schedulers, identified by their order --
+
+
 class Made:
     """The optimizers, scalers and schedulers that were made during `watching`, in order."""
 

@@ -30,6 +30,7 @@ from ampdoctor.replay.scripts.loop_hooks import Seam
 from ampdoctor.replay.user_files import is_users_file
 
 # -- names that code binds in its function or module --
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
@@ -93,6 +94,7 @@ class BoundNames:
 
 
 # -- statements around a line --
+
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.While)
 
@@ -409,6 +411,7 @@ def _ask(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 # -- the script as `__main__`, with modules of its own --
+
 _MAIN = "__main__"
 
 

@@ -26,8 +26,9 @@ from ampdoctor.replay.scripts.running import Runner, ScriptRun, Variables, eager
 from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, Rounds, loaders_of, passed, set_counters, steps, tried
 from ampdoctor.replay.training_run import TrainingRun
 
-
 # -- one step of a run: the body of the user's loop, once per item of the step --
+
+
 @dataclass(slots=True, eq=False)
 class Stepping:
     """The state that all steps of a run share."""

@@ -168,6 +168,8 @@ def _told_of_regions(tell: Callable[[torch.dtype], None]) -> Iterator[None]:
 
 
 # -- the items of a script's loop, step by step, over several rounds, and from a checkpoint's position on --
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounds:
     """The items of the loop. This class is ours, so that what it reaches does not count as reached by user code."""
