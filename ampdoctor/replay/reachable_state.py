@@ -107,7 +107,7 @@ def _can_change(value: Any) -> bool:
 
 
 def _moves_on(value: Any) -> bool:
-    """Is it an iterator of Python or of a library, or a function with a cache? Their positions cannot be restored."""
+    """Is it an iterator of Python or of a library, or a function with a cache? Its position cannot be restored."""
     kind = type(value)
     return kind in CACHED or (hasattr(kind, "__next__") and is_installed(kind.__module__))
 

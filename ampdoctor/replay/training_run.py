@@ -66,8 +66,9 @@ class TrainingRun:
         max_grad_norm: Clip gradients to this total norm, after unscaling.
         accumulation_steps: Micro-batches in one optimizer step.
         divide_loss: Divide each micro-batch's loss by `accumulation_steps`.
-        step: The user's own step, which returns the loss. It gets those of these arguments that it names: `model`,
-            `batch`, `optimizer`, `scaler`, `autocast`, `run`, `step`. `autocast()` returns the context manager.
+        step: The user's own step, which returns the loss. It is called with those of these arguments that its signature
+            names: `model`, `batch`, `optimizer`, `scaler`, `autocast`, `run`, `step`. `autocast()` returns the context
+            manager.
         move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
         load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
         notes: Sentences for the report on how the run was made.

@@ -137,9 +137,9 @@ def user_code(
     All output, also from C++ and child processes, goes to stderr: stdout has only the report. `path` holds folders for
     the start of `sys.path`. Everything is undone at exit. `what` is the subject of an error's sentence.
 
-    Raises UserCodeError if the body raised any exception, also `SystemExit`. Exceptions are ampdoctor's own errors
-    about the run, a stop by a probe, and Ctrl-C, which pass through; ReplayError if memory ran out; and
-    ForkedChildError in a child process that the body forked.
+    Raises UserCodeError if the body raised any exception, also `SystemExit`. Ampdoctor's own errors about the run, a
+    stop by a probe, and Ctrl-C pass through unchanged. Raises ReplayError if memory ran out, and ForkedChildError in a
+    child process that the body forked.
     """
     argv, process = sys.argv, os.getpid()
     try:

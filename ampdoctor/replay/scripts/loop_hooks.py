@@ -26,7 +26,7 @@ Arrival = Callable[[Items | None, Body, FrameType], None]
 
 
 class Left(StepHalted):
-    """Leaves the script where it is; its `except` and `finally` code is not run."""
+    """Leaves the script where it is; the script's `except` and `finally` code is not run."""
 
 
 class Turn(enum.Enum):

@@ -174,8 +174,8 @@ class Edits:
     """The changes in one file."""
 
     loop: int | None = None  # the loop's first line; None if it is in another file
-    calls: frozenset[int] = frozenset()  # lines that lead to the loop: `with` and `try` around them do not end with it
-    everywhere: bool = False  # so for all `with` and `try`, because the lines to the loop are not known yet
+    calls: frozenset[int] = frozenset()  # lines that lead to the loop: `with` and `try` around them stay open
+    everywhere: bool = False  # all `with` and `try` stay open, because these lines are not known yet
 
 
 def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
@@ -213,7 +213,7 @@ class _Rewriting(ast.NodeTransformer):
     """Rewrites the loop, and `with` and `try` around it.
 
     `function` is the function around it (None at the top of the file); `kept` has the ids of the `with` and `try`
-    statements that do not end with the loop (None for all).
+    statements that stay open when the loop is left (None for all).
     """
 
     def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: set[int] | None) -> None:

@@ -102,10 +102,7 @@ def tried(  # noqa: C901 one loop, and its listeners
             count += 1
             try:
                 said = loop.body(item)
-            except (
-                Exception,
-                SystemExit,
-            ):  # at a non-finite loss, for example: the replay reports it
+            except (Exception, SystemExit):  # at a non-finite loss, for example: the replay reports it
                 if not stepped:
                     raise
             if not (backwards or stepped):
