@@ -1,1 +1,1 @@
-"""Replays a training run: the run's parts, the factory that makes them, the step engine, snapshots."""
+"""Replays training runs: a run's parts, the factory that makes them, the session that steps it, and snapshots."""

@@ -1,4 +1,4 @@
-"""A run's batches: drawn from a place in the data on, once, in the training's order, and copied for each replay."""
+"""A run's batches: drawn once, from a position in the data, in the training's order, and copied for each replay."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
 
 
-# Passes over a DataLoader's batches by their sampler: their indices are drawn, and nothing is loaded.
+# -- skipping batches of a DataLoader by their indices, without loading --
 
 
 def samples_indices(made: Any) -> bool:
-    """Is it a DataLoader whose batches are chosen by a sampler's indices, and which lets them be passed over?
+    """Is it a DataLoader with a sampler, whose batches can be skipped by index?
 
-    One that keeps a state (torchdata's) begins its sampler more than once, and counts what it has drawn itself.
+    A stateful loader (torchdata's) cannot: it starts its sampler more than once, and counts what it has drawn.
     """
     plain = isinstance(made, DataLoader) and not hasattr(made, "load_state_dict")
     return plain and not isinstance(made.dataset, IterableDataset)
 
 
 def length_of(made: Any) -> int | None:
-    """Returns the number of batches of an epoch; None where only drawing them tells, or nothing can be passed over."""
+    """Returns the number of batches of an epoch; None if it is unknown or batches cannot be skipped."""
     return len(made) if samples_indices(made) or isinstance(made, Sequence) else None
 
 
 def epochs_known_by(made: Any, *, data: bool = False) -> list[Any]:
-    """Returns what is told the number of an epoch: the loader itself, its samplers and, if asked for, its dataset."""
+    """Returns the objects with `set_epoch`: the loader, its samplers and, with `data`, its dataset."""
     batches = getattr(made, "batch_sampler", None)
     holders = [made, batches, getattr(made, "sampler", None), getattr(batches, "sampler", None)]
     holders += [getattr(made, "dataset", None)] if data else []
@@ -53,7 +53,7 @@ def shuffles_by_the_process(made: Any) -> bool:
 
 
 def play(loader: DataLoader[Any]) -> None:
-    """Let a whole epoch's indices be drawn, in this process and for nothing: a generator moves on as in training."""
+    """Draw the indices of a whole epoch in this process, so that a generator advances as in training."""
     skipping = Skipping(loader, len(loader))
     vars(skipping.loader).update(num_workers=0, timeout=0)
     for _ in skipping.loader:
@@ -61,29 +61,21 @@ def play(loader: DataLoader[Any]) -> None:
 
 
 class Skipping:
-    """A DataLoader without its first batches.
-
-    Args:
-        loader: A DataLoader with a sampler; it stays as it is.
-        count: How many batches to leave out.
-
-    Attributes:
-        loader: A shallow copy that leaves them out.
-    """
+    """A DataLoader without its first `count` batches: `loader` is a shallow copy that skips them."""
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._indices = _Behind(getattr(loader, name), count)
         self.loader = copy.copy(loader)
-        vars(self.loader)[name] = self._indices  # as an attribute it refuses to be set
+        vars(self.loader)[name] = self._indices  # a DataLoader refuses the assignment
 
     def begin(self) -> None:
-        """Draw the indices that are left out now, where the loader has begun to iterate: a seed is drawn with them."""
+        """Draw the skipped indices now, after the loader has started to iterate: a seed is drawn with them."""
         self._indices.begin()
 
 
 class _Behind:
-    """A sampler's indices behind the first ones, in each iteration."""
+    """A sampler that skips its first indices in each iteration."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
@@ -106,7 +98,7 @@ class _Behind:
 
 
 class _Left:
-    """An iterator whose first items are drawn and dropped before its first one is asked for, or at `begin`."""
+    """Skips the first `count` items, lazily or when `begin()` is called."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
@@ -127,11 +119,9 @@ class _Left:
         return next(self.begin())
 
 
-# Draws a run's batches from a place in the data on, over as many epochs as are asked for.
+# -- drawing from a position in the data, over as many epochs as needed --
 #
-# The order is that of the training: an epoch's sampler, told the epoch's number where it wants to know it, and the
-# epochs before it drawn as far as a shuffling generator has to move on.
-
+# The order is the training's: samplers get the epoch's number; earlier epochs are drawn if a generator must advance.
 
 _END = object()
 ORDER_UNKNOWN = (
@@ -146,40 +136,23 @@ def _nothing(_: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class DataPlace:
-    """Where the batches begin.
+    """The position in the data at which the batches start."""
 
-    Attributes:
-        steps: Optimizer steps that lie behind the run, for a function that takes `start`.
-        batches: Micro-batches that lie behind it, for whatever else gives batches.
-        state: A loader's saved state, for one that can load it.
-        epochs: Open what ends again, as the next epoch.
-        arrive: Called at the place, before what comes next is drawn.
-        say: Told, in a sentence each, how the place was come to, and where it may be another than the training's.
-    """
-
-    steps: int = 0
-    batches: int = 0
-    state: Any = None
-    epochs: bool = False
-    arrive: Callable[[], None] | None = None
-    say: Callable[[str], None] = _nothing
+    steps: int = 0  # optimizer steps before the run, for a function with the parameter `start`
+    batches: int = 0  # micro-batches before the run, for all other sources
+    state: Any = None  # the saved state of a loader that can load it
+    epochs: bool = False  # start the next epoch when the source ends
+    arrive: Callable[[], None] | None = None  # called at the position, before the next batch is drawn
+    say: Callable[[str], None] = _nothing  # gets sentences on how the position was reached, and on doubts
 
     @property
     def at_the_start(self) -> bool:
-        """Is it just the first batch of a single epoch?"""
+        """Is it the first batch of a single epoch?"""
         return not (self.batches or self.epochs or self.state is not None or self.arrive is not None)
 
 
 def drawn(batches: Any, place: DataPlace) -> Iterator[Any]:
-    """Returns an iterator over the batches from the place on.
-
-    Args:
-        batches: The `batches` of a run.
-        place: Where they begin.
-
-    Raises:
-        FactoryError: They cannot be iterated.
-    """
+    """Returns an iterator over a run's batches from `place` on; raises FactoryError if they cannot be iterated."""
     if takes_start(batches):
         made = _iterator(batches(**{START: place.steps}))
         return made if place.arrive is None else _arriving(made, place.arrive)
@@ -198,7 +171,7 @@ def _iterator(made: Any) -> Iterator[Any]:
 
 
 def _arriving(batches: Iterator[Any], arrive: Callable[[], None]) -> Iterator[Any]:
-    """A function's own way to the place is gone when its first batch is there."""
+    """Calls `arrive` after the first batch, when the function has skipped to its start."""
     first = next(batches, _END)
     arrive()
     if first is not _END:
@@ -207,7 +180,7 @@ def _arriving(batches: Iterator[Any], arrive: Callable[[], None]) -> Iterator[An
 
 
 def _from(batches: Any, place: DataPlace) -> Iterator[Any]:
-    """Yields the batches from the place on, epoch after epoch if wanted."""
+    """Yields the batches from the position on, over several epochs if wanted."""
     epoch, source = _led_to(batches, place)
     if place.arrive is not None:
         place.arrive()
@@ -225,7 +198,7 @@ def _from(batches: Any, place: DataPlace) -> Iterator[Any]:
 
 
 def _led_to(batches: Any, place: DataPlace) -> tuple[int, Iterator[Any] | None]:
-    """Returns the epoch of the place, and what is left of it; None where it has not begun."""
+    """Returns the epoch of the position, and the rest of it; None if it has not begun."""
     if place.state is not None:
         made = _opened(batches)
         made.load_state_dict(place.state)
@@ -260,7 +233,7 @@ def _led_to(batches: Any, place: DataPlace) -> tuple[int, Iterator[Any] | None]:
 
 
 def _without(made: Any, count: int) -> Iterator[Any]:
-    """Returns what is left of an epoch behind its first batches, of which none is loaded."""
+    """Returns an epoch without its first batches, which are not loaded."""
     if samples_indices(made):
         skipping = Skipping(made, count)
         left = _iterator(skipping.loader)
@@ -275,44 +248,33 @@ def _said(batches: int, epoch: int, within: int) -> str:
 
 
 def _told(made: Any, epoch: int) -> Any:
-    """Returns what gives an epoch's batches, told which epoch it is."""
+    """Returns the source of batches after `set_epoch` was called."""
     for holder in epochs_known_by(made, data=True):
         holder.set_epoch(epoch)
     return made
 
 
 def loads_state(batches: Any) -> bool:
-    """Can it go on from a saved state, as a StatefulDataLoader can?"""
+    """Can it continue from a saved state, like a StatefulDataLoader?"""
     return all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict", "__iter__"))
 
 
 ROOM = 256 * 2**20
-"""Bytes of batches that are kept whether or not they are needed again: 8 batches of 32 MB."""
-
-
-_GONE = object()
-"""Stands in for a batch that was released."""
+"""Bytes of batches that are kept even if they are not needed again: 8 batches of 32 MB."""
+_GONE = object()  # replaces a released batch
 
 
 class BatchTape:
-    """The run's batches, drawn as they are asked for.
+    """The run's batches, drawn on demand.
 
-    A loader may draw from the same random generators as the training. The first pass therefore draws each batch at the
-    moment at which the user's loop would draw it.
-
-    Args:
-        run: The run whose `batches` are drawn.
-
-    Attributes:
-        cut: True if a batch was released to keep within `ROOM`; `rewind` draws from the start again.
-        size: Bytes of the batches that are held.
-        place: Where the batches begin; to be set before the first is drawn.
+    A loader may use the same random generators as the training. So the first pass draws each batch at the moment at
+    which the user's loop would draw it.
     """
 
     def __init__(self, run: TrainingRun) -> None:
-        self.cut = False
-        self.size = 0
-        self.place = DataPlace()
+        self.cut = False  # a batch was released to stay within `ROOM`; `rewind` draws from the start again
+        self.size = 0  # bytes of the batches held
+        self.place = DataPlace()  # set before the first batch is drawn
         self._batches: list[Any] = []
         self._sizes: list[int] = []
         self._run = run
@@ -320,14 +282,7 @@ class BatchTape:
         self._exhausted = False
 
     def draw(self, count: int) -> int:
-        """Draw until the tape holds `count` batches or the source has no more.
-
-        Returns:
-            How many batches the tape holds.
-
-        Raises:
-            FactoryError: The source is not iterable.
-        """
+        """Draw until there are `count` batches or the source ends; returns how many batches have been drawn."""
         while len(self._batches) < count and not self._exhausted:
             if self._iterator is None:
                 self._iterator = drawn(self._run.batches, self.place)
@@ -342,11 +297,7 @@ class BatchTape:
         return len(self._batches)
 
     def keep(self, needed: Callable[[int], bool]) -> None:
-        """Release the batches that are not needed, if all together take more than `ROOM`.
-
-        Args:
-            needed: Takes the index of a batch.
-        """
+        """Release the batches whose indices are not `needed`, if all together take more than `ROOM`."""
         if self.size <= ROOM:
             return
         for index, batch in enumerate(self._batches):
@@ -357,12 +308,12 @@ class BatchTape:
 
     @property
     def is_placed(self) -> bool:
-        """Do the batches begin behind others, which a checkpoint's training has seen?"""
+        """Do the batches start after others, which the checkpoint's training has seen?"""
         told = takes_start(self._run.batches) and self.place.steps > 0
         return told or self.place.batches > 0 or self.place.state is not None
 
     def rewind(self) -> None:
-        """Forget the drawn batches; the next draw opens the source again, in the random state of that moment."""
+        """Forget the drawn batches; the next draw opens the source again, with the random state of that moment."""
         self._batches.clear()
         self._sizes.clear()
         self._iterator = None
@@ -370,7 +321,7 @@ class BatchTape:
         self.size = 0
 
     def close(self) -> None:
-        """Release the iterator (a DataLoader's workers)."""
+        """Release the iterator, with a DataLoader's workers."""
         self._iterator = None
 
     def __getitem__(self, index: int) -> Any:

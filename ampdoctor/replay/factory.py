@@ -1,4 +1,4 @@
-"""The factory that the user names on the command line: it is called again for each fresh `TrainingRun`."""
+"""The factory that the user names on the command line; each call returns a fresh `TrainingRun`."""
 
 from __future__ import annotations
 
@@ -20,45 +20,32 @@ from ampdoctor.replay.user_files import building
 from ampdoctor.replay.user_modules import Spec, load_object, makes_run
 
 Environment = Callable[[], AbstractContextManager[Any]]
-"""Makes the context manager around user code that is imported or called (a CUDA emulation); entered many times."""
+"""Makes the context manager around user code (a CUDA emulation); entered many times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedFactory:
-    """A factory that has been imported and can be called again and again, each time for a fresh run.
+    """An imported factory, which can be called repeatedly for fresh runs.
 
-    Attributes:
-        name: What the user wrote, or the function's own name; for reports and errors.
-        function: The user's callable.
-        argv0: `sys.argv[0]` while their code runs; None if the callable was passed itself.
-        script_arguments: What follows it in `sys.argv`.
-        path: Folders that are first on `sys.path` while their code runs.
-        app_dir: As given to `load_factory`.
-        environment: As given to `load_factory`.
-        instead: What to do about a file that its steps write, for the end of a sentence.
+    `instead` is advice for the end of the "your code writes this file" note.
     """
 
     instead: ClassVar[str] = "leave that out of what the factory returns, or replay in a copy of the folder"
 
-    name: str
+    name: str  # as the user wrote it, or the function's own name; for reports and errors
     function: Callable[..., Any]
-    argv0: str | None = None
-    script_arguments: tuple[str, ...] = ()
-    path: tuple[str, ...] = ()
+    argv0: str | None = None  # `sys.argv[0]` while user code runs; None if the callable itself was passed
+    script_arguments: tuple[str, ...] = ()  # the rest of `sys.argv`
+    path: tuple[str, ...] = ()  # folders that are first on `sys.path` while user code runs
     app_dir: str | None = None
     environment: Environment = contextlib.nullcontext
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """Run the user's code in its environment, with its argv and import path; what it prints goes to stderr.
+        """Run the user's code in its environment, with its argv and import path; its output goes to stderr.
 
-        It surrounds the run's callbacks (loss, batches, step) too: they may import their own modules late.
-
-        Args:
-            what: What runs; the subject of an error's sentence ("the loss").
-
-        Raises:
-            UserCodeError: The code raised.
+        It also surrounds the run's callbacks (loss, batches, step), which may import modules late. `what` is the
+        subject of an error's sentence ("the loss"). Raises UserCodeError if the code raised.
         """
         entered = user_code(self.argv0, what=what, path=self.path, arguments=self.script_arguments)
         with self.environment(), entered:
@@ -71,22 +58,15 @@ class LoadedFactory:
         batches: str | Any | None = None,
         loss: str | Callable[..., Any] | None = None,
     ) -> TrainingRun:
-        """Call the factory for a fresh run.
+        """Call the factory with keyword `arguments` for a fresh run.
 
-        Args:
-            arguments: Keyword arguments of the factory.
-            batches: For a factory that returns a bare model: the argument of `TrainingRun(batches=...)`, or its
-                `module:attribute`.
-            loss: For the same factories: the argument of `TrainingRun(loss=...)`, or its `module:attribute`.
-
-        Raises:
-            FactoryError: The arguments do not fit the factory's signature, or it does not return what a replay needs.
-            UserCodeError: The factory raised.
+        If the factory returns a bare model, `batches` and `loss` are the arguments of `TrainingRun`, or their
+        `module:attribute`. Raises FactoryError if arguments or result do not fit, UserCodeError if the factory raised.
         """
         arguments = dict(arguments or {})
         check_arguments(self.function, arguments, self.name)
         what = f"the factory {self.name!r}"
-        meant = self.argv0 is None or makes_run(self.function)  # handed over as it is, or written for this
+        meant = self.argv0 is None or makes_run(self.function)  # a callable, or a function written for this
         with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=meant):
             made = self.function(**arguments)
         with self.environment():
@@ -99,7 +79,7 @@ class LoadedFactory:
         adapter = adapter_of(made)
         if adapter is not None or isinstance(made, TrainingRun):
             run = made if adapter is None else self._started(adapter, made)
-            open_loss = adapter is not None and run.loss is not None  # a framework's loop around a loss of the user's
+            open_loss = adapter is not None and run.loss is not None  # a framework's loop around the user's own loss
             extra = [option for option, value in given.items() if value is not None]
             if extra and not (open_loss and extra == ["--loss"]):
                 kind = "a TrainingRun" if adapter is None else f"what {adapter.name} makes"
@@ -119,7 +99,7 @@ class LoadedFactory:
         return TrainingRun(model=made, batches=self._part(batches, "--batches"), loss=self._part(loss, "--loss"))
 
     def _started(self, adapter: Adapter, made: Any) -> TrainingRun:
-        """A framework's training, set up by itself and stopped at its first step, is user code as well."""
+        """Starts a framework's training, which is user code too, and stops it at its first step."""
         what = f"the start of {adapter.name}'s training"
         with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=True):
             return adapter.run_of(made)
@@ -138,17 +118,13 @@ def load_factory(
     environment: Environment | None = None,
     script_arguments: Sequence[str] = (),
 ) -> LoadedFactory:
-    """Import the factory that `factory` names; it is not called yet.
+    """Import a factory without calling it.
 
-    Args:
-        factory: `package.module:function`, `path/to/file.py:function`, or the function itself.
-        app_dir: First folder of the import path (after a file's own); the working directory by default.
-        environment: Makes the context manager that surrounds the import and each later call.
-        script_arguments: What follows the file in `sys.argv` while its code runs.
+    `factory` is `package.module:function`, `path/to/file.py:function`, or the function itself. `app_dir` is the first
+    folder of the import path after a file's own (None: the working folder). `environment` surrounds the import and each
+    later call; `script_arguments` follow the file in `sys.argv` while its code runs.
 
-    Raises:
-        FactoryError: The name has neither form, its file, module or attribute does not exist, or it is not callable.
-        UserCodeError: The import raised.
+    Raises FactoryError if the name is malformed, does not exist or is not callable, UserCodeError if the import raised.
     """
     around = environment or contextlib.nullcontext
     forget_working_folder()
@@ -184,14 +160,10 @@ def _check_callable(value: object, name: str) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
-    """Check keyword `arguments` against the signature before the call: a TypeError in the call is then the user's own.
-
-    Raises:
-        FactoryError: An argument is unknown or a required one is missing; the sentence names them.
-    """
+    """Raises FactoryError if arguments do not fit the signature: a TypeError of the call is then the user's own."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature: the call itself will say
+    except (TypeError, ValueError):  # a builtin without a signature: the call itself raises
         return
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:
@@ -219,7 +191,7 @@ def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) ->
 
 
 def _wrong_return(made: Any) -> str:
-    """Says why `made` is not what a factory returns, as a predicate."""
+    """Says, as a predicate, why a factory may not return `made`."""
     from torch import nn
 
     if made is None:

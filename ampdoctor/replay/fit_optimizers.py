@@ -1,7 +1,7 @@
-"""Fits a checkpoint's optimizer states to the run's optimizers, before `Optimizer.load_state_dict` sees them.
+"""Checks a checkpoint's optimizer states against the run's optimizers, before `Optimizer.load_state_dict`.
 
-torch only checks the number of groups and parameters. A moment of another shape, or the state of another kind of
-optimizer, loads without a warning, and the first step raises or misleads.
+torch checks only the numbers of groups and parameters. A moment of another shape, or the state of another optimizer
+class, loads without a warning, and the first step raises or misleads.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _SHAPED_LIKE_PARAMETER = frozenset(
         *("acc_delta", "sum", "prev", "step_size", "ax"),
     }
 )
-"""States of torch's own optimizers that have their parameter's shape; factored and quantised ones have other names."""
+"""States of torch's own optimizers with their parameter's shape; factored and quantized ones have other names."""
 _KIND = frozenset(
     {
         *("betas", "momentum", "nesterov", "dampening", "alpha", "centered", "rho", "lambd", "t0", "etas"),
         *("step_sizes", "momentum_decay", "lr_decay", "max_iter", "history_size"),
     }
 )
-"""Settings that distinguish torch's optimizers; the other settings come and go with torch's versions."""
+"""Settings that distinguish torch's optimizers; all other settings depend on torch's version."""
 _NEEDED = (_KIND | {"lr", "eps", "weight_decay"}) - {"nesterov", "centered"}
-"""Settings without which a step of torch's optimizers raises; `__setstate__` fills in the other two."""
+"""Without these settings a step of torch's optimizers raises; `__setstate__` fills in the other two."""
 
 _ENTRIES: Mapping[type[Optimizer], tuple[str, ...]] = {
     **dict.fromkeys((optim.Adam, optim.AdamW, optim.RAdam), ("step", "exp_avg", "exp_avg_sq")),
@@ -49,20 +49,15 @@ _ENTRIES: Mapping[type[Optimizer], tuple[str, ...]] = {
     optim.Rprop: ("step", "prev", "step_size"),
     optim.ASGD: ("step", "eta", "mu", "ax"),
 }
-"""What torch's own optimizers look up in the state of a parameter that has one."""
+"""The keys that torch's own optimizers read from a parameter's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
-    """Optimizer states that have been checked and are ready to be loaded.
+    """Optimizer states that have been checked and can be loaded."""
 
-    Attributes:
-        states: Each optimizer with the argument of its `load_state_dict`.
-        notes: Differences and omissions, a sentence each.
-    """
-
-    states: tuple[tuple[Optimizer, dict[str, Any]], ...] = ()
-    notes: tuple[str, ...] = ()
+    states: tuple[tuple[Optimizer, dict[str, Any]], ...] = ()  # with the argument of `load_state_dict`
+    notes: tuple[str, ...] = ()  # sentences on differences and omissions
 
     @property
     def loads(self) -> bool:
@@ -70,11 +65,7 @@ class OptimizerPlan:
         return bool(self.states)
 
     def load(self) -> None:
-        """Put the states into the optimizers.
-
-        Raises:
-            CheckpointError: An optimizer's own loading code refuses its state.
-        """
+        """Load the states; raises CheckpointError if an optimizer's own code refuses its state."""
         for optimizer, state in self.states:
             try:
                 optimizer.load_state_dict(state)
@@ -93,10 +84,8 @@ def plan_optimizers(
 ) -> OptimizerPlan:
     """Pair the run's optimizers with the file's states and check each pair; nothing is loaded yet.
 
-    With `own_settings` the optimizers keep their learning rate and the like: a recorded step has had them.
-
-    Raises:
-        CheckpointError: A pair does not fit, or the states cannot be told apart, and `allow_partial` is False.
+    With `own_settings` the optimizers keep their learning rate and other settings, which a recorded step has. Raises
+    CheckpointError if a pair does not fit or the pairing is ambiguous, unless `allow_partial` is set.
     """
     notes: list[str] = []
     planned = []
@@ -130,7 +119,7 @@ def plan_optimizers(
 
 
 def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pair names with keys: by name if the names agree (the last part of a path counts), by order if none agree."""
+    """Pairs names with keys: by name (a path's last part) if all names agree, by order if none agree."""
     if not optimizers or not states:
         return []
     by_last = {key.rpartition(".")[2]: key for key in states}
@@ -150,10 +139,10 @@ def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> li
 
 
 def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Returns a state whose parameters go by name (distributed checkpoints) in the order in which the run holds them.
+    """Puts a state whose parameters have names (distributed checkpoints) into the run's order.
 
-    `load_state_dict` pairs by position, and several ranks do not write in the order of the model. A state with names
-    other than those of the run's groups is returned as it is.
+    `load_state_dict` pairs by position, and ranks may write in another order. A state with names other than those of
+    the run's groups is returned unchanged.
     """
     groups = state.get("param_groups")
     own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -191,7 +180,7 @@ def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int,
         if problem is not None:
             return problem
     ids = [parameter_id for saved in groups for parameter_id in saved["params"]]
-    held = [key for key, entry in entries.items() if isinstance(entry, Mapping)]  # others are the optimizer's own
+    held = [key for key, entry in entries.items() if isinstance(entry, Mapping)]  # others belong to the optimizer
     if held and not set(held) & set(ids):
         return f"its state is of {_listed(held)}, and its groups hold {_listed(ids)}"
     parameters = [parameter for group in own for parameter in group["params"]]
@@ -208,13 +197,13 @@ def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int,
 
 
 def _listed(ids: Iterable[Any]) -> str:
-    """A few keys of parameters: "0, 1, 2 and 9 more"."""
+    """Shows a few keys of parameters: "0, 1, 2 and 9 more"."""
     keys = list(map(str, ids))
     return ", ".join(keys) if len(keys) < 4 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"
 
 
 def _beta_problem(saved: Mapping[str, Any], index: int) -> str | None:
-    """With a beta of 1 Adam's bias correction divides by zero; torch's constructors refuse it, loading does not."""
+    """Checks betas: at 1 Adam's bias correction divides by zero. torch's constructors refuse it, loading does not."""
     betas = saved.get("betas", ())
     if all(0 <= float(beta) < 1 for beta in betas):
         return None
@@ -240,7 +229,7 @@ def _group_problem(saved: Any, group: Mapping[str, Any], index: int) -> str | No
 
 
 def _alike(saved: Any, own: Any) -> bool:
-    """Can a saved setting replace the run's own? A number replaces a number, a pair a pair."""
+    """Can a saved setting replace the run's? A number can replace a number, and a pair a pair."""
     if isinstance(own, list | tuple):
         return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, saved, own))
     return not _is_number(own) or _is_number(saved)
@@ -253,7 +242,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None:
-    """Returns why one parameter's state cannot be used, or None. A momentum that has not begun yet is saved as None."""
+    """Returns why a parameter's state cannot be used, or None. A momentum that has not started is saved as None."""
     if not isinstance(entry, Mapping):
         return f"the state of {name} is of type {type(entry).__name__}"
     for key, value in entry.items():
@@ -269,9 +258,9 @@ def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None
 
 
 def _usable(optimizer: Optimizer, state: dict[str, Any], *, own_settings: bool) -> tuple[dict[str, Any], list[str]]:
-    """Returns the state in a form that this device can use, and how it differs from what the factory set."""
+    """Returns the state in a form for this device, and its differences from the factory's settings."""
     notes = []
-    # load_state_dict keeps tensors that need no cast as they are: without a copy the replay would train the checkpoint
+    # load_state_dict keeps tensors that need no cast: without a copy the replay would train the checkpoint's tensors
     state = copy_batch(state)
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         if own_settings:
@@ -287,7 +276,7 @@ def _usable(optimizer: Optimizer, state: dict[str, Any], *, own_settings: bool) 
 
 
 def _cast_notes(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterable[str]:
-    """Describe the casts of `load_state_dict` to the parameter's dtype: fp32 moments of a half model become half."""
+    """Describes casts of `load_state_dict` to the parameter's dtype: fp32 moments of a half model become half."""
     ids = [parameter_id for saved in state["param_groups"] for parameter_id in saved["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     casts = {

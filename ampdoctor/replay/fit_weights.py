@@ -1,4 +1,4 @@
-"""Fits a checkpoint's weights and buffers to a model: which key goes where, and what does not fit."""
+"""Matches a checkpoint's weights and buffers with a model, and reports what does not fit."""
 
 from __future__ import annotations
 
@@ -18,29 +18,19 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_SHOWN = 3
-"""Maximum number of names in one sentence, beside their number."""
+_SHOWN = 3  # maximum number of names in a sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlan:
-    """Weights that have been checked against a model and are ready to be loaded.
-
-    Attributes:
-        model: The model.
-        state: The argument of `model.load_state_dict`, with the model's own keys.
-        missing: Names of the model that the file lacks, apart from tied ones and torch's own exceptions.
-        unexpected: Keys of the file that the model lacks.
-        mismatched: Names whose shapes differ.
-        notes: Casts and the like, a sentence each.
-    """
+    """Weights that have been checked against a model and can be loaded."""
 
     model: nn.Module
-    state: Mapping[str, Any] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)  # for `model.load_state_dict`, with the model's own keys
+    missing: tuple[str, ...] = ()  # in the model only, without tied names and torch's own exceptions
+    unexpected: tuple[str, ...] = ()  # keys in the file only
+    mismatched: tuple[str, ...] = ()  # names with different shapes
+    notes: tuple[str, ...] = ()  # sentences on casts and the like
 
     @property
     def tensors(self) -> int:
@@ -48,11 +38,7 @@ class WeightPlan:
         return len(self.state)
 
     def load(self) -> None:
-        """Put the weights into the model.
-
-        Raises:
-            CheckpointError: The model's own loading code refuses them.
-        """
+        """Load the weights; raises CheckpointError if the model's own code refuses them."""
         if not self.state:
             return
         try:
@@ -67,12 +53,9 @@ def plan_weights(
 ) -> WeightPlan:
     """Match a file's keys to the model's, and check shapes; nothing is loaded yet.
 
-    Wrappers' prefixes are stripped on both sides, and the model's own load hooks (which rename keys of older versions)
-    are applied. As in torch, an absent `num_batches_tracked` and a tensor of one element in another shape are no
-    errors; a tied tensor is needed only once.
-
-    Raises:
-        CheckpointError: Keys are missing, unexpected or wrongly shaped, and `allow_partial` is False.
+    Wrappers' prefixes are removed on both sides, and the model's own load hooks (which rename keys of older versions)
+    are applied. As in torch, a missing `num_batches_tracked` and a one-element tensor of another shape are no errors; a
+    tied tensor is needed only once. Raises CheckpointError if keys or shapes differ, unless `allow_partial` is set.
     """
     if not weights:
         return WeightPlan(model=model)
@@ -91,7 +74,7 @@ def plan_weights(
         shapes = {clean[key]: (_shape(seen[key]), _shape(own[key])) for key in mismatched}
         cleaned = [clean[key] for key in missing]
         raise CheckpointError(_refusal(cleaned, unexpected, shapes, file_keys=list(weights), own_keys=list(to_own)))
-    # a key that a load hook will rename is not the model's own yet: it is kept
+    # a key that a load hook will rename is not in the model yet: it is kept
     fits = {key: value for key, value in renamed.items() if key not in mismatched and (key in own or key not in seen)}
     return WeightPlan(
         model=model,
@@ -104,7 +87,7 @@ def plan_weights(
 
 
 def _after_load_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys as the modules will see them: pre-hooks of `load_state_dict` rename keys of older versions."""
+    """Returns the state with the keys that the modules get: pre-hooks of `load_state_dict` rename older keys."""
     seen = dict(state)
     for name, module in model.named_modules():
         for hook in module._load_state_dict_pre_hooks.values():  # noqa: SLF001 torch has no public way to ask
@@ -114,7 +97,7 @@ def _after_load_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, A
 
 def _missing(model: nn.Module, own: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
     loaded = {_place(own[key]) for key in seen if key in own}
-    tolerated = ("num_batches_tracked", "_extra_state")  # as torch itself does for files without version information
+    tolerated = ("num_batches_tracked", "_extra_state")  # as torch does for files without version information
     names = dict(model.named_modules(remove_duplicate=False))
     return [
         key
@@ -126,7 +109,7 @@ def _missing(model: nn.Module, own: Mapping[str, Any], seen: Mapping[str, Any]) 
 
 
 def _place(tensor: Any) -> object:
-    """Returns a key for a tensor's memory: names with the same key are tied. A tensor without memory has its own."""
+    """Returns a key for a tensor's memory, equal for tied names; a tensor without memory has its own key."""
     if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.device.type != "meta" and tensor.numel():
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
     return id(tensor)
@@ -150,7 +133,7 @@ def _refusal(
     file_keys: Sequence[str],
     own_keys: Sequence[str],
 ) -> str:
-    """Returns one sentence on everything that does not fit."""
+    """Returns one sentence on all differences."""
     parts = []
     if missing:
         parts.append(f"{len(missing)} of {len(own_keys)} tensors of the model are missing ({_some(missing)})")
@@ -184,7 +167,7 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str], file_keys: Sequence
 
 
 def _cast_notes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
-    """Describe the casts that `load_state_dict` does not mention, above all values that become infinite."""
+    """Describes casts that `load_state_dict` does not report, above all values that become infinite."""
     casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     beyond = []
     for key, value in given.items():

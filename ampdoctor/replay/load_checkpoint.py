@@ -1,6 +1,6 @@
-"""Puts a checkpoint into a run before step 0: weights, optimizer, scaler, schedulers, random numbers; or nothing.
+"""Loads a checkpoint into a run before step 0: weights, optimizer, scaler, schedulers and random numbers.
 
-Everything is checked before anything is loaded, so that a refusal leaves the run as the factory made it.
+All checks come before the first load, so that a refusal leaves the run as the factory made it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
 
 
 class CheckpointState(Protocol):
-    """What a resume needs of a checkpoint; a Protocol so that tests and library users can resume from plain dicts."""
+    """The parts of a checkpoint that a resume needs; a Protocol, so that plain dicts can be used too."""
 
     @property
     def model(self) -> Mapping[str, torch.Tensor] | None:
@@ -46,7 +46,7 @@ class CheckpointState(Protocol):
 
     @property
     def scaler(self) -> Mapping[str, Any] | None:
-        """GradScaler state dict."""
+        """The GradScaler's state dict."""
 
     @property
     def global_step(self) -> int | None:
@@ -57,41 +57,29 @@ class CheckpointState(Protocol):
 class ResumeReport:
     """Which parts of a checkpoint were loaded into the run, and which were not.
 
-    Attributes:
-        loaded: Those of "weights", "optimizer", "scaler" that were loaded; ("hook",) if `run.load` did it all.
-        tensors: Number of the model's tensors that were loaded.
-        missing: Names of the model that the file lacks; empty unless partial loading was allowed.
-        unexpected: Keys of the file that the model lacks; empty unless partial loading was allowed.
-        mismatched: Names whose shapes differ; empty unless partial loading was allowed.
-        lacks: What the run has and the file lacks: "weights", "optimizer", "scaler".
-        notes: Changes of values or settings on the way, a sentence each.
-        global_step: The checkpoint's training step, if it says.
-        file_scaler: The file's scaler; None if there is none (or it was disabled when saved).
-        run_scaler: The scaler with which the replay goes on; None if it has none or a disabled one.
-        scalers: Both, and the run's scaler before anything was loaded; None if one of the three is absent.
-        scaler_continued: False if the file holds a scaler and the run goes on with another scale that nobody has asked
-            for, or is an fp16 run without a scaler. A run in another precision without a scaler loses nothing, nor does
-            a run whose scaler the replay's precision switches off.
+    `missing`, `unexpected` and `mismatched` are empty unless partial loading was allowed. `scaler_continued` is False
+    if the file has a scaler and the run continues with another scale that the user did not ask for, or is an fp16 run
+    without a scaler. It stays True for other precisions without a scaler, and if the replay's precision needs none.
     """
 
-    loaded: tuple[str, ...] = ()
-    tensors: int = 0
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    global_step: int | None = None
-    file_scaler: ScalerState | None = None
-    run_scaler: ScalerState | None = None
-    scalers: ResumedScaler | None = None
+    loaded: tuple[str, ...] = ()  # of "weights", "optimizer", "scaler"; ("hook",) if `run.load` did everything
+    tensors: int = 0  # number of the model's tensors that were loaded
+    missing: tuple[str, ...] = ()  # names in the model only
+    unexpected: tuple[str, ...] = ()  # keys in the file only
+    mismatched: tuple[str, ...] = ()  # names with different shapes
+    lacks: tuple[str, ...] = ()  # in the run but not in the file: "weights", "optimizer", "scaler"
+    notes: tuple[str, ...] = ()  # sentences on changed values or settings
+    global_step: int | None = None  # the checkpoint's training step, if it has one
+    file_scaler: ScalerState | None = None  # None if there is none or it was disabled
+    run_scaler: ScalerState | None = None  # the scaler of the replay; None if there is none or it is disabled
+    scalers: ResumedScaler | None = None  # the two, and the run's own before loading; None unless all three exist
     scaler_continued: bool = True
 
     @property
     def collapsed_from(self) -> float | None:
-        """The scale at which the factory's scaler starts, where the run goes on with one that has collapsed; else None.
+        """The initial scale of the factory's scaler, if the run continues with a collapsed one; else None.
 
-        Below 1 a scale shrinks gradients, which nobody chooses; a factory that does so itself has chosen it.
+        A scale below 1 shrinks gradients: no user wants that. None too if the factory itself starts below 1.
         """
         if self.scalers is None or not self.scalers.now.collapsed:
             return None
@@ -99,9 +87,9 @@ class ResumeReport:
 
     @property
     def lost_scaler(self) -> ScalerState | None:
-        """The file's scaler, where the run starts from another scale and the file's says something; else None.
+        """The file's scaler, if the run uses another scale although the file's had settled or collapsed; else None.
 
-        It had settled (clean steps since its last change) or collapsed. With a dead scale nothing can go on.
+        Settled means that it counted clean steps since its last change. A dead scale is never returned.
         """
         file = self.file_scaler
         if self.scaler_continued or file is None or file.dead:
@@ -118,23 +106,15 @@ def resume(
     allow_partial: bool = False,
     fresh_scaler: bool = False,
 ) -> ResumeReport:
-    """Put `state` into the run's model, `optimizers` and `scaler`, all of it before step 0.
+    """Load `state` into the run's model, `optimizers` and `scaler`.
 
-    A scaler that the user passed as an object or a callable is kept and compared: whether their resumed run continues
-    the file's scale is what is to be diagnosed. A scaler given as arguments gets the file's state.
+    A scaler that the user passed as an object or a callable is kept and compared: whether the user's resumed run
+    continues the file's scale is part of the diagnosis. A scaler given as arguments gets the file's state. The run's
+    `load` hook, if there is one, does all the loading and finds optimizers and scaler in `run`.
 
-    Args:
-        run: The run. Its `load` hook, if it has one, does all of the loading and finds the built optimizers and scaler
-            in `run.optimizer` and `run.scaler`.
-        optimizers: The run's built optimizers by name.
-        scaler: The run's built scaler.
-        state: What the checkpoint holds.
-        allow_partial: Load what fits and report the rest, instead of refusing.
-        fresh_scaler: Leave the scaler as the factory made it, also where the run's own hook loads a state into it.
-
-    Raises:
-        CheckpointError: There are no weights, keys are missing, unexpected or wrongly shaped, or the state of an
-            optimizer or scaler does not fit. Nothing is loaded then.
+    With `allow_partial` parts that fit are loaded and the rest is reported. With `fresh_scaler` the scaler stays as the
+    factory made it, even if the hook loads a state into it. Raises CheckpointError, with nothing loaded, if weights are
+    absent or a part does not fit.
     """
     own_scaler = scaler_state_of(scaler)
     file_scaler, notes = _file_scaler(state, fresh=fresh_scaler)
@@ -189,7 +169,7 @@ def resume(
 
 
 def _file_scaler(state: CheckpointState, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
-    """Returns the file's scaler, and what is to be said of one that cannot be read and is not wanted."""
+    """Returns the file's scaler, and notes if it is unreadable but not needed."""
     try:
         return read_scaler_state(state.scaler), ()
     except CheckpointError as error:
@@ -264,7 +244,7 @@ def _beside(
     run: TrainingRun,
     state: CheckpointState,
 ) -> ResumedScaler | None:
-    """Returns the three scalers; None if one is absent or the file's lacks a setting (Apex's has the scale alone)."""
+    """Returns the three scalers; None if one is absent or the file's lacks settings (Apex's has only the scale)."""
     if own is None or file is None or now is None or not (state.scaler or {}).keys() >= _SETTINGS:
         return None
     asked = frozenset(map(str, run.scaler)) if isinstance(run.scaler, Mapping) else None
@@ -276,20 +256,15 @@ def _same_scale(first: float, second: float) -> bool:
 
 
 def scaler_state_of(scaler: torch.amp.GradScaler | None) -> ScalerState | None:
-    """Returns a live scaler's state; None if there is no scaler, it is disabled, or it is not torch's.
-
-    Raises:
-        CheckpointError: The state holds something other than numbers.
-    """
+    """Returns a live scaler's state; None if there is no scaler, it is disabled, or it is not torch's."""
     torchs = isinstance(scaler, torch.amp.GradScaler)
     return read_scaler_state(scaler.state_dict(), key="run") if scaler is not None and torchs else None
 
 
 def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
-    """Returns a state dict of torch's or Apex's scaler as numbers; None for None and for a disabled scaler's empty one.
+    """Reads a state dict of torch's or Apex's scaler; None for None and for a disabled scaler's empty one.
 
-    Raises:
-        CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read: it is a finding.
+    Raises CheckpointError if keys are absent or are no numbers. A scale of 0 or NaN is accepted: it is a finding.
     """
     if not state:
         return None
@@ -312,9 +287,8 @@ def _is_number(value: object) -> bool:
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Returns the argument of `scaler.load_state_dict`; settings that the file lacks (Apex's has two) stay the run's.
 
-    Raises:
-        CheckpointError: torch's scaler cannot hold the state: it keeps its scale as float32 and its counter as int32.
-            A scale that is infinite or NaN can be held: it is a finding.
+    Raises CheckpointError if torch's scaler cannot hold the values: its scale is float32, its counter int32. An
+    infinite or NaN scale is accepted: it is a finding.
     """
     if math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max:
         raise CheckpointError(f"the checkpoint's loss scale is {state.scale:g}, which no float32 holds")
@@ -331,18 +305,13 @@ def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp
     return {**scaler.state_dict(), **held, "scale": state.scale, "_growth_tracker": state.growth_tracker}
 
 
-# Puts a checkpoint's learning-rate schedule into a run: the steps after it have the training's own rates.
+# -- learning-rate schedules --
 
 
 def load_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> str | None:
-    """Load the saved schedules into the run's schedulers, all or none.
+    """Load the saved schedules, in the order in which they were saved, into the run's schedulers: all or none.
 
-    Args:
-        schedulers: The run's, each with `step()`.
-        saved: State dicts, in the order in which they were saved.
-
-    Returns:
-        Why nothing was loaded, as a predicate of the checkpoint; None where all were, or the run has none.
+    Returns why nothing was loaded, as a predicate of the checkpoint; None if all were, or the run has none.
     """
     able = [one for one in schedulers if callable(getattr(one, "load_state_dict", None))]
     if not able:
@@ -363,7 +332,7 @@ def load_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]
     return None
 
 
-# Brings the process's random generators to where a checkpoint's were.
+# -- random generators --
 
 
 def set_generators(saved: RandomNumbers) -> None:
@@ -379,7 +348,7 @@ def set_generators(saved: RandomNumbers) -> None:
 
 
 def not_restored(saved: RandomNumbers, device: str) -> Iterator[str]:
-    """Yields what of the random numbers (dropout, augmentation) is another than in the training, a clause each."""
+    """Yields clauses on random numbers (dropout, augmentation) that differ from the training's."""
     if saved.torch is None:
         yield "the file holds no random state of torch: random numbers (dropout) are others than the training's"
     if saved.of_devices and device == "cpu":

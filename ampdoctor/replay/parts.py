@@ -1,4 +1,4 @@
-"""Makes, names and checks the parts of a run that may be given in several forms: device, optimizers, scaler."""
+"""Makes, names and checks parts of a run that can be given in several forms: device, optimizers, scaler, schedulers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def optimizers_of(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Returns the run's optimizers by name.
-
-    Raises:
-        FactoryError: One of them is no optimizer.
-    """
+    """Returns the run's optimizers by name; raises FactoryError if one of them is no optimizer."""
     made = run.optimizer
     if made is None:
         return {}
@@ -41,13 +37,13 @@ _WRAPPERS = {
     "LightningOptimizer": "_optimizer",
     "AcceleratedScheduler": "scheduler",
 }
-"""What frameworks put around torch's objects, with the attribute that holds each."""
+"""Frameworks' wrappers of torch objects, with the attribute that holds the object."""
 
 
 def torch_optimizer_of(made: Any) -> Any:
-    """Returns the optimizer, or the scheduler, of torch's that a framework's wrapper holds; another object as it is.
+    """Returns torch's optimizer or scheduler inside a framework's wrapper; another object is returned unchanged.
 
-    A wrapper's own hooks are none that torch calls.
+    torch does not call the hooks of a wrapper.
     """
     while (held := _WRAPPERS.get(type(made).__name__)) is not None and hasattr(made, held):
         made = getattr(made, held)
@@ -55,7 +51,7 @@ def torch_optimizer_of(made: Any) -> Any:
 
 
 def as_given(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> Any:
-    """Returns what a step of the user's own is given as `optimizer`: a framework's wrapper, where the run has one."""
+    """Returns the argument `optimizer` of a user's step: a framework's wrapper, if the run has one."""
     given = run.optimizer if isinstance(run.optimizer, Mapping) else {"optimizer": run.optimizer}
     named = {
         name: given[name] if torch_optimizer_of(given.get(name)) is optimizer else optimizer
@@ -67,8 +63,7 @@ def as_given(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) 
 def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
     """Returns the run's GradScaler; a disabled one if the run has none or the precision needs none.
 
-    Raises:
-        FactoryError: `TrainingRun(scaler=...)` is not a GradScaler, or GradScaler refuses its arguments.
+    Raises FactoryError if `TrainingRun(scaler=...)` is no GradScaler, or has arguments that GradScaler refuses.
     """
     made = run.scaler if run.scaler is not None else getattr(run.optimizer, "scaler", None)  # of Accelerate's wrapper
     if made is not None and not enabled:
@@ -88,11 +83,7 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
 
 
 def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:
-    """Returns the run's schedulers.
-
-    Raises:
-        FactoryError: One of them has no `step`.
-    """
+    """Returns the run's schedulers; raises FactoryError if one of them has no `step`."""
     made = run.scheduler
     if made is None:
         return ()
@@ -110,11 +101,7 @@ def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimiz
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Refuse a model without values: a lazy module before its first forward, or a model on the meta device.
-
-    Raises:
-        FactoryError: The model has such a tensor.
-    """
+    """Raises FactoryError for a model without values: lazy modules before a first forward, or the meta device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")
@@ -122,15 +109,11 @@ def refuse_lazy(model: nn.Module) -> None:
             raise FactoryError(f"{name} is on the meta device, without values: make the model on a real one")
 
 
-# The device of a replay.
+# -- device --
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device that `--device` names.
-
-    Raises:
-        ReplayError: The machine does not have it.
-    """
+    """Returns the device that `--device` names; raises ReplayError if the machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -148,10 +131,9 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-# Replaces, before step 0, settings of a GradScaler that its constructor takes and its first use refuses.
+# -- settings of a GradScaler that its constructor accepts and its first use refuses --
 #
-# A float interval, for example, raises in the first `update()`. A replay that failed there could report nothing else.
-
+# A float interval, for example, raises in the first `update()`; the replay could then report nothing else.
 
 _FACTORS = {"growth_factor": 2.0, "backoff_factor": 0.5}
 _INTERVAL = 2000
@@ -160,12 +142,10 @@ _SCALE = 65536.0
 
 
 def make_usable(scaler: Any) -> tuple[RefusedSetting, ...]:
-    """Replace the settings that torch refuses, in place; the others become plain numbers with their value.
+    """Replace, in place, settings that torch refuses; other settings become plain numbers of the same value.
 
-    A whole number that is written as a float becomes an int; any other refused setting becomes GradScaler's default.
-
-    Args:
-        scaler: The run's scaler; if it is disabled, or not torch's, it is left alone.
+    A whole number given as a float becomes an int; any other refused setting becomes GradScaler's default. A disabled
+    scaler, or one that is not torch's, is not changed.
     """
     if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
         return ()

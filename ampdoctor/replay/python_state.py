@@ -1,8 +1,7 @@
-"""Keeps what a run's functions reach, and puts it back; and spells out what cannot be put back.
+"""Saves and restores the Python state that a run's steps can change, and describes state that cannot be restored.
 
-A closure's list of losses, a count, a scheduler, an averaged copy of the weights: a step moves them, and a run that is
-stepped again has to find them as they were. An iterator that a step draws from is taped. What draws the batches is not
-turned back.
+Examples are a closure's list of losses, a counter, a scheduler, an averaged copy of the weights. Iterators of a step
+are recorded, so that their items come again. The iterator of the batches is not turned back.
 """
 
 from __future__ import annotations
@@ -47,53 +46,39 @@ from ampdoctor.replay.reachable_state import (
     restore_of,
 )
 
-# Iterators that a step draws from itself, and whose items come again after a restore.
+# -- iterators that a step draws from itself --
 #
-# `data = next(self.dl)`: nothing turns a generator back. So what it gives is kept, from the first place on that a
-# snapshot leads to, and handed out again: the item, and the random numbers that drawing it took.
-
+# `data = next(self.dl)`: a generator cannot be turned back. So its items are stored, from the first position that a
+# snapshot holds, and returned again after a restore, with the random numbers that drawing them consumed.
 
 ROOM = 256 * 2**20
-"""Bytes of items that are kept of an iterator; beyond, what was drawn first is let go of, and does not come again."""
+"""Bytes of items that are stored per iterator; beyond that the oldest items are dropped and cannot come again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a replay makes of drawing an item.
+    """Functions of a replay for drawn items."""
 
-    Attributes:
-        random_state: Returns the present state of the random generators; given the last one, of which it may use parts.
-        hands_out: Returns what the step gets for an item of data.
-    """
-
-    random_state: Callable[[Any], Any]
-    hands_out: Callable[[Any], Any]
+    random_state: Callable[[Any], Any]  # returns the generators' state; may share parts of its argument, the last one
+    hands_out: Callable[[Any], Any]  # returns what the step gets for an item of data
 
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """What an iterator gave.
+    """One draw from an iterator."""
 
-    Attributes:
-        item: The item; what a generator returned at its end.
-        ended: It was at its end.
-        is_data: The item is a copy, and is handed out as copies.
-        random: The random state afterwards.
-        own: Put back the random generators that the iterator leads to.
-    """
-
-    item: Any
+    item: Any  # at the end: the generator's return value
     ended: bool
-    is_data: bool
-    random: Any
-    own: Sequence[Restore]
+    is_data: bool  # the item is a copy, and the step gets copies of it
+    random: Any  # the random state afterwards
+    own: Sequence[Restore]  # restore the random generators that the iterator reaches
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Place:
-    """A place between two items: what came next, once it was drawn, and the place behind it.
+    """A position between two items: the next item, once drawn, and the next position.
 
-    Places lead onward alone, so that what lies before the first one that a snapshot holds is gone.
+    Links lead forward only, so that positions before a snapshot's first one are freed.
     """
 
     draw: _Draw | None = None
@@ -101,12 +86,7 @@ class _Place:
 
 
 class Taped:
-    """Stands in for an iterator, and passes for it.
-
-    Args:
-        source: The iterator.
-        drawing: What is made of drawing from it.
-    """
+    """Replaces an iterator of the user's, also in `isinstance`, and can return to an earlier position."""
 
     __slots__ = ("__weakref__", "_drawing", "_held", "_own", "_place", "_random", "_size", "source")
 
@@ -120,7 +100,7 @@ class Taped:
         self._size = 0
 
     def restore(self) -> Restore:
-        """Returns what leads back to the present place."""
+        """Returns a function that goes back to the present position."""
         return partial(setattr, self, "_place", self._place)
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,7 +131,7 @@ class Taped:
         return type(self.source)
 
     def _drawn(self) -> tuple[Any, _Draw]:
-        """Draw what comes next; returns it, and what is kept of it."""
+        """Draw the next item; returns it and its record."""
         ended = False
         with as_written(), without_overrides():
             try:
@@ -167,7 +147,7 @@ class Taped:
         return item, draw
 
     def _hold(self, place: _Place, size: int) -> None:
-        """Count what is held, and let go of the first that was drawn if it is too much."""
+        """Count the bytes held, and drop the oldest items if there are too many."""
         self._held.append((weakref.ref(place), size))
         self._size += size
         while self._held and ((first := self._held[0][0]()) is None or self._size > ROOM):
@@ -177,7 +157,7 @@ class Taped:
 
 
 class _Sized(Taped):
-    """Stands in for an iterator that says how long it is: a DataLoader's."""
+    """Replaces an iterator that has a length, like a DataLoader's."""
 
     __slots__ = ()
 
@@ -186,18 +166,14 @@ class _Sized(Taped):
 
 
 class Tapes:
-    """The iterators that are taped, each once.
-
-    Args:
-        drawing: What is made of drawing from them.
-    """
+    """The recorded iterators, each replaced by one `Taped`."""
 
     def __init__(self, drawing: Drawing) -> None:
         self._drawing = drawing
-        self._known = weakref.WeakValueDictionary[int, Taped]()  # each holds its source, whose id is its own so long
+        self._known = weakref.WeakValueDictionary[int, Taped]()  # each holds its source, so its id stays unique
 
     def taped(self, iterator: Any) -> Any:
-        """Returns what stands in for an iterator that can be taped."""
+        """Returns the replacement of an iterator."""
         known = self._known.get(id(iterator))
         if known is None:
             known = (_Sized if hasattr(type(iterator), "__len__") else Taped)(iterator, self._drawing)
@@ -206,21 +182,13 @@ class Tapes:
 
 
 def can_be_taped(kind: type) -> bool:
-    """Is it an iterator that is good for nothing else? A file, a cursor or an environment is more.
-
-    Args:
-        kind: The type.
-    """
+    """Is the type a pure iterator? A file, a cursor or an environment is more."""
     of_python = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
     return of_python or issubclass(kind, _BaseDataLoaderIter)
 
 
 def is_taped(kind: type) -> bool:
-    """Is it what stands in for an iterator?
-
-    Args:
-        kind: The type.
-    """
+    """Is it the type of a recorded iterator?"""
     return issubclass(kind, Taped)
 
 
@@ -230,7 +198,7 @@ def _copied(item: Any) -> Any:
 
 
 def _is_data(item: Any) -> bool:
-    """Is it nothing but data? A loader, an optimizer or a parameter is what it is, and no copy will do."""
+    """Is it only data? A loader, an optimizer or a parameter cannot be replaced by a copy."""
     if is_a(item, torch.Tensor):
         return not is_a(item, torch.nn.Parameter) and item.grad_fn is None
     if is_a(item, (dict, UserDict)):
@@ -243,34 +211,23 @@ def _is_data(item: Any) -> bool:
 
 
 Beyond = Mapping[Hashable, Hashable]
-"""What tells each place that is not put back from itself after it has moved."""
+"""For each place that is not restored a description, which differs after the place has changed."""
 
-_SAMPLE = 16
-"""Elements by which a tensor that is not kept is known, beside the count of writes that torch keeps of it."""
+_SAMPLE = 16  # elements that describe a tensor that is not restored, beside torch's version counter
 _READ = 1 << 26
-"""Bytes of an array that is not kept and is read whole, because numpy counts no writes; of a larger one a sample."""
+"""Bytes up to which an array that is not restored is read whole, as numpy counts no writes; above, a sample."""
 
 
 @dataclass(slots=True)
 class Reached:
-    """What a run's functions reach beside its parts.
+    """The Python state that a run's functions reach outside the run's parts."""
 
-    Attributes:
-        roots: Where the walk begins, by a call, as a run may replace its functions' parts.
-        stop: Ids of the run's parts, which are kept elsewhere.
-        batches: What draws the batches: what it reaches is not turned back, because the batches drawn are not drawn
-            again.
-        room: Bytes of tensors and arrays that are kept at most.
-        drawing: What is made of drawing from an iterator that is taped.
-        steps_own: Ids of what the steps move, though what draws the batches reaches it as well.
-    """
-
-    roots: Callable[[], Iterable[Any]]
-    stop: Callable[[], Iterable[int]]
-    batches: Any
-    room: int
+    roots: Callable[[], Iterable[Any]]  # start of the walk; a call, as a run may replace its functions
+    stop: Callable[[], Iterable[int]]  # ids of the run's parts, which are saved elsewhere
+    batches: Any  # source of the batches: its state is not restored, because drawn batches are not drawn again
+    room: int  # bytes of tensors and arrays that are saved at most
     drawing: Drawing
-    steps_own: Callable[[], Iterable[int]] = tuple
+    steps_own: Callable[[], Iterable[int]] = tuple  # ids that the steps change and `batches` reaches too
     _tapes: Tapes = field(init=False)
     _drawing: frozenset[Hashable] | None = field(default=None)
 
@@ -278,11 +235,7 @@ class Reached:
         self._tapes = Tapes(self.drawing)
 
     def kept(self, keep: Callable[[torch.Tensor], Restore]) -> Iterator[Restore]:
-        """Keep all that can be put back; yields what puts it back. Iterators that it holds are taped from here on.
-
-        Args:
-            keep: Keeps a tensor's values.
-        """
+        """Save all that can be restored (tensors by `keep`) and record iterators; yields functions that restore."""
         for place, put_back in self._places():
             if is_a(place, Taped):
                 yield place.restore()
@@ -291,19 +244,19 @@ class Reached:
                 yield _quietly(keep(place) if is_a(place, torch.Tensor) else restore_of(place))
 
     def _taped(self, iterator: Any) -> Any:
-        """What the batches are drawn from has its place on their tape."""
+        """Iterators of the batches are not replaced: their positions are on the batches' tape."""
         return iterator if self._drawing and id(iterator) in self._drawing else self._tapes.taped(iterator)
 
     def untape(self) -> None:
-        """Let everything hold its own iterators again."""
+        """Put the original iterators back everywhere."""
         for place, put_back in self._places():
             if put_back:
                 exchange(place, is_taped, operator.attrgetter("source"))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for the tensors that are put back, named as the run's code names them as far as known.
+        """Yields (name, tensor) for tensors that are restored, with the names of the run's code if they are known.
 
-        "EMA.module.out.weight" of a module in a global, "shadow.out.weight" of a dict in an attribute.
+        "EMA.module.out.weight" is in a module in a global, "shadow.out.weight" in a dict in an attribute.
         """
         names: dict[int, str] = {}
         for place, put_back in self._places():
@@ -313,7 +266,7 @@ class Reached:
                 yield names.get(id(place), "a tensor"), place
 
     def beyond(self) -> Beyond:
-        """Returns a description of what is not put back, and of the shapes of what is."""
+        """Describes state that is not restored, and the shapes of tensors and arrays that are."""
         found: dict[Hashable, Hashable] = {}
         for place, put_back in self._places():
             if is_a(place, Taped):
@@ -325,7 +278,7 @@ class Reached:
         return found
 
     def _places(self) -> Iterator[tuple[Any, bool]]:
-        """Yields what can change, and whether it is put back."""
+        """Yields each changeable place, and whether it is restored."""
         if self._drawing is None:
             stop = (*self.stop(), *self.steps_own())
             self._drawing = frozenset(_known(place) for place, _ in reached([self.batches], stop))
@@ -339,17 +292,12 @@ class Reached:
 
 
 def has_moved(before: Beyond, after: Beyond) -> bool:
-    """Has a step moved what is not put back? What only one of the two looks saw was made or dropped by the step.
-
-    Args:
-        before: As it was before the step.
-        after: As it is now.
-    """
+    """Has a step changed state that is not restored? Places in only one description were made or dropped."""
     return any(after.get(place, told) != told for place, told in before.items())
 
 
 def _named_tensors(place: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that names lead to: by themselves, in a module, in a dict."""
+    """Yields tensors by name: those in a namespace, and in its modules, lists and dicts."""
     table = place.table if is_a(place, Names) else dict(place) if is_a(place, dict) else {}
     for key, value in table.items():
         if is_a(value, torch.Tensor):
@@ -364,12 +312,12 @@ def _named_tensors(place: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _known(place: Any) -> Hashable:
-    """By what a place is known again: names of a namespace are found anew by each walk."""
+    """Returns a key for a place; `Names` are made anew by each walk."""
     return (id(place.of), place.names) if is_a(place, Names) else id(place)
 
 
 def _quietly(restore: Restore) -> Restore:
-    """What has changed its shape, or does not let itself be written to, stays as it is: a look after the step tells."""
+    """Ignores errors: a place with another shape, or read-only, stays as it is; a check after the step finds that."""
 
     def quiet() -> None:
         with suppress(Exception):
@@ -379,7 +327,7 @@ def _quietly(restore: Restore) -> Restore:
 
 
 def _told(place: Any) -> Hashable:
-    """Returns what tells a place that is not put back from itself after it has moved."""
+    """Describes a place that is not restored; the description differs after the place has changed."""
     if is_a(place, torch.Tensor):
         return place._version, tuple(place.shape), _sample(place)  # noqa: SLF001 - there is no public name for it
     if is_a(place, np.ndarray):
@@ -400,7 +348,7 @@ def _told(place: Any) -> Hashable:
 
 
 def _left(iterator: Any) -> int:
-    """How many values an iterator has left, where the interpreter knows."""
+    """Returns how many items a builtin iterator has left; -1 if unknown."""
     if type(iterator).__module__ not in ("builtins", "itertools"):
         return -1
     return operator.length_hint(iterator, -1)
@@ -417,12 +365,12 @@ def _state_of(generator: Any) -> int:
 
 
 def _named(values: Iterable[Any]) -> int:
-    """By their values if they are plain, by identity otherwise."""
+    """Hashes plain values by value, other objects by identity."""
     return hash(tuple(value if type(value) in PLAIN else id(value) for value in values))
 
 
 def _sample(tensor: torch.Tensor) -> Hashable:
-    """Returns some elements, spelled out: a write through `.data` is not counted as one."""
+    """Returns some elements as text: torch does not count a write through `.data`."""
     if not can_be_kept(tensor) or not tensor.numel():
         return None
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[(0,) * tensor.dim()].reshape(1)

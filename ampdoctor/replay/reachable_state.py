@@ -1,9 +1,9 @@
-"""Walks what functions reach, and keeps, puts back and exchanges the contents of each place.
+"""Walks the Python state that functions reach, and saves, restores and exchanges the contents of each place in it.
 
-Closures, defaults, globals and helpers are walked, objects and classes of the user's own too. What belongs to Python or
-to an installed package is not entered, but for objects that a package's class made and the user's code holds: a
-scheduler, an averaged model, an environment. No method of an object is called: what a class of the user's own does when
-it is asked for its length is not known.
+The walk enters closures, defaults, globals, helpers, and the user's own objects and classes. It enters no code of
+Python or of installed packages, except objects of a package's class that the user's code holds: a scheduler, an
+averaged model, an environment. It calls no method of an object, because a user's class may do anything in its
+`__len__`.
 """
 
 from __future__ import annotations
@@ -40,35 +40,28 @@ import torch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (OrderedDict, dict, list, deque, set, bytearray, array.array)
-"""What holds items that can be put back, and its subclasses (`defaultdict`, `Counter`)."""
+"""Containers whose items can be restored, with their subclasses (`defaultdict`, `Counter`)."""
 RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CACHED = (type(functools.lru_cache(int)),)
-OBJECTS = 8000
-"""How many objects are looked at: what lies near comes first, and a data set is not walked to its end."""
-LISTED = 4096
-"""Items of a container that are entered; of a longer one only these."""
+OBJECTS = 8000  # the walk's limit: near objects come first, and it does not walk a whole data set
+LISTED = 4096  # items of a container that are entered
 _METHODS = (FunctionType, staticmethod, classmethod)
 _ENTERED = {"SimpleNamespace", "Namespace", "UserDict", "UserList", "Queue", "LifoQueue", "PriorityQueue"}
-"""Classes of the standard library that hold what somebody puts there."""
+"""Classes of the standard library that hold user objects."""
 _OURS = __name__.partition(".")[0]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names that the user's code may bind anew, in a module, a class, or an object with slots.
+    """Names that the user's code may rebind in a module, a class, or an object with slots."""
 
-    Attributes:
-        of: The class, the object, or the dict of a module's globals.
-        names: The names; those that are not bound may be yet.
-    """
-
-    of: Any
-    names: tuple[str, ...]
+    of: Any  # the class, the object, or the dict of a module's globals
+    names: tuple[str, ...]  # also those that are not bound yet
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """The names that are bound, with their values."""
+        """The bound names with their values."""
         if is_a(self.of, dict):
             known: Mapping[str, Any] = self.of
         elif is_a(self.of, type):
@@ -79,23 +72,18 @@ class Names:
 
 
 def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """As `isinstance`, which would ask the object for its `__class__`."""
+    """Like `isinstance`, but does not read the object's `__class__`."""
     return issubclass(type(value), kinds)
 
 
 def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[Any, bool]]:
-    """Yields what can change of all that these values reach, nearest first, each once.
+    """Yields each changeable place that the roots reach, nearest first, once; objects with ids in `stop` are left out.
 
-    Args:
-        roots: Functions, or any values.
-        stop: Ids of what is not entered and not yielded.
-
-    Yields:
-        Cells, `Names`, containers, dicts of attributes, tensors, arrays, generators, iterators; and whether it can be
-        put back: not what only an iterator leads to, whose own place stays where it is.
+    Places are cells, `Names`, containers, dicts of attributes, tensors, arrays, generators and iterators. Each comes
+    with whether it can be restored. Objects reachable only through an iterator cannot: iterators do not rewind.
     """
     seen, ahead, within = set(stop), deque(roots), deque[Any]()
-    met = []  # an object that only this walk holds would leave its id to a later one
+    met = []  # keeps objects alive whose ids could be reused otherwise
     for _ in range(OBJECTS):
         if not ahead and not within:
             return
@@ -107,7 +95,7 @@ def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[An
         met.append(value)
         if _can_change(value):
             yield value, not alone
-        with suppress(Exception):  # an object that does not let itself be looked at is left as it is
+        with suppress(Exception):  # an object that cannot be inspected is left alone
             entered = list(_entered(value))
             (within if alone or _moves_on(value) else ahead).extend(entered)
 
@@ -119,15 +107,14 @@ def _can_change(value: Any) -> bool:
 
 
 def _moves_on(value: Any) -> bool:
-    """An iterator of the interpreter's or of a library, or a function with a cache: its place cannot be put back."""
+    """Is it an iterator of Python or of a library, or a function with a cache? Its position cannot be restored."""
     kind = type(value)
     return kind in CACHED or (hasattr(kind, "__next__") and is_installed(kind.__module__))
 
 
 def _entered(value: Any) -> Iterator[Any]:
-    """Yields what a value leads to."""
     if is_a(value, (torch.amp.GradScaler, ModuleType, np.ndarray, bytearray, array.array)):
-        return  # scalers are kept as such; of a module counts what a function reads
+        return  # scalers are saved elsewhere; of a module only the names that a function reads count
     if is_a(value, torch.Tensor):
         yield vars(value)
     elif is_a(value, (dict, MappingProxyType, list, tuple, set, frozenset, deque)):
@@ -146,12 +133,12 @@ def _entered(value: Any) -> Iterator[Any]:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """Yields a container's first items, a mapping's first values, by its own methods and not those of a subclass."""
+    """Returns a container's first items or a mapping's first values, without the methods of a subclass."""
     for kind in (dict, list, tuple, set, frozenset, deque):
         if is_a(value, kind):
             items = dict.values(value) if kind is dict else kind.__iter__(value)
             return itertools.islice(items, LISTED)
-    return itertools.islice(dict(value).values(), LISTED)  # a mapping that is only looked through
+    return itertools.islice(dict(value).values(), LISTED)  # a mapping proxy
 
 
 def _of_callable(value: Any) -> Iterator[Any]:
@@ -185,7 +172,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The names that a function, and the functions in it, use beside their own variables; and the globals they bind."""
+    """Returns the non-local names that a function and its inner functions use, and the globals that they bind."""
     read = dict.fromkeys(code.co_names)
     bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
     for constant in code.co_consts:
@@ -197,7 +184,7 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _of_class(cls: type) -> Iterator[Any]:
-    """A class of the user's own: its methods, and what it holds for all its objects."""
+    """Yields a user class's methods, and its class attributes as `Names`."""
     for one in cls.__mro__:
         if is_installed(one.__module__):
             continue
@@ -208,7 +195,7 @@ def _of_class(cls: type) -> Iterator[Any]:
 
 
 def is_code(value: Any) -> bool:
-    """Is it a method, a property or the like, which a class does not count with?"""
+    """Is it a method, a property or the like, instead of state of a class?"""
     return callable(value) or hasattr(type(value), "__get__")
 
 
@@ -224,7 +211,7 @@ def _of_object(value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """Yields what holds an object's attributes: its dict, its slots."""
+    """Yields the object's dict, and its slots as `Names`."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -236,7 +223,7 @@ def _attributes(value: Any) -> Iterator[Any]:
 
 
 def _members(kind: type) -> Iterator[tuple[str, MemberDescriptorType]]:
-    """Yields the slots of a class that somebody wrote in Python."""
+    """Yields the slots of classes that are not of Python or an installed package."""
     for cls in kind.__mro__:
         if "__slots__" in vars(cls) and not is_installed(cls.__module__):
             yield from ((name, member) for name, member in vars(cls).items() if type(member) is MemberDescriptorType)
@@ -251,7 +238,7 @@ def _slots(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cell_contents(cell: CellType) -> tuple[Any, ...]:
-    """Returns what a variable of a closure holds; () before it is bound."""
+    """Returns the value of a closure's variable in a tuple; () before it is bound."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -260,13 +247,9 @@ def cell_contents(cell: CellType) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str) -> bool:
-    """Does a module belong to Python, to an installed package or to us, rather than to the code that is trained with?
-
-    Args:
-        module: Its name, with dots.
-    """
+    """Does a module (by its dotted name) belong to Python, to an installed package or to us, not to the user's code?"""
     package = module.partition(".")[0]
-    if package == "__main__":  # the user's script, whatever the process itself began with
+    if package == "__main__":  # the user's script, even where the process started with another one
         return False
     if package in sys.stdlib_module_names or package == _OURS:
         return True
@@ -279,13 +262,7 @@ def roots_of(
     modules: Iterable[torch.nn.Module],
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> Iterator[Any]:
-    """Yields where a walk begins: a run's functions, the code of its model, and what its parts hold unregistered.
-
-    Args:
-        functions: The run's own; None is left out.
-        modules: Those of its model.
-        optimizers: Its optimizers.
-    """
+    """Yields the roots of a walk: a run's functions, its model's code, and unregistered state of its parts."""
     yield from (function for function in functions if function is not None)
     for optimizer in optimizers:
         held = {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
@@ -300,24 +277,21 @@ def roots_of(
 
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-"""Kept by a snapshot itself, as are a module's plain attributes and tensors."""
+"""A snapshot saves these itself, with a module's plain attributes and tensors."""
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
-"""Kept by a snapshot itself; other tables with an underscore are torch's own: hooks."""
+"""A snapshot saves these itself; other underscored tables are torch's hooks."""
 
 
-# A place that a run's functions reach: its contents are kept, put back, and exchanged for others.
-
+# -- the contents of a place --
 
 Restore = Callable[[], None]
 
-LONGEST = 1_000_000
-"""Items of a container that is kept; of a longer one only its length is known."""
-MISSING = object()
-"""Stands for a name that is not bound."""
+LONGEST = 1_000_000  # items of a container that can be saved; of a longer one only the length is known
+MISSING = object()  # stands for a name that is not bound
 
 
 def can_be_kept(place: Any) -> bool:
-    """Can its contents be put back?"""
+    """Can its contents be saved and restored?"""
     if is_a(place, (CellType, Names, *RANDOM)):
         return True
     if is_a(place, torch.Tensor):
@@ -329,17 +303,17 @@ def can_be_kept(place: Any) -> bool:
 
 
 def length_of(container: Any) -> int:
-    """Returns how many items a container holds."""
+    """Returns the number of items, without a subclass's `__len__`."""
     return int(_base(container).__len__(container))
 
 
 def _base(container: Any) -> Any:
-    """Returns the class whose methods are called: not a subclass's, which may do more."""
+    """Returns the builtin class whose methods are called instead of those of a subclass."""
     return next(kind for kind in CONTAINERS if is_a(container, kind))
 
 
 def restore_of(place: Any) -> Restore:
-    """Returns what puts back the place's present contents; what is the same by then is not touched."""
+    """Returns a function that restores the place's present contents; unchanged contents are not written."""
     if is_a(place, CellType):
         return partial(_bind, place, cell_contents(place))
     if is_a(place, Names):
@@ -383,7 +357,7 @@ def _set(of: Any, name: str, value: Any) -> None:
         else:
             of[name] = value
         return
-    kind = type if is_a(of, type) else object  # a frozen dataclass refuses its own
+    kind = type if is_a(of, type) else object  # a frozen dataclass's own methods refuse
     if value is MISSING:
         kind.__delattr__(of, name)
     else:
@@ -391,7 +365,7 @@ def _set(of: Any, name: str, value: Any) -> None:
 
 
 def items_of(place: Any) -> list[Any]:
-    """Returns what a container holds: a mapping's keys and values, in turn."""
+    """Returns a container's items; for a mapping keys and values in turn."""
     base = _base(place)
     if issubclass(base, dict):
         return [part for item in dict.items(place) for part in item]
@@ -415,17 +389,14 @@ def _refill(place: Any, base: Any, items: list[Any]) -> None:
 
 
 def _same(here: Any, there: Any) -> bool:
-    """Are these the very same objects, in this order?"""
+    """Are these the same objects in the same order?"""
     return len(here) == len(there) and all(map(operator.is_, here, there))
 
 
 def exchange(place: Any, wanted: Callable[[type], bool], other: Callable[[Any], Any]) -> None:
-    """Let a place hold other values.
+    """Replace values in a variable, in names or in a container; other places are left alone.
 
-    Args:
-        place: A variable, names, a container; of others nothing is exchanged.
-        wanted: Is a value of this type one to exchange? Most places hold none.
-        other: Returns what is to be held instead of such a value; the value itself, if it is to stay.
+    `wanted` selects types of values. `other` returns the replacement of a value, or the value itself to keep it.
     """
     if not any(map(wanted, map(type, itertools.islice(_values(place), LISTED)))):
         return
@@ -444,7 +415,7 @@ def exchange(place: Any, wanted: Callable[[type], bool], other: Callable[[Any], 
 
 
 def _values(place: Any) -> Iterable[Any]:
-    """Returns the values that can be exchanged: a set's cannot, for their order is their own."""
+    """Returns the values that can be exchanged; a set has none, because it has no positions."""
     if is_a(place, dict):
         return dict.values(place)
     if is_a(place, (list, deque)):

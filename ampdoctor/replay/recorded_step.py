@@ -1,4 +1,4 @@
-"""A recorded step, run again: its program on a model, in place or elsewhere, on one rank, from a checkpoint on."""
+"""Runs a recorded step again: on its own model or a rebuilt one, on one rank, from a checkpoint on."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 def mode_of(instruction: Instruction) -> Mode | None:
-    """Returns how torch computes while an instruction runs; None for one that says nothing of it."""
+    """Returns the autocast and gradient mode of an instruction; None for a kind that has none."""
     return instruction.mode if isinstance(instruction, Call | Op | Backward) else None
 
 
 class RecordedStep:
-    """Runs the instructions of a step and its update; what none of the later ones takes is let go of."""
+    """Runs a step's instructions and its update; tensors are released after their last use."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -65,7 +65,7 @@ class RecordedStep:
                     self._last[reference.index] = place
 
     def run(self, model: nn.Module, given: list[torch.Tensor], scaler: Any) -> torch.Tensor | None:
-        """Run the step; returns the sum of its losses, unscaled, 0-dim; None without any."""
+        """Run the step; returns the unscaled sum of its losses, 0-dim, or None without a loss."""
         program = self._program
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         made: dict[int, torch.Tensor] = {}
@@ -98,11 +98,7 @@ class RecordedStep:
 
 
 class _Run:
-    """One run of the instructions.
-
-    Attributes:
-        loss: The sum of what was differentiated so far; or what the loop looked at when it ended.
-    """
+    """One run of the instructions."""
 
     def __init__(
         self, model: nn.Module, scaler: Any, program: Program, named: Callable[[Reference], torch.Tensor]
@@ -110,11 +106,11 @@ class _Run:
         self._model, self._scaler, self._named = model, scaler, named
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._program = program
-        self.loss: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None  # the sum of the losses so far, or the value with which the loop ended
         self._losses: dict[Made, torch.Tensor] = {}
 
     def in_their_modes(self, instructions: tuple[Instruction, ...]) -> Iterator[tuple[int, Instruction]]:
-        """Yields each instruction under the autocast that it was recorded under, entered once for those in a row."""
+        """Yields each instruction inside its recorded autocast, which is entered once for consecutive instructions."""
         with ExitStack() as stack:
             entered: Mode | None = None
             for place, one in enumerate(instructions):
@@ -127,7 +123,7 @@ class _Run:
                 yield place, one
 
     def one(self, instruction: Instruction) -> Mapping[int, torch.Tensor]:
-        """Run one instruction; returns the tensors that it makes, by their numbers."""
+        """Run one instruction; returns its results by their numbers."""
         with recorded_at(instruction.line):
             match instruction:
                 case Call() | Op():
@@ -173,16 +169,12 @@ class _Run:
         for reference, root in zip(instruction.roots, roots, strict=True):
             if root.numel() == 1:
                 loss = self._losses.get(reference, root.detach()) if isinstance(reference, Made) else root.detach()
-                # halves are summed as their numbers are, not as halves
+                # half-precision losses are summed in fp32
                 wide = torch.promote_types(loss.dtype, torch.float32)
                 self.loss = loss if self.loss is None else self.loss.to(wide) + loss.to(wide)
 
     def _end(self, value: torch.Tensor) -> None:
-        """A number stands for the loss; of more than that the step ends with an error, as it did in the loop.
-
-        Raises:
-            FloatingPointError: They are not all finite.
-        """
+        """Use a scalar as the loss; otherwise raise FloatingPointError if a value is not finite, as the loop did."""
         if value.numel() == 1:
             self.loss = value
         elif not math.isfinite(value.abs().amax().item()):
@@ -195,7 +187,7 @@ class _Run:
 
 @contextmanager
 def _in_mode(mode: Mode, device: str) -> Iterator[None]:
-    """Autocast is that of the device that the model is on now: a step of a GPU's may be run on a CPU."""
+    """Enter the recorded mode for the model's present device: a step from a GPU may run on a CPU."""
     kind, dtype = mode.autocast if mode.autocast is not None else ("cpu", torch.bfloat16)
     kind = "cpu" if device == "cpu" else kind
     with (
@@ -205,18 +197,16 @@ def _in_mode(mode: Mode, device: str) -> Iterator[None]:
         yield
 
 
-# The program of a recorded step, in place or elsewhere, as the step of a `TrainingRun`.
-
+# -- the recorded step as a TrainingRun --
 
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def run_of(program: Program) -> TrainingRun:
-    """Returns a run of one step, which is the program's.
+    """Returns a `TrainingRun` with the program as its only step.
 
-    Its one batch is the tensors that were given to the step, so that a change of precision casts them as any batch;
-    each is called what first takes it. The step clears the gradients, and puts back the buffers that its calls have
-    changed, before it begins.
+    Its only batch holds the step's input tensors, so that a change of precision casts them like any batch; each has the
+    name of the argument that first uses it. The step first clears gradients and restores the buffers.
     """
     optimizer = None if program.optimizer is None else {program.optimizer_name: program.optimizer}
     precision, autocast = format_of(program)
@@ -249,7 +239,7 @@ def _names_of_given(program: Program) -> list[str]:
 
 
 def _argument(model: nn.Module, one: Call | Op, path: str) -> str:
-    """What takes a tensor, in words; of a call the argument as the forward names it."""
+    """Describes the use of a tensor; for a call the forward's argument name."""
     if isinstance(one, Op):
         return f"what {getattr(one.function, '__name__', 'an op')} takes"
     kind, _, rest = path.partition(".")
@@ -265,7 +255,7 @@ def _at(line: Line) -> str:
 
 
 def format_of(program: Program) -> tuple[str, bool]:
-    """Returns the format that a step computes in ("fp16", "bf16", "fp32"), and whether by autocast."""
+    """Returns the step's format ("fp16", "bf16", "fp32"), and whether it comes from autocast."""
     casts = [mode.autocast[1] for one in program.instructions if (mode := mode_of(one)) and mode.autocast is not None]
     halves = [_FORMATS[dtype] for dtype in casts if dtype in _FORMATS]
     if halves:
@@ -277,35 +267,24 @@ def format_of(program: Program) -> tuple[str, bool]:
     return _FORMATS.get(most, "fp32"), False
 
 
-# Leads from a checkpoint up to a recorded step: the updates that were recorded between the two are made again.
-
+# -- from a checkpoint to a recorded step: the recorded updates between them are run again --
 
 AGREE = 1e-3
-"""Relative difference of a loss up to which it is the same: other machines and numbers of threads round otherwise."""
+"""Losses count as equal up to this relative difference: other machines and thread counts round differently."""
 _LEAST = 1e-30
 
 
 class LeadUp:
-    """Tells at which of the recorded steps a checkpoint stands, and makes the updates from there again.
-
-    Args:
-        program: The step that they lead up to.
-        leading: What was recorded before it.
-    """
+    """Finds the recorded step at which a checkpoint was saved, and runs the updates from there again."""
 
     def __init__(self, program: Program, leading: Leading) -> None:
         self._program, self._leading = program, leading
         self._settings = () if program.optimizer is None else tuple(map(_settings, program.optimizer.param_groups))
 
     def __call__(self, loaded: Collection[str], say: Callable[[str], None]) -> Iterator[EarlierStep]:
-        """As `TrainingRun.lead_up`.
+        """See `TrainingRun.lead_up`; `loaded` has the loaded parts as in `ResumeReport`, `say` gets the position.
 
-        Args:
-            loaded: The parts of the checkpoint that are in the run by now, as in `ResumeReport`.
-            say: Told where the checkpoint stands, in a sentence.
-
-        Raises:
-            CheckpointError: It was saved before what was recorded, or after the step.
+        Raises CheckpointError if the checkpoint was saved before the recorded updates or after the step.
         """
         optimizer = self._program.optimizer
         if optimizer is None:
@@ -327,7 +306,7 @@ class LeadUp:
         return 0 if "optimizer" in loaded and not optimizer.state else updates_made(optimizer)
 
     def _from(self, stands: int | None, say: Callable[[str], None]) -> tuple[Program, ...]:
-        """The recorded updates from a checkpoint on, by how many its optimizer had made when it was saved."""
+        """Returns the updates after a checkpoint whose optimizer had made `stands` updates."""
         steps, made, step = self._leading.steps, self._leading.made, self._program.step
         if stands is None or made is None:
             who = "the optimizer" if made is None else "the checkpoint"
@@ -362,11 +341,11 @@ def _counted(updates: int) -> str:
 def _again(
     program: Program, then: float | None, differs: Callable[[float], None], model: nn.Module, scaler: Any
 ) -> None:
-    """Makes an update again, and tells by how much of it its loss differs from what it was then."""
+    """Runs an update again; `differs` gets the relative difference of its loss from the recorded one."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if program.optimizer is not None:
         _put(program.optimizer, program.settings)
-    given = list(move_batch(copy_batch(program.given), device))  # a step may write into what several were given
+    given = list(move_batch(copy_batch(program.given), device))  # a step may write into an input that steps share
     loss = RecordedStep(program).run(model, given, scaler)
     if loss is not None and then is not None:
         differs(abs(float(loss) - then) / max(abs(then), _LEAST))
@@ -381,14 +360,13 @@ def _put(optimizer: torch.optim.Optimizer, settings: Collection[Mapping[str, Any
         group.update(own)
 
 
-# Accelerate puts autocast inside a model's forward: a call that was recorded from outside then computes in another.
-
+# -- Accelerate's autocast: it is inside a model's forward, so a call recorded outside lacks it --
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def with_inner_autocast(program: Program) -> Program:
-    """Returns the program, with the calls of models that Accelerate has prepared under its autocast."""
+    """Puts the calls of models that Accelerate has prepared under its autocast."""
     prepared = prepared_models(program.model)
     if not prepared:
         return program
@@ -405,7 +383,7 @@ def with_inner_autocast(program: Program) -> Program:
 
 
 def prepared_models(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the modules whose forward Accelerate has wrapped: their outputs are converted to fp32."""
+    """Returns the names of modules whose forward Accelerate has wrapped: their outputs are converted to fp32."""
     return tuple(name for name, part in model.named_modules() if "_original_forward" in vars(part))
 
 
@@ -418,7 +396,7 @@ def _cast(model: nn.Module) -> tuple[str, torch.dtype] | None:
 
 
 def converts_outputs(model: nn.Module) -> None:
-    """Let a fresh model give its outputs in fp32, as Accelerate's wrapper does."""
+    """Convert a fresh model's outputs to fp32, as Accelerate's wrapper does."""
     model.register_forward_hook(_converted)
 
 
@@ -426,18 +404,14 @@ def _converted(_module: nn.Module, _args: Any, output: Any) -> Any:
     return map_tensors(lambda one: one.float() if one.dtype in (torch.float16, torch.bfloat16) else one, output)
 
 
-# One rank's model on its own: what its wrappers have to say to the other ranks is left unsaid.
-
+# -- one rank's model without communication --
 
 _DDP, _FSDP = "DistributedDataParallel", ("FullyShardedDataParallel", "FSDPModule")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def lies_in_parts(model: nn.Module) -> str | None:
-    """Returns how the parameters of a model lie in parts on several processes; None where each lies here whole.
-
-    Such a model can run only where all of its processes do.
-    """
+    """Returns the sharding because of which a model runs only on all its processes; None if parameters are whole."""
     for module in model.modules():
         if _is_a(module, *_FSDP):
             return "FSDP"
@@ -453,18 +427,15 @@ def lies_in_parts(model: nn.Module) -> str | None:
 
 @contextmanager
 def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Inside, a step of the model is this rank's alone, and a collective raises before it is launched.
+    """Inside, a step of the model uses this rank alone, and a collective raises before it is launched.
 
-    DDP runs the module that it wraps, and its reducer takes no part: it counts the calls and the gradients of a step,
-    and what a second run of one had counted would be wrong in the next. Its hooks hang on the parameters' autograd
-    state; inside, each parameter has another one, over the same memory. The loop's own gradient hooks are left out in
-    the same way, as they may communicate. `SyncBatchNorm` normalises by this rank's own statistics.
+    DDP runs its module, and its reducer takes no part: the reducer counts calls and gradients of a step, and a second
+    run of a step would spoil its counts. Its hooks belong to the parameters' autograd state, so inside each parameter
+    gets another one, over the same memory. This also leaves out the loop's own gradient hooks, as they may communicate.
+    `SyncBatchNorm` normalises with this rank's own statistics.
 
-    Yields:
-        What is left out, in sentences; nothing where there is no process group.
-
-    Raises:
-        CollectiveError: The processes are joined by Horovod, whose optimizer communicates in the backward.
+    Yields sentences about what is left out (none without a process group); raises CollectiveError for Horovod, whose
+    optimizer communicates in the backward.
     """
     if is_by_horovod():
         raise CollectiveError(
@@ -493,7 +464,7 @@ def on_its_own(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 def _is_a(module: nn.Module, *names: str) -> bool:
-    """By name: the wrappers' own modules are slow to import, and may be unavailable."""
+    """Compares class names, because importing the wrappers' modules is slow or impossible."""
     return any(cls.__name__ in names and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
 
 
@@ -511,7 +482,7 @@ def _instead(module: nn.Module, **methods: Any) -> Iterator[None]:
 
 
 def _moved(ddp: Any) -> Any:
-    """DDP's step before a forward, without what concerns other ranks: inputs go to its device."""
+    """DDP's code before a forward, without communication: inputs go to its device."""
 
     def moved(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not ddp.device_ids:
@@ -535,11 +506,7 @@ def _local_norm(module: SyncBatchNorm) -> Any:
 
 @contextmanager
 def _without_hooks(parameter: torch.Tensor) -> Iterator[bool]:
-    """Inside, the parameter has a gradient and hooks of its own, and shares its values and their version.
-
-    Yields:
-        Whether the loop has hung hooks on it.
-    """
+    """Gives the parameter its own gradient and no hooks; values and version are shared. Yields whether it had hooks."""
     if type(parameter) not in (nn.Parameter, torch.Tensor) or not parameter.requires_grad:
         yield False
         return

@@ -1,4 +1,4 @@
-"""A session is a training run that can be stepped, rewound and stepped again under a change."""
+"""`Session`: a training run that can be stepped, rewound, and stepped again with a change."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ if TYPE_CHECKING:
     from ampdoctor.precision.casting import MasterWeights
     from ampdoctor.replay.training_run import TrainingRun
 
-_ROOM = 1 << 26
-"""Bytes of tensors beside the run's parts that a snapshot keeps at least; more, where the model is larger."""
+_ROOM = 1 << 26  # bytes of tensors outside the run's parts that a snapshot holds; more if the model is larger
 Change = Callable[["Session"], AbstractContextManager[None]]
-"""A change to try on a replay: a context in which the session's steps run differently; it is undone on exit."""
+"""A change to try on a replay: a context in which the session's steps run differently; its exit undoes the change."""
 
 
 def _size(model: nn.Module) -> int:
@@ -66,15 +65,9 @@ def _plain_user_code(what: str) -> AbstractContextManager[None]:
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
-    Args:
-        run: What the factory made.
-        device: The device to replay on.
-        precision: The precision to replay in; None for the run's own.
-        user_code: Surrounds each call of the user's code; its argument says in words what runs.
-        spill: A folder for what snapshots keep; None: they keep it in memory.
-
-    Raises:
-        FactoryError: A part of the run is of the wrong kind.
+    `precision` is the precision to replay in (None: the run's own). `user_code` surrounds each call of the user's code;
+    its argument describes the call. `spill` is a folder for the values of snapshots (None: they stay in memory).
+    Raises FactoryError if a part of the run is of the wrong kind.
     """
 
     def __init__(
@@ -129,7 +122,7 @@ class Session:
         self._drawn: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
-        """Put the model on the device in its dtype and make the other parts; the stack undoes the changes."""
+        """Move the model to device and dtype and make the other parts; the exit stack undoes the changes."""
         run, device = self.run, self.device
         casts = precision is not None and precision != run.precision and not run.autocast
         if casts or device.type != "cpu":
@@ -146,12 +139,12 @@ class Session:
             self.masters = self._stack.enter_context(master_weights(self.optimizers.values()))
 
     def state_loaded(self) -> None:
-        """Update the fp32 masters after someone has loaded a state into the model."""
+        """Update the fp32 masters after a state was loaded into the model."""
         if self.masters is not None:
             self.masters.reload()
 
     def close(self) -> None:
-        """Give the optimizers their own parameters back and the model its dtype, and release the loader's workers."""
+        """Restore the optimizers' own parameters and the model's dtype, and stop the loader's workers."""
         self._stack.close()
         self.tape.close()
         self.reached.untape()
@@ -159,13 +152,10 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Returns a snapshot of everything that a step can change.
+        """Returns a snapshot of everything that a step can change; raises ReplayError if the spill folder has no room.
 
-        What is still as in the session's first snapshot is shared with that one: frozen weights are kept once. Our own
-        step begins by clearing the gradients, so that those that an earlier step left are not kept.
-
-        Raises:
-            ReplayError: The state is to be spilled, and the folder has no room.
+        Values that equal those of the session's first snapshot are shared with it: frozen weights are stored once.
+        Gradients of an earlier step are left out if the run uses our own step, which clears them first.
         """
         parts = self.model, self.optimizers, self.scaler, self.schedulers
         taken = Snapshot(
@@ -186,12 +176,12 @@ class Session:
         return roots_of(functions, self.model.modules(), self.optimizers.values())
 
     def _parts(self) -> Iterator[int]:
-        """Yields the ids of what a snapshot keeps as a part of the run."""
+        """Yields the ids of objects that a snapshot saves as parts of the run."""
         parts = self.run, self.scaler, *self.optimizers.values(), *self.schedulers
         yield from map(id, (*parts, *self.model.modules(), *(tensor for _, tensor in tensors_of(self.model))))
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
-        """Returns the state of every generator, the loader's own included; states equal to `like`'s are shared."""
+        """Returns the states of all generators, with the loader's own; states equal to those in `like` are shared."""
         return RandomState.capture(self._generators(), like)
 
     def _generators(self) -> tuple[torch.Generator, ...]:
@@ -199,13 +189,13 @@ class Session:
         return (generator,) if isinstance(generator, torch.Generator) else ()
 
     def clean_name(self, name: str) -> str:
-        """As in `Watched`."""
+        """See `Watched`."""
         return clean_tensor_name(name, self.module_names)
 
     def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for what the run's own code keeps beside the model and its optimizers.
+        """Yields (name, tensor) for floating-point tensors of the user's code outside model and optimizers.
 
-        Copies of weights tend to be named like these; a name that is taken says whose it is, or which.
+        Names that are already in use get a suffix: copies of weights often have the weights' names.
         """
         taken = Counter(name for name, _ in tensors_of(self.model))
         for name, tensor in self.reached.tensors():
@@ -214,9 +204,9 @@ class Session:
                 yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As in `Watched`: parameters, and tensors of the shape of one of the model's, or of all its weights in a line.
+        """See `Watched`: parameters, and tensors shaped like a model's tensor or like all its weights in a vector.
 
-        What else the run's code keeps are readings: a norm that is infinite where the scaler skips harms nothing.
+        Other tensors of the user's code are readings: an infinite norm in a step that the scaler skips does no harm.
         """
         shapes = {tensor.shape for _, tensor in tensors_of(self.model) if tensor.numel() > 1}
         shapes.add(torch.Size((sum(parameter.numel() for parameter in self.model.parameters()),)))
@@ -225,22 +215,22 @@ class Session:
                 yield name, tensor
 
     def parameter_names(self) -> dict[int, str]:
-        """As in `Watched`."""
+        """See `Watched`."""
         return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
 
     @property
     def scaler_state(self) -> dict[str, Any] | None:
-        """The `state_dict` of the run's own scaler, else of the first that its steps made or held; None without one."""
+        """The `state_dict` of the run's own scaler, else of the first one that its steps used; None without one."""
         return self.scaler.state_dict() if self.events.enabled else self._others.state
 
     @property
     def makes_scalers(self) -> bool:
-        """Have its steps used scalers that they make or hold themselves, beside the run's own?"""
+        """Do the steps use scalers that they make or hold themselves?"""
         return len(self._others.first) > 0
 
     @property
     def batches_per_step(self) -> int:
-        """The number of batches that one optimizer step takes."""
+        """The number of batches in one optimizer step."""
         return 1 if self.run.step is not None else self.run.accumulation_steps
 
     def adopt_state(self, other: Session) -> None:
@@ -256,7 +246,7 @@ class Session:
             self.scaler.load_state_dict(other.scaler.state_dict())
 
     def count_with(self, other: Session) -> None:
-        """Count another session's replays as this one's: the other session stood in for this one."""
+        """Add the replays of a session that replaced this one."""
         self.replays += other.replays
         self.replays_of.update(other.replays_of)
 
@@ -264,7 +254,7 @@ class Session:
 
     @contextmanager
     def watched(self, *probes: Probe) -> Iterator[None]:
-        """Attach probes for as long as the context lives."""
+        """Attach probes while the context is open."""
         with ExitStack() as stack:
             stack.enter_context(self.events.watching())
             for probe in probes:
@@ -279,18 +269,18 @@ class Session:
         return bool(self._probes)
 
     def has_step(self, step: int) -> bool:
-        """Does optimizer step `step` have its batches? Batches that are not on the tape yet are drawn."""
+        """Are there batches for optimizer step `step`? Missing batches are drawn from the loader."""
         needed = (step + 1) * self.batches_per_step
         with self._user_code("drawing a batch"):
             return self.tape.draw(needed) >= needed
 
     def keep_steps(self, needed: Callable[[int], bool]) -> None:
-        """Release the batches of the steps that are not `needed`, if the batches take too much memory."""
+        """If the batches take too much memory, release those of steps that are not `needed`."""
         per = self.batches_per_step
         self.tape.keep(lambda batch: needed(batch // per))
 
     def batches_of(self, step: int) -> list[Any]:
-        """Returns copies of a step's (micro-)batches, on the device, in the dtype of the session's precision."""
+        """Returns copies of a step's (micro-)batches, on the device and in the session's dtype."""
         per = self.batches_per_step
         batches = [move_batch(self.tape[i], self.device, self.run.move) for i in range(step * per, (step + 1) * per)]
         return list(map(self._cast_batch, batches))
@@ -299,26 +289,21 @@ class Session:
         return batch if self._cast_to is None else cast_floats(batch, self._cast_to)
 
     def _handed_out(self, item: Any) -> Any:
-        """Returns an item that the step draws itself, as it gets it: it is one of the step's batches."""
+        """Cast an item that the step draws itself, and record it as one of the step's batches."""
         item = self._cast_batch(item)
         self._drawn.append(item)
         return item
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (path, tensor) for the batches that the running step was given, and for what it has drawn itself."""
+        """Yields (path, tensor) for the batches of the running step, with those that it has drawn itself."""
         for batch in (*self._batches, *self._drawn):
             yield from iter_tensors(batch)
 
     def step(self, index: int) -> StepOutcome:
-        """Replay one optimizer step with the attached probes.
+        """Replay one optimizer step with the attached probes; `index` selects its batches and goes to user callbacks.
 
-        Args:
-            index: Number of the step: it selects the batches and is passed to the user's callbacks.
-
-        Raises:
-            UserCodeError: The user's code raised; the probes have still finished the step.
-            FactoryError: The loss is not a scalar tensor, or the user's step asks for an argument that does not exist.
-            ReplayError: Memory ran out.
+        Raises UserCodeError after the probes have finished the step if the user's code raised, FactoryError if the loss
+        is no scalar tensor or the user's step has an unknown argument, ReplayError if memory ran out.
         """
         outcome = self.attempt(index)
         if self.raised is not None:
@@ -326,9 +311,9 @@ class Session:
         return outcome
 
     def attempt(self, index: int) -> StepOutcome:
-        """Replay a step as `step` does, but return an outcome if the user's code raises; `raised` holds the exception.
+        """Like `step`, but if the user's code raises, return an outcome and store the exception in `raised`.
 
-        A loop that checks its loss may end itself at a NaN, which is a failure like any other.
+        A loop that checks its loss may raise at a NaN: that is a failure like any other.
         """
         self.replays += 1
         self.replays_of[index] += 1
@@ -338,12 +323,12 @@ class Session:
         if self.told is not None:
             self.told()
         scale_before = self.events.scale()
-        with self.events.watching():  # a scheduler steps only after a step of its optimizer was seen
+        with self.events.watching():  # a scheduler steps only if an optimizer step was recorded
             loss = self._watched_step(index)
         events = tuple(self.events.events)
         asked = {event.optimizer for event in events if event.kind == "step"}
         stepped = [event.optimizer for event in events if event.kind == "optimizer_step"]
-        if scale_before is not None and not self.makes_scalers:  # a step that begins a round has made its scaler anew
+        if scale_before is not None and not self.makes_scalers:  # a step that starts a round may have reset its scaler
             asked_at = (event.scale for event in events if event.kind in ("unscale", "step", "update"))
             scale_before = next((scale for scale in asked_at if scale is not None), scale_before)
         alone = self.run.step is None and not self.optimizers and any(event.kind == "scale" for event in events)
@@ -359,17 +344,16 @@ class Session:
         )
 
     def _watched_step(self, index: int) -> Any:
-        """Run the step between the probes; returns its result, or the error with which the user's code ended it."""
+        """Run the step between the probes; returns its result, or the error that the user's code raised."""
         loss: Any = None
         running = False
         try:
-            # what a step says is read once
-            quiet = self.precision is not self._own_precision or index in self._heard
+            quiet = self.precision is not self._own_precision or index in self._heard  # a step's output is shown once
             if not quiet:
                 self._heard.add(index)
             with self._surroundings(f"step {index}", quiet=quiet):
                 self._drawn.clear()
-                self._batches = self.batches_of(index)  # outside the probes: the copying is not the user's step
+                self._batches = self.batches_of(index)  # before the probes: the copying is not part of the user's step
                 with ExitStack() as stack:
                     for probe in self._probes:
                         stack.enter_context(probe.during(index))
@@ -381,7 +365,7 @@ class Session:
             if not running:
                 raise
             if error.__cause__ is not None:
-                traceback.clear_frames(error.__cause__.__traceback__)  # they hold the step's activations
+                traceback.clear_frames(error.__cause__.__traceback__)  # its frames hold the step's activations
             self.raised = loss = error
         for probe in self._probes:
             probe.finish(index, loss)
@@ -389,12 +373,7 @@ class Session:
 
     @contextmanager
     def _surroundings(self, what: str, *, quiet: bool) -> Iterator[None]:
-        """Surround a step's user code: compiled parts run eagerly, and the precision is the session's.
-
-        Args:
-            what: The step in words.
-            quiet: What it prints is for nobody.
-        """
+        """Surround a step's user code: compiled parts run eagerly, precision is the session's; `quiet` drops output."""
         with ExitStack() as stack:
             where = f", replayed in {self.precision.compute}," if self._overridden else ""
             stack.enter_context(self._user_code(f"{what}{where}"))
@@ -404,7 +383,7 @@ class Session:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(no_fast_path())
-            # TorchScript fuses a graph and its derivative after some runs: bits change, one node stands for many ops
+            # TorchScript fuses a graph and its derivative after some runs: bits change, one node replaces many ops
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._wide_casts:
                 stack.enter_context(WideNumbers())
@@ -414,12 +393,9 @@ class Session:
             yield
 
     def lead_up(self, steps: Iterable[EarlierStep]) -> None:
-        """Make earlier steps again, which lead to the state that the first one begins from; nobody watches them.
+        """Run earlier steps again, in the training's own precision and without probes, to reach the first step's state.
 
-        They are the training's, in whatever precision the session goes on.
-
-        Args:
-            steps: As a run's `lead_up` yields them.
+        `steps` are those of the run's `lead_up`.
         """
         own: Any = self.run.precision
         kept = self.precision, self._overridden
@@ -457,7 +433,7 @@ class Session:
             for scheduler in self.schedulers:
                 if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                     scheduler.step()
-                elif (metric := loss_number(loss)) is not None:  # a step that returns no loss gives it nothing to judge
+                elif (metric := loss_number(loss)) is not None:  # a step without a loss has no metric for it
                     scheduler.step(metric)
         return loss
 
@@ -465,10 +441,10 @@ class Session:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Run the session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling.
+        """Run the session in fp32: model, optimizer state and batches are cast up, without autocast and loss scaling.
 
-        The user's own casts to half stay wide as well: what they lose is a sickness like any other. Gradients that are
-        being accumulated are unscaled first.
+        The user's own casts to half also stay wide, because what they lose counts as a failure too. Accumulated
+        gradients are unscaled first.
         """
         scale = self.events.scale()
         plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
@@ -485,7 +461,7 @@ class Session:
 
     @contextmanager
     def computing_in(self, compute: str) -> Iterator[None]:
-        """Compute in another format ("bf16", "fp32"): by autocast if the run uses it, else by a cast of the model."""
+        """Compute in another format ("bf16", "fp32"): by autocast if the run uses it, else by casting the model."""
         other = replace(self.precision, compute=compute, master_weights=False)  # type: ignore[arg-type]
         with ExitStack() as stack:
             if not self.precision.autocast:
@@ -496,7 +472,7 @@ class Session:
 
     @contextmanager
     def keeping_masters(self) -> Iterator[None]:
-        """Let the optimizers step fp32 copies of the half parameters that they hold; what is frozen stays as it is."""
+        """Let the optimizers step fp32 copies of their half-precision parameters; frozen parameters are not copied."""
         if self.masters is not None:
             yield
             return
@@ -511,18 +487,18 @@ class Session:
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
-        """Cast model, optimizer state and batches to `dtype`; the caller's snapshot brings the values back."""
+        """Cast model, optimizer state and batches to `dtype`; the caller's snapshot restores the values."""
         with ExitStack() as stack:
             own = [t for _, t in self.own_state() if t.dtype in REDUCED] if dtype is torch.float32 else []
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
-            stack.callback(Swap(own, dtype).restore)  # an average that the run's own code keeps is a copy of weights
+            stack.callback(Swap(own, dtype).restore)  # an average of weights in the run's own code is a copy of weights
             kept, self._cast_to = self._cast_to, dtype
             stack.callback(setattr, self, "_cast_to", kept)
             yield
 
     @contextmanager
     def _with_precision(self, precision: Precision) -> Iterator[None]:
-        """Switch to another precision; outside fp16 the loss is not scaled."""
+        """Switch to another precision; the loss is scaled in fp16 only."""
         kept = self.precision, self._overridden
         self.precision, self._overridden = precision, True
         try:
@@ -538,7 +514,7 @@ class Session:
     def scaling_with(self, scaler: Any) -> Iterator[None]:
         """Give the run's own scaler, and those in the user's code, the settings and state of another GradScaler.
 
-        It is done in place, because a step may take its scaler from a closure rather than from an argument.
+        The scalers are changed in place, because a step may take its scaler from a closure instead of an argument.
         """
         settings = {key: value for key, value in vars(scaler).items() if not callable(value)}
         kept: dict[int, tuple[Any, dict[str, Any]]] = {}
@@ -550,7 +526,7 @@ class Session:
 
         with ExitStack() as stack:
             stack.callback(lambda: [vars(other).update(before) for other, before in kept.values()])
-            if not self._adopting:  # one that is made inside adopts from the outermost first, and so has the innermost
+            if not self._adopting:  # a scaler made inside adopts the outermost settings first: the innermost win
                 stack.enter_context(self._told_of_scaling())
             self._adopting.append(adopt)
             stack.callback(self._adopting.pop)
@@ -574,12 +550,12 @@ class Session:
 
 
 def _counted_by_steps() -> Iterator[int]:
-    """Yields the ids of Accelerate's states of the process: its loaders hold them, and its steps count in them."""
+    """Yields the ids of Accelerate's process states: its loaders hold them, and its steps count in them."""
     yield from map(id, shared_states())
 
 
 def _is_state(tensor: torch.Tensor) -> bool:
-    """Numbers with memory of their own."""
+    """Is it a floating-point leaf with memory of its own?"""
     return tensor.is_floating_point() and tensor.is_leaf and tensor._base is None  # noqa: SLF001
 
 

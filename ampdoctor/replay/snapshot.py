@@ -1,7 +1,7 @@
-"""Snapshots take the whole state of a training run and put it back exactly.
+"""Snapshots save the whole state of a training run and restore it bit by bit.
 
-A snapshot is the fast way back to a step. It cannot hold everything (an iterator, a file position), so a fresh factory
-call replayed from step 0 stays the reference; fingerprints of the passes tell which one is right.
+A snapshot is the fast way back to a step. It cannot hold everything (iterators, file positions), so a fresh factory
+call replayed from step 0 stays the reference; fingerprints of the two passes show whether the snapshot was exact.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-# A GradScaler's state at one moment, and copies that keep tensors plain.
+# -- copies, and a GradScaler's state --
 
 
 def clone(value: Any) -> Any:
-    """Returns a deep copy; tensors become plain ones without autograd history, the rest is as in `copy.deepcopy`."""
+    """Returns a deep copy; tensors become plain ones without autograd history."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -53,8 +53,7 @@ class ScalerSnapshot:
     """A GradScaler's state at one moment; it does not keep the scaler alive."""
 
     values: dict[str, Any]
-    states: Any
-    """The scaler's own table of optimizers. It makes missing entries itself, so its type must stay."""
+    states: Any  # the scaler's own defaultdict of optimizers, whose type must stay
     stages: dict[int, Any] | None
 
     @classmethod
@@ -65,7 +64,7 @@ class ScalerSnapshot:
         return cls(clone(kept), states, None if states is None else clone(dict(states)))
 
     def restore(self, scaler: Any) -> None:
-        """Put the state back into the same scaler."""
+        """Restore the state of the same scaler."""
         for key, value in self.values.items():
             setattr(scaler, key, clone(value))
         if self.states is not None:
@@ -75,23 +74,15 @@ class ScalerSnapshot:
 
 
 class OtherScalers(Listener):
-    """The scalers that a run's steps make or hold themselves.
-
-    Args:
-        own: The run's own scaler, which is none of them.
-
-    Attributes:
-        first: Each as it was when a step first called it.
-        state: The `state_dict` that the first of them had then, if it was enabled: it may be gone by now.
-    """
+    """Records the scalers that a run's steps make or hold themselves; `own` is the run's scaler, which is left out."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
-        self.state: dict[str, Any] | None = None
-        self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
+        self.state: dict[str, Any] | None = None  # the first enabled scaler's `state_dict` at its first call
+        self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()  # states before the first call
 
     def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """As in `Listener`."""
+        """See `Listener`."""
         if scaler is not self._own and scaler not in self.first:
             self.first[scaler] = ScalerSnapshot.of(scaler)
             if self.state is None and scaler.is_enabled():
@@ -99,14 +90,14 @@ class OtherScalers(Listener):
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
-"""Types of attributes that a plain assignment puts back."""
+"""Types of attributes that can be restored by a plain assignment."""
 
 
 _AUTOCASTS = ("cpu", "cuda")
 
 
 class ProcessState:
-    """Takes, and puts back, what user code may set for the whole process.
+    """Saves and restores process settings that user code may change.
 
     Default dtype and device, deterministic algorithms, gradient mode, autocast, the working directory, the import path.
     """
@@ -125,7 +116,7 @@ class ProcessState:
         self._path = list(sys.path)
 
     def restore(self) -> None:
-        """Restore the process's settings."""
+        """Restore the settings."""
         torch.set_default_dtype(self._dtype)
         if default_device() != self._device:
             if self._device.type == "cpu":
@@ -143,7 +134,7 @@ class ProcessState:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor with expanded dimensions (one element shown many times) cut to 1, so that it is writable."""
+    """Returns the tensor with expanded dimensions (stride 0) cut to 1, so that it is writable."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
     once = [1 if stride == 0 and n else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -160,14 +151,14 @@ def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and all buffers, persistent or not, each tensor once, with their names."""
+    """Yields each parameter and buffer (persistent or not) once, with its name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor's storage and its contents, so that views and aliases of the storage survive a restore."""
+    """A tensor's storage and contents, so that views and aliases of the storage stay valid after a restore."""
 
     tensor: torch.Tensor
     data: torch.Tensor
@@ -193,7 +184,7 @@ class _Tensor:
         self._restore_the_rest()
 
     def restore_what_changed(self) -> None:
-        """Write only what is another than it was: memory that is not the run's own may refuse to be written to."""
+        """Write values only if they differ: memory outside the run may be read-only."""
         if not self.values.are_in(_memory(self.data)):
             self.values.put_into(_memory(self.data))
         self._restore_the_rest()
@@ -224,10 +215,9 @@ def _put_back(tensor: torch.Tensor, values: Values) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _StateTensor:
-    """A plain tensor of an optimizer's state.
+    """A plain tensor of an optimizer's state, held by a weak reference, as an optimizer may make a new one each step.
 
-    A restore writes into its memory where it is still there, which is cheaper than another; it is not kept for that: an
-    optimizer may make a new one each step.
+    A restore writes into its memory if it still exists, which is cheaper than new memory.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -258,10 +248,7 @@ class _StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """What a module has registered, its mode, and its own plain attributes (a step counter, an unregistered tensor).
-
-    A step may replace a buffer by another tensor, so the registered object is kept, not only its values.
-    """
+    """A module's registered tensors (the objects, as a step may replace a buffer), mode and plain attributes."""
 
     module: nn.Module
     parameters: dict[str, Any]
@@ -285,11 +272,7 @@ class _Module:
 
 
 def weights_of(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that restores the model's tensors, their dtype and device, but leaves random states alone.
-
-    Args:
-        model: The model, before it is moved or cast.
-    """
+    """Returns a function that restores the tensors of `model` with dtype and device, but not the random states."""
     kept = Snapshot(model, {}, None)
 
     def restore() -> None:
@@ -303,19 +286,8 @@ def weights_of(model: nn.Module) -> Callable[[], None]:
 class Snapshot:
     """The state of model, optimizers, scaler, schedulers and random generators at one moment.
 
-    Args:
-        model: Its parameters, all buffers, `.grad` and train/eval flags are kept.
-        optimizers: State and hyper-parameters of each are kept, and parameters that are not the model's (fp32 masters,
-            EMA copies held by an optimizer).
-        scaler: A GradScaler or None.
-        schedulers: Objects with `state_dict` and `load_state_dict`.
-        generators: Generators of the user's own (a DataLoader's).
-        others: GradScalers that a step holds itself, in the state when first seen; filled while steps run. A scaler
-            that is seen only later goes back to that state.
-        gradients: False where a step begins by clearing them: a restore clears them.
-        reached: What the run's functions reach beside these.
-        keeper: Where the values are kept; None: in memory.
-        like: An earlier snapshot. What has not changed since is shared with it.
+    It has parameters, all buffers, `.grad` and train/eval flags of the model, and the optimizers' state, settings and
+    parameters outside the model (fp32 masters, EMA copies).
     """
 
     def __init__(
@@ -324,13 +296,13 @@ class Snapshot:
         optimizers: Mapping[str, Optimizer],
         scaler: Any,
         schedulers: tuple[Any, ...] = (),
-        generators: tuple[torch.Generator, ...] = (),
+        generators: tuple[torch.Generator, ...] = (),  # the user's own (a DataLoader's)
         *,
-        others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),
-        gradients: bool = True,
-        reached: Reached | None = None,
-        keeper: Keeper | None = None,
-        like: Snapshot | None = None,
+        others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),  # `OtherScalers.first`, also for those seen later
+        gradients: bool = True,  # False if a step clears gradients first: a restore then clears them
+        reached: Reached | None = None,  # the Python state that the run's functions reach outside these parts
+        keeper: Keeper | None = None,  # stores the values; None: in memory
+        like: Snapshot | None = None,  # an earlier snapshot; unchanged values are shared with it
     ) -> None:
         self._restores: list[Callable[[], None]] = []
         self._values: dict[int, Values] = {}  # by the tensor's id
@@ -363,10 +335,9 @@ class Snapshot:
         self._known = {}
 
     def restore(self) -> None:
-        """Put everything back: same objects, same storages, same bits. May be called any number of times.
+        """Restore everything: same objects, same storages, same bits. It can be called repeatedly.
 
-        Raises:
-            UserCodeError: A part of the user's own could not be put back; everything else was.
+        Raises UserCodeError if an object of the user's could not be restored; all others were.
         """
         failed: BaseException | None = None
         with torch.no_grad(), user_code(what="putting the run's state back"):
@@ -376,7 +347,7 @@ class Snapshot:
             for restore in (*self._restores, *others):
                 try:
                     restore()
-                except BaseException as error:  # noqa: BLE001 - the rest goes back all the same, then it is raised
+                except BaseException as error:  # noqa: BLE001 - the rest is restored first, then it is raised
                     failed = failed or error
             if failed is not None:
                 raise failed
@@ -388,26 +359,26 @@ class Snapshot:
         self._restores.append(_Tensor.capture(tensor, self._kept(tensor), gradient=self._gradients).restore)
 
     def _alone(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Keep a tensor that is no part of the run; returns what writes its values back."""
+        """Save a tensor outside the run's parts; returns a function that writes its values back."""
         values = self._kept(tensor)
         if not tensor.is_leaf:
             return partial(_put_back, tensor, values)
         return _Tensor.capture(tensor, values, gradient=True).restore_what_changed
 
     def _kept(self, tensor: torch.Tensor) -> Values:
-        """The tensor's values, which are shared with the earlier snapshot if they are still the same."""
+        """Returns the tensor's values, shared with the earlier snapshot if they are unchanged."""
         values = self._keeper.keep(_memory(tensor.data), self._known.get(id(tensor)))
         self._values[id(tensor)] = values
         return values
 
     def _keep_modules(self, model: nn.Module, seen: set[int]) -> None:
         for module in model.modules():
-            if isinstance(module, torch.jit.ScriptModule):  # its tables are C++'s own; it cannot register another
+            if isinstance(module, torch.jit.ScriptModule):  # its tables are in C++, and it cannot register new tensors
                 self._restores.append(lambda m=module, t=module.training: m.train(t))  # type: ignore[misc]
                 continue
             self._restores.append(_Module.capture(module).restore)
             for value in vars(module).values():
-                # a queue, a running mean or the like that was never registered
+                # an unregistered tensor: a queue or a running mean
                 if type(value) is torch.Tensor and value.is_leaf:
                     self._keep(value, seen)
 
@@ -429,7 +400,7 @@ class Snapshot:
         self._restores.append(restore)
 
     def _of_state(self, value: Any) -> Any:
-        """Returns a copy of an optimizer's state whose plain tensors lead back to their own memory."""
+        """Returns a copy of an optimizer's state, with `_StateTensor` for plain tensors."""
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
             return _StateTensor.capture(value, self._kept(value))
         if type(value) is dict:
@@ -440,7 +411,7 @@ class Snapshot:
 
 
 def _restored(value: Any) -> Any:
-    """Returns an optimizer's state from what `_of_state` made of it."""
+    """Returns the optimizer's state from a copy by `_of_state`."""
     if isinstance(value, _StateTensor):
         return value.restored()
     if type(value) is dict:

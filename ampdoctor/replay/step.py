@@ -1,4 +1,4 @@
-"""The training step of a replay whose run has no step of its own."""
+"""The training step of a replay if the run has no step of its own."""
 
 from __future__ import annotations
 
@@ -26,19 +26,13 @@ def default_step(
     scaler: Any,
     autocast: Callable[[], Any],
 ) -> torch.Tensor | None:
-    """Take one optimizer step as PyTorch's AMP recipe writes it.
+    """Take one optimizer step as in PyTorch's AMP recipe.
 
-    Its order: zero_grad, forward under autocast, scale, backward (once per micro-batch), unscale, clip, step, update.
+    The order: zero_grad, forward under autocast, scale, backward (once per micro-batch), unscale, clip, step, update.
+    `micro_batches` are on the device; without optimizers only forward and backward run; `scaler` may be disabled.
 
-    Args:
-        run: The user's run; `loss`, `max_grad_norm`, `accumulation_steps` and `divide_loss` are read from it.
-        micro_batches: `accumulation_steps` batches, on the device.
-        optimizers: All optimizers; with {}, only forward and backward are replayed.
-        scaler: A GradScaler, possibly disabled.
-        autocast: Returns the autocast context.
-
-    Returns:
-        The mean of the micro-batches' losses (their sum without `divide_loss`), detached, 0-dim; None without batches.
+    Returns the mean of the micro-batches' losses (their sum without `divide_loss`), detached, 0-dim; None without
+    batches.
     """
     run.model.zero_grad(set_to_none=True)
     for optimizer in optimizers.values():
@@ -65,16 +59,9 @@ def default_step(
 
 
 def meet_scaler(model: nn.Module, scaler: Any) -> bool:
-    """Update the scaler of a run without an optimizer: tell it whether the gradients overflowed.
+    """Update the scaler of a run without an optimizer, after the backward; returns whether it would skip the step.
 
-    The scaler looks at a stand-in, because the gradients must stay as the backward left them, in any dtype.
-
-    Args:
-        model: The model, after its backward.
-        scaler: The scaler that has scaled the loss.
-
-    Returns:
-        Whether the scaler would have skipped the step.
+    The scaler checks a substitute tensor, because the gradients must keep their values and may have any dtype.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients:
@@ -103,15 +90,7 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
 
 
 def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:
-    """Call the user's step with the arguments that it names.
-
-    Args:
-        step: The user's function.
-        available: Values for every name of `STEP_ARGUMENTS`.
-
-    Raises:
-        FactoryError: The step asks for an argument that does not exist.
-    """
+    """Call the user's step with the arguments that it names; raises FactoryError for an argument not in `available`."""
     parameters = inspect.signature(step).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return step(**available)
@@ -143,18 +122,14 @@ def _check_loss(loss: Any) -> None:
 
 
 def loss_number(loss: Any) -> float | None:
-    """Returns the loss as a number; None if the step returned none."""
+    """Returns the loss as a number; None if the step returned none or a tensor of several elements."""
     if isinstance(loss, torch.Tensor):
         return float(loss) if loss.numel() == 1 else None
     return None if loss is None else float(loss)
 
 
 def readable_loss(loss: Any) -> Any:
-    """Returns the result of the user's step as a detached tensor, a number or None.
-
-    Raises:
-        FactoryError: The result cannot be read as a loss.
-    """
+    """Returns the result of the user's step as a detached tensor, a number or None; raises FactoryError otherwise."""
     if isinstance(loss, torch.Tensor):
         return loss.detach()
     if loss is None or isinstance(loss, int | float):

@@ -1,4 +1,4 @@
-"""What a replay's target may be: a factory, a script that trains, or a bundle."""
+"""The targets of a replay: a factory, a script that trains, or a bundle."""
 
 from __future__ import annotations
 
@@ -20,22 +20,11 @@ from ampdoctor.replay.user_code import forget_working_folder, user_code
 from ampdoctor.replay.user_files import building
 from ampdoctor.replay.user_modules import sure_factories_in
 
-# A bundle as what a replay is made of.
-
 
 class BundleTarget:
-    """Makes fresh runs of a bundle's step; as `scripts.target.Target`.
+    """Makes fresh runs of a bundle's step; see `Target`.
 
-    Args:
-        name: What the user wrote.
-        model: What `--model` says.
-        app_dir: First folder of the import path.
-        environment: Makes the context manager around the user's code.
-
-    Raises:
-        CheckpointError: It is no bundle, or its manifest is malformed.
-        FactoryError: `--model` names nothing.
-        UserCodeError: Its code raised.
+    Raises CheckpointError if it is no bundle, FactoryError or UserCodeError if the code of `--model` cannot be loaded.
     """
 
     instead: ClassVar[str] = "replay in a copy of the folder, if that file is to stay as it is"
@@ -58,19 +47,13 @@ class BundleTarget:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """As in `Target`."""
+        """See `Target`."""
         argv0 = None if self._code is None else self._code.argv0
         with self._environment(), user_code(argv0, what=what, path=self.path):
             yield
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """As in `Target`; a bundle takes no arguments, and has its batches and its loss.
-
-        Raises:
-            FactoryError: It is given some; or the model cannot be made.
-            CheckpointError: A file is malformed.
-            ReplayError: The step cannot be run again.
-        """
+        """See `Target`, and `Bundle.run` for errors; a bundle takes no arguments (FactoryError)."""
         given = {"--arg": arguments, "--batches": batches, "--loss": loss}
         extra = [option for option, value in given.items() if value]
         if extra:
@@ -84,22 +67,22 @@ class BundleTarget:
 
 
 class Target(Protocol):
-    """Makes fresh runs; a Protocol, because a factory is called, a script run to its loop, and a bundle read."""
+    """Makes fresh runs; a Protocol, because a factory is called, a script is run to its loop, and a bundle is read."""
 
     @property
     def name(self) -> str:
-        """What the user wrote."""
+        """The target as the user wrote it."""
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Folders that are first on `sys.path` while their code runs."""
+        """Folders that are first on `sys.path` while user code runs."""
 
     @property
     def instead(self) -> str:
-        """What to do about a file that its steps write, for the end of a sentence."""
+        """Advice appended to the "your code writes this file" note."""
 
     def user_code(self, what: str) -> AbstractContextManager[None]:
-        """Surrounds the user's code, the run's callbacks included; `what` is the subject of an error's sentence."""
+        """Surrounds user code and the run's callbacks; `what` is the subject of an error's sentence."""
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
         """Returns a fresh run."""
@@ -114,21 +97,13 @@ def load_target(
     notes: list[str] | None = None,
     model: str | None = None,
 ) -> Target:
-    """Returns what makes the runs; a factory is imported, a script not run yet.
+    """Returns the maker of the runs; a factory is imported, a script is not run yet.
 
-    Args:
-        target: A factory, as for `load_factory`; a script, by its path or as a module; or a bundle, by its folder or
-            its manifest.
-        app_dir: As for `load_factory`.
-        environment: Makes the context manager around the user's code.
-        script_arguments: What follows the file in `sys.argv` while its code runs.
-        notes: Gets what there is to say of a script's replay, in sentences.
-        model: The code that makes a bundle's model.
+    `target` is a factory, as for `load_factory`, a script's path or module, or a bundle's folder or manifest; `notes`
+    gets sentences about a script's replay; `model` names the code that makes a bundle's model.
 
-    Raises:
-        UsageError: `model` is given for what is no bundle.
-        FactoryError: There is no such factory, or a script has one, which is then to be named.
-        UserCodeError: The import raised.
+    Raises UsageError if `model` is given without a bundle, FactoryError if there is no such factory or a script has one
+    that must be named, UserCodeError if the import raised.
     """
     if isinstance(target, str) and bundle_at(target) is not None:
         around = environment or contextlib.nullcontext
@@ -155,7 +130,7 @@ def load_target(
 
 
 def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] | None:
-    """Returns the script that a target names, and the package of one that is named as a module; None for others."""
+    """Returns the script that a target names, and its package if it is named as a module; None for other targets."""
     path = Path(target.strip()).expanduser()
     if path.suffix == ".py":
         return (path.resolve(), None) if path.is_file() else None
@@ -167,11 +142,7 @@ def _script_named(target: str, app_dir: str | None) -> tuple[Path, str | None] |
 
 
 def _folder(app_dir: str | None) -> Path:
-    """Returns the folder in which modules are looked for first.
-
-    Raises:
-        FactoryError: There is no such folder.
-    """
+    """Returns the folder in which modules are looked up first; raises FactoryError if it does not exist."""
     folder = Path.cwd() if app_dir is None else Path(app_dir).resolve()
     if not folder.is_dir():
         raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")

@@ -1,4 +1,4 @@
-"""What tensors hold at one moment: in memory, or in a file, and once for all the moments at which it is the same."""
+"""Stores tensors' values in memory or in a file; equal values at several moments are stored once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import torch
 
 from ampdoctor.errors import ReplayError
 
-SMALL = 2**16
-"""Bytes of a tensor that stays in memory: a seek costs more than it frees."""
-_BLOCK = 2**22
-"""Bytes of a file that are compared at once; they stay in a processor's cache."""
+SMALL = 2**16  # bytes up to which a tensor stays in memory: a seek costs more than it frees
+_BLOCK = 2**22  # bytes of a file that are compared at once; they fit in a processor's cache
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mounts")
 
@@ -29,7 +27,7 @@ class Values(Protocol):
         """Write them into a tensor of the same dtype and shape."""
 
     def are_in(self, memory: torch.Tensor) -> bool:
-        """Does a tensor hold just these bits? False where that is not easily seen."""
+        """True if the tensor is bit-identical. May return False when comparing would be expensive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,11 @@ class Held:
     values: torch.Tensor
 
     def put_into(self, memory: torch.Tensor) -> None:
-        """As in `Values`."""
+        """See `Values`."""
         memory.copy_(self.values)
 
     def are_in(self, memory: torch.Tensor) -> bool:
-        """As in `Values`."""
+        """See `Values`."""
         if (memory.dtype, memory.shape) != (self.values.dtype, self.values.shape):
             return False
         if memory.stride() != self.values.stride():
@@ -53,7 +51,7 @@ class Held:
 
 
 class _File:
-    """A nameless file, which is gone with the last values in it."""
+    """A temporary file without a name; it is deleted with the last values in it."""
 
     def __init__(self, folder: Path) -> None:
         with _said(folder):
@@ -63,7 +61,7 @@ class _File:
         self._end = 0
 
     def append(self, values: torch.Tensor) -> int:
-        """Write a dense CPU tensor; returns where it begins."""
+        """Write a dense CPU tensor; returns its start."""
         at, left = self._end, _buffer(values)
         with _said(self._folder):
             self._file.seek(at)
@@ -73,7 +71,7 @@ class _File:
         return at
 
     def read(self, at: int, into: torch.Tensor) -> None:
-        """Fill a dense CPU tensor from what begins there."""
+        """Fill a dense CPU tensor from position `at`."""
         left = _buffer(into)
         with _said(self._folder):
             self._file.seek(at)
@@ -86,14 +84,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class Spilled:
-    """Values in a file.
-
-    Attributes:
-        file: The file.
-        at: Their first byte.
-        dtype: Of the tensor.
-        shape: Of the tensor.
-    """
+    """Values in a file, from byte `at`."""
 
     file: _File
     at: int
@@ -101,7 +92,7 @@ class Spilled:
     shape: torch.Size
 
     def put_into(self, memory: torch.Tensor) -> None:
-        """As in `Values`."""
+        """See `Values`."""
         if memory.device.type == "cpu" and memory.is_contiguous():
             self.file.read(self.at, memory)
         else:
@@ -110,7 +101,7 @@ class Spilled:
             memory.copy_(values)
 
     def are_in(self, memory: torch.Tensor) -> bool:
-        """As in `Values`."""
+        """See `Values`."""
         if memory.dtype != self.dtype or memory.shape != self.shape or not memory.is_contiguous():
             return False
         theirs = _bytes(memory)
@@ -126,21 +117,13 @@ class Spilled:
 
 @dataclass(slots=True)
 class Keeper:
-    """Keeps what tensors hold, each with its own kind of place.
-
-    Args:
-        folder: Where large tensors are written; None: everything stays in memory.
-    """
+    """Stores tensors' values; large ones in files of `folder`, if there is one."""
 
     folder: Path | None = None
     _file: _File | None = field(default=None, init=False)
 
     def keep(self, memory: torch.Tensor, known: Values | None = None) -> Values:
-        """Returns what a tensor holds: `known` itself where that is just the same.
-
-        Raises:
-            ReplayError: The folder has no room.
-        """
+        """Stores a tensor's values, or returns `known` if they are equal; raises ReplayError if the folder is full."""
         if not _is_plain(memory):
             return Held(memory.clone())
         if known is not None and known.are_in(memory):
@@ -153,14 +136,14 @@ class Keeper:
 
 
 def _is_plain(memory: torch.Tensor) -> bool:
-    """Are its elements the bytes of its memory? Not those of a quantised tensor, a lazy negative or a subclass."""
+    """Are its elements the bytes in its memory? Not for quantized tensors, lazy negatives or subclasses."""
     if type(memory) not in {torch.Tensor, torch.nn.Parameter} or memory.layout is not torch.strided:
         return False
     return not (memory.is_quantized or memory.is_conj() or memory.is_neg())
 
 
 def lies_in_memory(folder: Path) -> bool:
-    """Is a folder's file system one that is kept in memory, where writing saves none? False if unknown."""
+    """Is the folder on a file system in memory, where files save no memory? False if unknown."""
     place = str(folder.resolve())
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
@@ -171,7 +154,7 @@ def lies_in_memory(folder: Path) -> bool:
 
 
 def _words(values: torch.Tensor) -> torch.Tensor | None:
-    """Returns the bits of a strided tensor as integers, which are equal only if the bits are; None if it has gaps."""
+    """Returns a strided tensor's bits as integers; None if it has gaps."""
     if not values.is_contiguous():
         strides = values.stride()
         # dense in another order of its dimensions: channels_last
@@ -180,24 +163,23 @@ def _words(values: torch.Tensor) -> torch.Tensor | None:
 
 
 def _buffer(values: torch.Tensor) -> memoryview:
-    """Returns a dense CPU tensor's memory."""
     return memoryview(_bytes(values).numpy().data)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Of a contiguous tensor; one of a single element may have any stride."""
+    """Returns the bytes of a contiguous tensor; with a single element its stride may be anything."""
     flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
     return flat.view(torch.uint8)
 
 
 def _of_words(values: torch.Tensor) -> torch.Tensor:
-    """Bytes as the widest integers that they fill: fewer to compare."""
+    """Views bytes as int64 if possible: fewer elements to compare."""
     return values.view(torch.int64) if len(values) % 8 == 0 and values.storage_offset() % 8 == 0 else values
 
 
 @contextmanager
 def _said(folder: Path) -> Iterator[None]:
-    """What the system says about the folder becomes one sentence."""
+    """Turns the system's error about the folder into one sentence."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`TrainingRun`: the ten lines in which a user says what their training loop is made of."""
+"""`TrainingRun`: the user's description of the parts of a training loop."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.program import EarlierStep
 
 
-# Functions of batches that are told where to begin. No torch here: a training script may ask before it imports any.
-
+# -- functions of batches with a start; no torch here, because a training script may call this before its import --
 
 START = "start"
-"""The parameter by which a function of batches asks for the place."""
+"""The parameter by which a function of batches gets its start."""
 
 
 def takes_start(batches: Any) -> bool:
-    """Is it a function that is called with the number of optimizer steps behind the run?"""
+    """Is it a function that gets the number of optimizer steps before the run?"""
     if not callable(batches) or hasattr(batches, "__iter__"):
         return False
     try:
@@ -37,7 +36,7 @@ def takes_start(batches: Any) -> bool:
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
-"""Names of the arguments that a user's own step may ask for."""
+"""Names of the arguments that a user's own step may have."""
 _PRECISION_ALIASES = {
     **dict.fromkeys(("float32", "float", "32"), "fp32"),
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -51,38 +50,38 @@ class TrainingRun:
 
     Args:
         model: The model, in the mode (train or eval) in which the loop runs it.
-        batches: Re-iterable, or a callable that returns an iterator. A one-shot generator is refused: a replay draws
-            the same batches again. A callable with a parameter `start` is called with the number of optimizer steps
-            that the checkpoint holds, 0 without one, and begins with the batch of the step after them.
-        loss: `loss(model, batch) -> Tensor`: forward and loss as in the user's loop; called under autocast. May be
-            omitted where `step` is given.
-        optimizer: An optimizer, a mapping of names to optimizers, or a callable `model -> either`. Without one, the
-            forward and backward are replayed and nothing is updated.
+        batches: Re-iterable, or a callable that returns an iterator. A one-shot generator is refused, because a replay
+            draws the same batches again. A callable with a parameter `start` gets the number of optimizer steps before
+            the checkpoint (0 without one), and starts with the batch of the next step.
+        loss: `loss(model, batch) -> Tensor`: forward and loss as in the user's loop; called under autocast. Not needed
+            with `step`.
+        optimizer: An optimizer, a mapping of names to optimizers, or a callable `model -> either`. Without one, forward
+            and backward are replayed and nothing is updated.
         scheduler: Object with `step()`, or a callable `optimizer -> scheduler`; stepped after each optimizer step.
-        after_step: `after_step(run, step)`, called after each step (an EMA and the like).
+        after_step: `after_step(run, step)`, called after each step (for an EMA, for example).
         precision: "fp32", "tf32", "bf16" or "fp16".
         autocast: True: `torch.autocast` with that dtype; False: the model's own dtypes (pure half).
         master_weights: True: half model, fp32 masters in the optimizer.
-        scaler: GradScaler arguments, a GradScaler, a callable returning one, or None (a disabled one).
+        scaler: GradScaler arguments, a GradScaler, a callable that returns one, or None (a disabled one).
         max_grad_norm: Clip gradients to this total norm, after unscaling.
         accumulation_steps: Micro-batches in one optimizer step.
         divide_loss: Divide each micro-batch's loss by `accumulation_steps`.
-        step: The user's own step. Its arguments are matched by name from `model`, `batch`, `optimizer`, `scaler`,
-            `autocast`, `run`, `step`; it returns the loss. `autocast` is a zero-argument callable that gives the
-            context manager.
+        step: The user's own step, which returns the loss. It is called with those of these arguments that its signature
+            names: `model`, `batch`, `optimizer`, `scaler`, `autocast`, `run`, `step`. `autocast()` returns the context
+            manager.
         move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
         load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
-        notes: What a report says about how the run was made, a sentence each.
-        finite_again: Of a recorded step that was not finite in its loop and was when it was run again there: that, in a
-            sentence. None for any other run.
-        counters: `counters(numbers) -> those that were put`, where a checkpoint's numbers have to reach the loop's own
-            variables of the same names.
-        first_step: The step of the training that the run's step 0 is; None: as many as the checkpoint says, or 0.
-        lead_up: Of a recorded step whose weights a checkpoint brings: `lead_up(loaded, say)` yields what was recorded
-            between the two, a name and a function of model and scaler each.
+        notes: Sentences for the report on how the run was made.
+        finite_again: For a recorded step that was non-finite in its loop and finite in a second run there: a sentence
+            that says so.
+        counters: `counters(numbers) -> those that were set`, if a checkpoint's numbers belong into the loop's variables
+            of the same names.
+        first_step: The training's number of the run's step 0; None: the checkpoint's number, or 0.
+        lead_up: For a recorded step with weights from a checkpoint: `lead_up(loaded, say)` yields the recorded updates
+            between the two, each as a name and a function of model and scaler.
 
     Raises:
-        FactoryError: A part is missing or has the wrong type; the sentence says which.
+        FactoryError: A part is missing or has the wrong type; the message says which.
     """
 
     model: nn.Module
@@ -109,16 +108,16 @@ class TrainingRun:
 
     @classmethod
     def from_trainer(cls, trainer: Any, **arguments: Any) -> TrainingRun:
-        """Returns the run of a Hugging Face Trainer: its own step, batches, precision and scaler.
+        """Returns the run of a Hugging Face Trainer, with its own step, batches, precision and scaler.
 
-        Its `train()` sets it up for real and is stopped at the first update, so that it is not called again.
+        It calls `train()` for the setup and stops it at the first update, so do not call it yourself.
 
         Args:
-            trainer: A `transformers.Trainer`, or a subclass (TRL's), with any model (PEFT's).
-            arguments: Those of its `train()`, as `resume_from_checkpoint="out/checkpoint-400"`.
+            trainer: A `transformers.Trainer` or a subclass (TRL's), with any model (PEFT's).
+            arguments: Arguments of `train()`, for example `resume_from_checkpoint="out/checkpoint-400"`.
 
         Raises:
-            FactoryError: It trains with DeepSpeed's engine, FSDP, FP8 or several devices, which is not replayed.
+            FactoryError: The training uses DeepSpeed, FSDP, FP8 or several devices, which is not replayed.
         """
         from ampdoctor.replay.frameworks.trainer import trainer_parts
 
@@ -126,24 +125,23 @@ class TrainingRun:
 
     @classmethod
     def from_lightning(cls, module: Any, trainer: Any = None, data: Any = None, **arguments: Any) -> TrainingRun:
-        """Returns the run of Lightning's Trainer: its own step, batches, precision and scaler.
+        """Returns the run of Lightning's Trainer, with its own step, batches, precision and scaler.
 
-        Its `fit()` sets module and Trainer up for real and is stopped before the first batch, so that it is not called
-        again.
+        It calls `fit()` for the setup and stops it before the first batch, so do not call it yourself.
 
         Args:
             module: A `LightningModule`.
-            trainer: A `Trainer`; None: one that trains in fp16, with nothing else set.
-            data: A `LightningDataModule`, or what gives the training batches; None: the module's own loader.
-            arguments: Others of `Trainer.fit`, as `ckpt_path="last.ckpt"`.
+            trainer: A `Trainer`; None: a Trainer for fp16 with default settings.
+            data: A `LightningDataModule` or the training batches; None: the module's own loader.
+            arguments: Other arguments of `Trainer.fit`, for example `ckpt_path="last.ckpt"`.
 
         Raises:
-            FactoryError: It trains on several devices, by FSDP or DeepSpeed, or in a format that is not replayed.
+            FactoryError: The training uses several devices, FSDP, DeepSpeed, or a format that is not replayed.
         """
         from ampdoctor.replay.frameworks.lightning import lightning_parts
 
         if data is not None:
-            arguments["train_dataloaders"] = data  # fit() takes a DataModule in its place too
+            arguments["train_dataloaders"] = data  # fit() accepts a DataModule here too
         return cls(**lightning_parts(module, trainer, arguments))
 
     @classmethod
@@ -158,21 +156,22 @@ class TrainingRun:
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         max_grad_norm: float | None = None,
     ) -> TrainingRun:
-        """Returns the run of the loop in Accelerate's documentation, on what `Accelerator.prepare` gave.
+        """Returns the run of the loop in Accelerate's documentation, with the results of `Accelerator.prepare`.
 
-        `accumulate`, forward and loss, `backward`, clip where gradients are synchronised, then optimizer and scheduler.
+        The loop: `accumulate`, forward and loss, `backward`, clip when gradients are synchronised, optimizer,
+        scheduler.
 
         Args:
-            accelerator: The `Accelerator`: precision, scaler and accumulation are its own.
+            accelerator: The `Accelerator`, with its precision, scaler and accumulation.
             model: The prepared model.
             optimizer: The prepared optimizer.
-            dataloader: The prepared loader of the training.
+            dataloader: The prepared training loader.
             scheduler: The prepared scheduler.
-            loss: As in `TrainingRun`; None: the loss that the model returns, as transformers' do.
-            max_grad_norm: What the loop passes to `accelerator.clip_grad_norm_`.
+            loss: As in `TrainingRun`; None: the loss that the model returns, as models of transformers do.
+            max_grad_norm: The argument of `accelerator.clip_grad_norm_` in the loop.
 
         Raises:
-            FactoryError: It trains with DeepSpeed, FSDP, FP8 or several processes, which is not replayed.
+            FactoryError: The training uses DeepSpeed, FSDP, FP8 or several processes, which is not replayed.
         """
         from ampdoctor.replay.frameworks.accelerate import accelerate_parts
 
@@ -203,7 +202,7 @@ class TrainingRun:
             _check_step(self.step)
         for name in ("autocast", "master_weights", "divide_loss"):
             value = getattr(self, name)
-            if not isinstance(value, bool):  # a context manager or "false" would count as True
+            if not isinstance(value, bool):  # a context manager or "false" would be true
                 raise FactoryError(f"TrainingRun({name}=...) is True or False, not {_shown(value)}")
         self._check_numbers()
 
@@ -219,7 +218,7 @@ class TrainingRun:
                 "pass a list, a DataLoader, or the function that makes the generator"
             )
         if not callable(self.batches) and not isinstance(self.batches, Iterable):
-            # DataLoader-likes that only define __getitem__ iterate as well
+            # objects that only define __getitem__ can be iterated too
             if hasattr(self.batches, "__getitem__"):
                 return
             raise FactoryError(
@@ -286,11 +285,11 @@ _NOT_CALLED = {
     "scaler": ("unscale_",),
     "scheduler": ("step",),
 }
-"""A part that has this attribute is used as it is, even if it can be called as well."""
+"""A part with this attribute is used directly, even if it is callable."""
 
 
 def _check_takes(name: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
-    """Refuse a callback that cannot take its arguments, while the user can still tell which one it is."""
+    """Refuse a callback that cannot take its arguments, before a later error hides which one it is."""
     signature = _signature(function)
     if signature is None:
         return
@@ -321,7 +320,7 @@ _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin or a C callable: the call itself will say
+    except (TypeError, ValueError):  # a builtin or a C callable: the call itself raises
         return None
 
 
@@ -330,5 +329,5 @@ def _shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Returns the type of a value as a user knows it: "list", "torch.Tensor"."""
+    """Returns a value's type in the user's words: "list", "torch.Tensor"."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

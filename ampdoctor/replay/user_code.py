@@ -1,4 +1,4 @@
-"""Runs the user's own code: handles its prints, `sys.argv`, folders and exceptions."""
+"""Runs user code with its own `sys.argv`, folders and output, and turns its exceptions into errors with advice."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-# What torch's refusals of half tensors mean, and what to write instead.
+# -- reasons and remedies for torch's refusals of half-precision tensors --
 #
-# Each row was met in training code, and a test reproduces its messages. What torch says differs from op to op; there
-# are few reasons behind it.
+# Each row comes from training code, and a test reproduces it. torch's words differ by op; the reasons are few.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refusal:
-    """What torch says, and why."""
+    """A pattern for torch's message, and the reason with its remedy."""
 
     said: str
     why: str
@@ -68,17 +67,13 @@ _TABLE = (
 )
 _LARGEST = {False: "65504, float16's largest number", True: "3.39e38, bfloat16's largest number"}
 _OURS, _TORCH = f"{FOLDER}{os.sep}", str(Path("site-packages", "torch")) + os.sep
-_LONGEST = 40
-"""Maximum number of characters of a call's name; of a longer one, its last part."""
+_LONGEST = 40  # maximum length of a call's name; a longer one is cut to its last part
 
 
 def explained(error: BaseException) -> str | None:
-    """Returns line, call, reason and remedy of a refusal that comes of mixed precision; None for any other error.
+    """Returns line, call, reason and remedy of an error that comes from mixed precision; None for other errors.
 
-    Of an import, what needs a GPU and what stands in its place.
-
-    Args:
-        error: What the user's code raised.
+    For an ImportError it explains packages that need a GPU, and relative imports.
     """
     if isinstance(error, ImportError):
         if "attempted relative import" in str(error):
@@ -97,7 +92,7 @@ def explained(error: BaseException) -> str | None:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours, and what is called there."""
+    """Returns the innermost line outside torch and ampdoctor, and its call."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -110,7 +105,7 @@ def _place(error: BaseException) -> str:
 
 
 def _call(frame: traceback.FrameSummary) -> str:
-    """What is called there ("scores.masked_fill"), or the expression itself; "" where its text is not at hand."""
+    """Returns the name of the call ("scores.masked_fill"), else the expression; "" without source text."""
     if frame.lineno is None or frame.end_lineno is None or frame.colno is None or frame.end_colno is None:
         return ""
     lines = [linecache.getline(frame.filename, n).encode() for n in range(frame.lineno, frame.end_lineno + 1)]
@@ -137,22 +132,14 @@ def user_code(
     path: Sequence[str] = (),
     arguments: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Make the body believe that it runs in a process of its own: `python argv0`.
+    """Run the body as if in a process of its own (`python argv0 *arguments`); calls may be nested.
 
-    What it prints, also from C++ and from child processes, goes to stderr: stdout carries the report and nothing else.
-    All of it is undone afterwards, whatever the body does. Calls may be nested.
+    All output, also from C++ and child processes, goes to stderr: stdout has only the report. `path` holds folders for
+    the start of `sys.path`. Everything is undone at exit. `what` is the subject of an error's sentence.
 
-    Args:
-        argv0: `sys.argv` begins with it inside; None leaves that alone.
-        what: What runs; the subject of the error's sentence.
-        path: Folders that are first on `sys.path` inside, in this order.
-        arguments: What follows in `sys.argv`.
-
-    Raises:
-        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`. Ampdoctor's own errors about the
-            run, a halt that a probe asked for, and Ctrl-C pass.
-        ReplayError: Memory ran out, which is not a mistake of the user's code.
-        ForkedChildError: The process is a child that the body forked, not the one that entered.
+    Raises UserCodeError if the body raised any exception, also `SystemExit`. Ampdoctor's own errors about the run, a
+    stop by a probe, and Ctrl-C pass through unchanged. Raises ReplayError if memory ran out, and ForkedChildError in a
+    child process that the body forked.
     """
     argv, process = sys.argv, os.getpid()
     try:
@@ -180,9 +167,9 @@ def user_code(
 
 
 def _is_ours(error: AmpdoctorError) -> bool:
-    """Is the error about the run, and raised by a line of ours?
+    """Is the error about the run, and raised in our code?
 
-    User code may raise our errors too, and may itself call functions of ours that refuse its arguments.
+    User code may raise our errors too, and may call functions of ours that refuse its arguments.
     """
     frames = traceback.extract_tb(error.__traceback__)
     about_the_run = isinstance(error, CheckpointError | FactoryError | ReplayError) or not has_user_frames(error)
@@ -190,37 +177,32 @@ def _is_ours(error: AmpdoctorError) -> bool:
 
 
 def out_of_memory(what: str, error: BaseException) -> ReplayError:
-    """Returns the error that says so, and releases what the frames of `error` hold, so that the run can be put back.
-
-    Args:
-        what: What ran; the subject of the sentence.
-        error: What was raised.
-    """
+    """Returns the error to raise, and frees what the frames of `error` hold, so that the run can be restored."""
     traceback.clear_frames(error.__traceback__)
     return ReplayError(f"{what} ran out of memory ({describe(error)}): replay with smaller batches or a smaller model")
 
 
 class _Folder:
-    """The working folder as the user's code left it; there is one per process, as of the working folder itself."""
+    """The working folder that user code last set; one per process."""
 
     theirs: str | None = None
     depth: int = 0
 
 
 def forget_working_folder() -> None:
-    """Let the next piece of user code start in the process's working folder, because it belongs to another run."""
+    """Let the next user code start in the process's working folder, because it belongs to another run."""
     _Folder.theirs = None
 
 
 @contextlib.contextmanager
 def working_folder() -> Iterator[None]:
-    """Enter the folder to which the user's code last changed, and come back afterwards.
+    """Enter the folder to which the user's code last changed, and come back at exit.
 
-    User code finds its own files as in a process of its own, and no path given to ampdoctor changes its meaning.
+    User code finds its files as in a process of its own, and paths given to ampdoctor keep their meaning.
     """
     ours = _current_folder() if _Folder.depth == 0 else None
     if ours is not None and _Folder.theirs is not None:
-        with contextlib.suppress(OSError):  # it has been removed meanwhile
+        with contextlib.suppress(OSError):  # it was removed
             os.chdir(_Folder.theirs)
     _Folder.depth += 1
     try:
@@ -238,7 +220,7 @@ def working_folder() -> Iterator[None]:
 def _current_folder() -> str | None:
     try:
         return os.getcwd()  # noqa: PTH109 os.chdir takes a string, and this runs at every step
-    except OSError:  # it has been removed
+    except OSError:  # it was removed
         return None
 
 
@@ -256,13 +238,13 @@ def prints_to_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prints_to_nobody() -> Iterator[None]:
-    """Drop what the body writes to `sys.stdout`: a step that is replayed says again what it has said."""
+    """Drop what the body writes to `sys.stdout`: a replayed step prints its output again."""
     with contextlib.redirect_stdout(_Nobody.stream()):
         yield
 
 
 class _Nobody:
-    """Where such prints go. It stays open: what the body makes may have taken hold of it."""
+    """The null stream. It stays open, because objects made in the body may keep it."""
 
     _open: TextIO | None = None
 
@@ -277,7 +259,7 @@ def _redirect_descriptor() -> int | None:
     _flush_stdout()
     try:
         saved = os.dup(1)
-    except OSError:  # no stdout at all, as under a daemon: nothing can be printed there
+    except OSError:  # no stdout, as in a daemon: nothing can be printed
         return None
     try:
         os.dup2(2, 1)
@@ -293,13 +275,13 @@ def _restore_descriptor(saved: int) -> None:
 
 
 def _flush_stdout() -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or absent: not our concern here
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or absent
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def import_path(folders: Sequence[str]) -> Iterator[None]:
-    """Put `folders` first on `sys.path`; afterwards remove them and leave what the body itself put there."""
+    """Put `folders` first on `sys.path`; at exit remove them, and leave entries of the body."""
     sys.path[:0] = folders
     try:
         yield
@@ -315,10 +297,10 @@ def _exit_sentence(what: str, error: SystemExit) -> str:
 
 
 def trimmed_traceback(error: BaseException) -> str:
-    """Returns the traceback as Python prints it, causes included, without frames of ampdoctor and the import system.
+    """Returns the traceback as Python prints it, with causes, but without frames of ampdoctor and the import system.
 
-    What ampdoctor itself was handling meanwhile is no part of the user's error. If no other frame is left and the last
-    one is ampdoctor's, all frames stay: the error is then ours, or lies in how a callback was called.
+    An exception that ampdoctor itself was handling is left out. If no other frame remains and the last one is
+    ampdoctor's, all frames stay: the error is then ours, or in the way a callback was called.
     """
     rendered = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
@@ -331,7 +313,7 @@ def trimmed_traceback(error: BaseException) -> str:
         shown = [frame for frame in part.stack if not _is_hidden(frame.filename)]
         if part.__context__ is not None and shown and _is_all_ours(part.__context__):
             part.__context__ = None
-        # raised by a line of ours, with no user frame: our frames are then the only way to find the mistake
+        # raised in our code without a user frame: only our frames show the mistake
         if shown or not part.stack or not part.stack[-1].filename.startswith(_OWN_FOLDER):
             part.stack = traceback.StackSummary.from_list(shown)
         todo += [part.__cause__, part.__context__, *(part.exceptions or ())]
@@ -343,7 +325,7 @@ def _is_all_ours(part: traceback.TracebackException) -> bool:
 
 
 def has_user_frames(error: BaseException) -> bool:
-    """Did any of the user's own lines run before `error` was raised?"""
+    """Did any line of the user's run before `error` was raised?"""
     return any(not _is_hidden(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
 
 

@@ -1,4 +1,4 @@
-"""Guards the user's files: tells of changes, stops a factory that trains or writes, closes the network."""
+"""Guards the user's files: reports changes, stops a factory that trains or writes, and closes the network."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CACHES = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
 )
-"""Variables by which users say where a cache lies."""
+"""Environment variables for cache folders."""
 CHANGES = "the run's own code"
-"""How the sentence begins that tells of such a change."""
+"""The start of the sentence about such a change."""
 _Changes = Iterable[tuple[Path | None, str]]
-"""Pairs of a place that changes and what is done there, as a predicate; None where the place is not known."""
+"""Pairs of a changed path (None if unknown) and a predicate that describes the change."""
 
 
 @contextmanager
@@ -43,17 +43,13 @@ def told_of_changes(
 ) -> Iterator[None]:
     """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
 
-    Python's audit events say it, from whichever function and thread; of torch's and safetensors' writers, which open
-    files in C++ and Rust, the same event is raised. Libraries that do so too (HDF5, Arrow) and child processes are not
-    seen. What is nobody's work is not told of: hidden files and folders, caches, temporary files, lock files without
-    content, folders without files. What is appended to (a log, a SQLite database that is there) loses nothing. What a
-    thread of ours writes beside the run, as that of its log does, is not the run's.
+    The source is Python's audit events, from all functions and threads; torch's and safetensors' writers, which open
+    files in C++ and Rust, get the same event. Other such libraries (HDF5, Arrow) and child processes are not seen.
+    Ignored are hidden files and folders, caches, temporary files, empty lock files, folders without files, appends (a
+    log, an existing SQLite database), and writes by ampdoctor's own threads.
 
-    Args:
-        folders: The working folder, and that of the user's file.
-        tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"), and the
-            place that changes. What it raises ends the function that would do it, before it is done.
-        starts: Called before another program is started, as by `os.system`; what it raises ends that too.
+    `tell` gets a predicate with its line ("removes model.pt at train.py:41") and the path. `starts` is called before
+    another program is started, as by `os.system`. An exception from either stops the operation before it happens.
     """
     roots = [Path(folder).resolve() for folder in folders]
     apart = list(_apart())
@@ -77,7 +73,7 @@ def told_of_changes(
 
 
 class _Audit:
-    """The audit hook; there is one per process, because Python takes none out again."""
+    """The audit hook, one per process, because Python cannot remove it."""
 
     installed = False
     told: Callable[[str, tuple[Any, ...]], None] | None = None
@@ -95,13 +91,13 @@ def _on_file_event(event: str, arguments: tuple[Any, ...], audit: type[_Audit] =
         told(event, arguments)
 
 
-# -- what the events say ---------------------------------------------------------------------------------------------
+# -- events --
 
 
 def _opened(file: Any, _mode: Any, flags: Any) -> _Changes:
     if flags & os.O_TRUNC or (flags & _WRITES and not flags & os.O_APPEND):
         place = _contents(file)
-        if place is not None and not place.is_dir():  # as `tempfile` opens a folder
+        if place is not None and not place.is_dir():  # `tempfile` opens a folder
             yield place, f"opens {_name(file)} for writing"
 
 
@@ -150,7 +146,7 @@ _STARTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.startfile", "
 
 
 def _is_whole(*folders: int | None) -> bool:
-    """Are the paths relative to no open folder? `shutil.rmtree` removes so what it was told of as a whole."""
+    """Are the paths not relative to an open folder? `shutil.rmtree` uses such paths after its own event."""
     return all(folder in (None, -1) for folder in folders)
 
 
@@ -159,22 +155,22 @@ def _name(file: Any) -> str:
 
 
 def _contents(file: Any) -> Path | None:
-    """The place of what is in a file, to which links lead; None of a descriptor."""
+    """Returns the path of a file's content, after links; None for a descriptor."""
     return Path(_name(file)).resolve() if _name(file) else None
 
 
 def _entry(file: Any) -> Path | None:
-    """The place of a folder's entry, which may be a link itself."""
+    """Returns the path of a folder's entry, which may itself be a link."""
     path = Path(_name(file))
     return path.parent.resolve() / path.name if _name(file) else None
 
 
-# -- whose they are --------------------------------------------------------------------------------------------------
+# -- which paths count --
 
 
 def _apart() -> Iterator[Path]:
-    """Folders of temporary files and caches; asked for beforehand, as the search for a temporary one writes files."""
-    with suppress(FileNotFoundError):  # no folder serves
+    """Yields temporary and cache folders; call it early, as the search for a temporary folder writes files."""
+    with suppress(FileNotFoundError):  # no usable folder
         yield Path(tempfile.gettempdir()).resolve()
     for folder in (sys.pycache_prefix, *map(os.environ.get, _CACHES)):
         if folder:
@@ -182,7 +178,7 @@ def _apart() -> Iterator[Path]:
 
 
 def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bool:
-    """Does a place lie below one of the folders, where nothing is hidden, temporary, cached or installed?"""
+    """Is the path below one of the folders, and not hidden, temporary, cached or installed?"""
     for root in roots:
         if place.is_relative_to(root):
             below = place.relative_to(root).parts
@@ -194,7 +190,7 @@ def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bo
 
 
 def _is_work(place: Path) -> bool:
-    """Is what lies there, or would lie there, a file or link that may hold something, or a folder with one?"""
+    """Is it, or would it be, a file or link with content, or a folder with a file?"""
     if place.is_symlink():
         return True
     if place.is_dir():
@@ -204,11 +200,11 @@ def _is_work(place: Path) -> bool:
     return place.is_file() or not place.exists()
 
 
-# -- what raises no event of itself ----------------------------------------------------------------------------------
+# -- functions without an event of their own --
 
 
 def _unaudited() -> Iterator[tuple[Any, str]]:
-    """Functions that open a file in another language; those of safetensors lie in each module that imported them."""
+    """Yields functions that open a file in another language; safetensors' are in each module that imported them."""
     import safetensors.numpy
     import safetensors.torch
     import torch
@@ -221,7 +217,7 @@ def _unaudited() -> Iterator[tuple[Any, str]]:
 
 
 def _audited(original: Any) -> Any:
-    """The function, which raises the event of an opened file for each path among its arguments."""
+    """Wraps a function so that it raises the event of an opened file for each path in its arguments."""
 
     @functools.wraps(original)
     def opening(*args: Any, **kwargs: Any) -> Any:
@@ -234,17 +230,12 @@ def _audited(original: Any) -> Any:
 
 
 def changes_note(did: str, instead: str) -> str:
-    """Returns the sentence for a change that a step makes, and that is let be.
-
-    Args:
-        did: As of `told_of_changes`.
-        instead: What to do about it.
-    """
+    """Returns the sentence about a change that a step makes; `did` is as for `told_of_changes`, `instead` is advice."""
     return f"{CHANGES} {did}, in replayed steps too: {instead}"
 
 
 def users_line() -> str:
-    """The innermost line of the user's own, for the end of a sentence: " at train.py:41"; "" where none is known."""
+    """Returns the user's innermost line for the end of a sentence: " at train.py:41"; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the one way up that makes no traceback
     while frame is not None:
         name = frame.f_code.co_filename
@@ -258,7 +249,7 @@ def users_line() -> str:
 
 
 def _is_ours() -> bool:
-    """Whether nothing but ourselves has led here, and Python below us."""
+    """Is only ampdoctor's and Python's code on the stack?"""
     ours, frame = 0, sys._getframe(2).f_back  # noqa: SLF001 the one way up that makes no traceback; two are the hook's
     while frame is not None:
         name = frame.f_code.co_filename
@@ -271,12 +262,11 @@ def _is_ours() -> bool:
 
 
 def is_users_file(name: str) -> bool:
-    """Is code of this file the user's own: neither Python's, nor an installed package's, nor ours?"""
+    """Is this file the user's own, not Python's, an installed package's or ours?"""
     return not (name.startswith(("<", _OURS, sys.base_prefix + os.sep)) or "site-packages" in name)
 
 
-# Stops the user's code where it begins to train or to write, though it was called only to build a run.
-
+# -- stopping user code that trains or writes while a run is built --
 
 _FACTORY = (
     "a factory builds a fresh model with its batches, loss and optimizer and returns them as a TrainingRun; the "
@@ -286,7 +276,7 @@ _SCRIPT = 'what trains at its top level goes below `if __name__ == "__main__":`'
 
 
 class _Stopped(StepHalted):
-    """Ends what the user's code has begun; their `except Exception` does not swallow it."""
+    """Ends user code; a BaseException, so that their `except Exception` does not catch it."""
 
 
 @contextmanager
@@ -295,17 +285,11 @@ def building(
 ) -> Iterator[None]:
     """Stop the body at the first step of an optimizer, or before it changes the user's files below the folders.
 
-    A step with a learning rate of 0 trains nothing: so torch itself makes an optimizer's state. What counts as a change
-    is said at `told_of_changes`. What the body makes of the stop, in whichever thread, it is an error in the end.
+    A step at learning rate 0 is allowed, as torch itself makes an optimizer's state that way; `told_of_changes` defines
+    changes. The stop ends in an error even if the body catches it, in any thread. `what` is the subject of that error;
+    `imports` says that a file is imported; `may_step` allows all steps, for a body that makes a run and needs them.
 
-    Args:
-        what: What runs; the subject of the error's sentence.
-        folders: The working folder, and that of the user's file.
-        imports: A file is imported, and not a factory called.
-        may_step: Steps are let be: the body says that it makes a run, and needs them for the run's state.
-
-    Raises:
-        FactoryError: The body was stopped; the sentence says what a factory is.
+    Raises FactoryError if the body was stopped.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -315,7 +299,7 @@ def building(
     def stop(did: str, _place: object = None) -> None:
         advice = f"{_SCRIPT}; {_FACTORY}" if imports else _FACTORY
         stopped.append(f"{what} {did}, and was stopped there: {advice}")
-        raise _Stopped if threading.get_ident() == thread else SystemExit  # which ends a thread without a traceback
+        raise _Stopped if threading.get_ident() == thread else SystemExit  # ends a thread without a traceback
 
     def on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
@@ -334,8 +318,7 @@ def building(
         raise FactoryError(stopped[0])
 
 
-# Closes the network, and the starting of other programs, while a library makes what a stranger's file describes.
-
+# -- closing network and program starts while a library builds what an untrusted file describes --
 
 _LEAVES = frozenset(
     {
@@ -354,23 +337,19 @@ _LEAVES = frozenset(
         "subprocess.Popen",
     }
 )
-"""Python's audit events of what leaves the process: a name is looked up, a peer is reached, a program is started."""
+"""Python's audit events for leaving the process: name lookup, connection, start of a program."""
 
 
 class _ClosedError(ConnectionError):
-    """What a library is told that asks for the network here: libraries know it as being offline."""
+    """The refusal of a connection; libraries treat it as being offline."""
 
 
 @contextmanager
 def network_closed() -> Iterator[list[str]]:
-    """Refuse every connection and every program of the process while the body runs.
+    """Refuse every connection and program start of the process while the body runs, by Python's audit events.
 
-    Python's audit events say of them, from whichever function and thread. The refusal is a `ConnectionError`, which
-    libraries take for a machine that is offline: many go on without what they asked for.
-
-    Yields:
-        What was asked for, in the order in which it was, as ends of a sentence ("the network (huggingface.co)");
-        filled while the body runs.
+    The refusal is a `ConnectionError`, which libraries take for an offline machine: many continue without their
+    download. Yields a list of the requests in order, as ends of a sentence ("the network (huggingface.co)").
     """
     asked: list[str] = []
     _Hook.install()
@@ -382,7 +361,7 @@ def network_closed() -> Iterator[list[str]]:
 
 
 class _Hook:
-    """The audit hook; there is one per process, because Python takes none out again."""
+    """The audit hook, one per process, because Python cannot remove it."""
 
     installed = False
     asked: list[str] | None = None

@@ -1,4 +1,4 @@
-"""Resolves `package.module:function` or `path/to/file.py:function` to the object that the user means."""
+"""Resolves `package.module:function` or `path/to/file.py:function` to the user's object."""
 
 from __future__ import annotations
 
@@ -31,35 +31,22 @@ _RUN_NAME = re.compile(
     r"(^|_)(make|build|create|factory)$|(^|_)(make|build|create|get|setup)_(\w+_)?(run|training|trainer)$"
 )
 _MODEL_NAME = re.compile(r"(^|_)(make|build|create|get|setup)_(\w+_)?(model|net|network|module)$")
-_LONGEST_SOURCE = 1_000_000
-"""Bytes of a Python file that are looked through for functions."""
-_SHOWN = 8
-"""Maximum number of candidates that an error names: as many as can be read at a glance."""
+_LONGEST_SOURCE = 1_000_000  # bytes of a Python file that is searched for functions
+_SHOWN = 8  # maximum number of candidates in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A parsed `module:attribute`, before anything is imported.
+    """A parsed `module:attribute`, before anything is imported."""
 
-    Attributes:
-        text: As the user wrote it.
-        module: Dotted module name; "" for a file.
-        file: Absolute path of the file; None for a module.
-        attribute: Dotted path below the module ("make_run", "Config.build").
-    """
-
-    text: str
-    module: str
-    file: Path | None
-    attribute: str
+    text: str  # as the user wrote it
+    module: str  # dotted name; "" for a file
+    file: Path | None  # absolute path; None for a module
+    attribute: str  # dotted path in the module ("make_run", "Config.build")
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """Parse `text` without importing anything.
-
-        Raises:
-            FactoryError: It has neither form, or names a file that is not there.
-        """
+        """Parse `text` without importing anything; raises FactoryError if it has neither form or names no file."""
         target, colon, attribute = text.strip().rpartition(":")
         if not colon or re.fullmatch(r"[\\/].*", attribute):  # a colon before a slash belongs to a Windows drive
             target, attribute = text.strip(), ""
@@ -80,7 +67,7 @@ class Spec:
 
     @property
     def argv0(self) -> str:
-        """Returns `sys.argv[0]` while this user's code runs."""
+        """Returns `sys.argv[0]` for the user's code."""
         return str(self.file) if self.file is not None else self.module
 
     def search_path(self, app_dir: str | None) -> tuple[str, ...]:
@@ -122,17 +109,11 @@ def load_object(
 ) -> Any:
     """Import the module that `spec` names and return its object.
 
-    Args:
-        spec: The parsed name.
-        path: Folders that are first on `sys.path` meanwhile: `spec.search_path(...)`.
-        what: The object's purpose, for the error's sentence ("the factory", "--loss").
-        reuse: False: execute a file outside any package anew. True: only if it is not loaded yet, so that two objects
-            of one file share its classes.
-        arguments: What follows the file in `sys.argv` meanwhile.
+    `path` holds folders for the start of `sys.path` meanwhile, `arguments` the rest of `sys.argv`; `what` is the
+    object's purpose, for errors ("the factory", "--loss"). Without `reuse` a file outside packages is executed anew;
+    with it only if it is not loaded yet, so that two objects of one file share its classes.
 
-    Raises:
-        FactoryError: There is no such module or attribute.
-        UserCodeError: Importing it raised.
+    Raises FactoryError if module or attribute do not exist, UserCodeError if the import raised.
     """
     importing = f"importing {what} {spec.text!r}"
     entered = user_code(spec.argv0, what=importing, path=path, arguments=arguments)
@@ -167,7 +148,7 @@ def _import_file(file: Path, *, reuse: bool) -> ModuleType:
         top = name.partition(".")[0]
         loaded = sys.modules.get(top)
         if loaded is not None and not _is_from(loaded, root / top):
-            # another package of that name is loaded: rename this one, or its `from .x` would read the other
+            # another package of that name is loaded: rename this one, or its `from .x` would import from the other
             alias = _own_name(top, root)
             _execute(alias, root / top / "__init__.py", package=root / top)
             name = alias + name.removeprefix(top)
@@ -185,7 +166,7 @@ def _execute(name: str, file: Path, package: Path | None = None) -> ModuleType:
         raise FactoryError(f"{str(file)!r} cannot be imported as a Python file")
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses, pickle and circular imports look it up while it is executed
+    sys.modules[name] = module  # dataclasses, pickle and circular imports look it up during execution
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -197,7 +178,7 @@ def _execute(name: str, file: Path, package: Path | None = None) -> ModuleType:
 
 
 def _package_root(file: Path) -> tuple[Path, str]:
-    """Returns the folder above the outermost package that contains `file`, and the file's dotted name from there."""
+    """Returns the folder above the outermost package of `file`, and the file's dotted name from there."""
     folder, parts = file.parent, [file.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder.parent != folder:
         parts.insert(0, folder.name)
@@ -210,7 +191,7 @@ def _package_root(file: Path) -> tuple[Path, str]:
 
 
 def _is_from(module: ModuleType | None, place: Path) -> bool:
-    """Is the name free, or taken by the module at `place` (a file, or a package's folder)?"""
+    """Is the name free, or in use by the module at `place` (a file, or a package's folder)?"""
     if module is None:
         return True
     file = getattr(module, "__file__", None)
@@ -229,7 +210,7 @@ def _syntax_sentence(error: SyntaxError) -> str:
 
 
 def _raise_if_spec_is_missing(spec: Spec, error: ModuleNotFoundError) -> None:
-    """Distinguish "there is no such module" from "there is one, and an import inside it failed"."""
+    """Raises FactoryError if the module itself does not exist; returns if an import inside it failed."""
     missing = error.name or ""
     if spec.file is not None or has_user_frames(error) or not f"{spec.module}.".startswith(f"{missing}."):
         return
@@ -259,10 +240,10 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
 
 
 def factories_in(file: Path) -> list[str]:
-    """Returns the functions at the top of a file that look like factories, the likeliest first; nothing is run.
+    """Returns a file's top-level functions that look like factories, the likeliest first; no code is run.
 
-    A factory returns a TrainingRun, or says by its annotation or its name that it makes one or a model. What calls
-    `backward` or `step` itself is a training, whatever its name.
+    A factory returns a TrainingRun, or its annotation or name says that it makes a run or a model. A function that
+    calls `backward`, `step` or `fit` itself trains, whatever its name.
     """
     likely = [(_likeness(node), node.name) for node in _public_functions(file) if not _trains(node)]
     return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
@@ -279,12 +260,12 @@ def _public_functions(file: Path) -> list[ast.FunctionDef]:
 
 
 def sure_factories_in(file: Path) -> list[str]:
-    """Returns the functions of a file that return a TrainingRun, or say so by their annotation; nothing is run."""
+    """Returns a file's functions that return a TrainingRun or are annotated so; no code is run."""
     return [node.name for node in _public_functions(file) if _makes_run(node)]
 
 
 def makes_run(function: Any) -> bool:
-    """Does a function say by its annotation, or by what it returns, that it makes a TrainingRun?"""
+    """Does a function make a TrainingRun, by its annotation or by the call that it returns?"""
     function = inspect.unwrap(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -303,7 +284,7 @@ _UNLIKE = 4
 
 
 def _likeness(function: ast.FunctionDef) -> int:
-    """0 for the likeliest factory, `_UNLIKE` for what is none."""
+    """Returns 0 for the likeliest factory, up to `_UNLIKE` for none."""
     returned = [node.value for node in _own_nodes(function) if isinstance(node, ast.Return)]
     annotation = ast.unparse(function.returns) if function.returns is not None else ""
     signs = (
@@ -316,13 +297,13 @@ def _likeness(function: ast.FunctionDef) -> int:
 
 
 def _trains(function: ast.FunctionDef) -> bool:
-    """Does it take a training step itself? A step that it defines, to hand it over, is none."""
+    """Does it train itself? A step function that it only defines does not count."""
     calls = (node.func for node in _own_nodes(function) if isinstance(node, ast.Call))
     return any(isinstance(called, ast.Attribute) and called.attr in ("backward", "step", "fit") for called in calls)
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yields what runs where the function is called: not the bodies of functions inside it."""
+    """Yields the nodes of a function without the bodies of functions and classes inside it."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
@@ -332,14 +313,14 @@ def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def dotted_factory(target: str) -> str | None:
-    """Returns `train.py:make_run` for `train.make_run`, a function with a dot in place of its colon; else None."""
+    """Returns `train.py:make_run` for `train.make_run`, where the user wrote a dot for the colon; else None."""
     dotted, _, function = target.rpartition(".")
     script = Path(f"{dotted.replace('.', '/')}.py")
     return f"{script}:{function}" if dotted and script.is_file() and function in factories_in(script) else None
 
 
 def _candidates_of(target: str, file: Path | None) -> str:
-    """Returns the factories of a file for a user who has named no function."""
+    """Returns the factories of a file, for an error, if the user named no function."""
     if file is None:
         meant = dotted_factory(target)
         return f"; did you mean {meant!r}, with a colon?" if meant else ""

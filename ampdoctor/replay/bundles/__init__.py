@@ -1,1 +1,1 @@
-"""A recorded step as a folder that replays on another machine."""
+"""Bundles: folders with a recorded step, which can be replayed on another machine."""

@@ -1,4 +1,4 @@
-"""The classes that a bundle may name, those of the code that `--model` names, and what configurations may say."""
+"""The classes that a bundle may name, the code that `--model` names, and the keys that a configuration may have."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from ampdoctor.replay.user_code import user_code
 from ampdoctor.replay.user_files import building
 from ampdoctor.replay.user_modules import Spec, load_object
 
-# The user's code that `--model` names: a function, a class, or a file in which the bundle's class is looked for.
+# -- the user's code: a function, a class, or a file in which the bundle's class is looked up --
 #
-# A script that trains when it is imported is not imported: its imports, functions, classes and simple constants are.
-
+# A script that trains on import is not imported: only its imports, functions, classes and simple constants are run.
 
 _LONGEST = 5_000_000
 _PURE = frozenset(
@@ -53,34 +52,23 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDe
 
 
 class NamedCode:
-    """What `--model` names, loaded; nothing of a bundle's decides what is imported.
+    """Loads what `--model` names (`spec`); nothing in a bundle decides what is imported.
 
-    Args:
-        spec: As the user wrote it.
-        app_dir: First folder of the import path; None: the working folder.
-
-    Attributes:
-        path: Folders that are first on `sys.path` while the code runs.
-        argv0: `sys.argv[0]` while it runs.
-        named: The object that the user named; None where it is a file alone.
-        trimmed: The file does more than define things, and its definitions alone were taken.
-        notes: What differs from an import, in sentences.
-
-    Raises:
-        FactoryError: There is no such file or object.
-        UserCodeError: It raised.
+    `app_dir` is the first folder of the import path (None: the working folder); `path` and `argv0` are the start of
+    `sys.path` and `sys.argv[0]` while the code runs. Raises FactoryError if file or object is missing, UserCodeError if
+    the code raises.
     """
 
     def __init__(self, spec: str, app_dir: str | None = None) -> None:
         self.spec = spec
-        self.notes: list[str] = []
-        self.named: Any = None
+        self.notes: list[str] = []  # differences from an import, as sentences
+        self.named: Any = None  # the object that the user named; None for a file alone
         alone = spec.strip().endswith(".py")
         parsed = Spec.parse(f"{spec.strip()}:__name__" if alone else spec)
         self.path = parsed.search_path(app_dir)
         self.argv0 = parsed.argv0
         tree = _parsed(parsed.file) if parsed.file is not None else None
-        self.trimmed = tree is not None and not all(map(_is_quiet, tree.body))
+        self.trimmed = tree is not None and not all(map(_is_quiet, tree.body))  # only the file's definitions are run
         if parsed.file is not None and tree is not None and self.trimmed:
             self._module = self._trimmed(parsed.file, tree)
             self.named = None if alone else self._attribute(parsed.attribute)
@@ -93,7 +81,7 @@ class NamedCode:
                 self._module = _module_of(parsed) or self._module
 
     def give(self, values: Mapping[str, Any]) -> list[str]:
-        """Give a trimmed file the global values that it lacks; returns their names. What it has stays as it is."""
+        """Set those globals that a trimmed file lacks; returns their names. Globals that it has are not changed."""
         if not self.trimmed:
             return []
         lacking = [name for name in values if not hasattr(builtins, name) and name not in vars(self._module)]
@@ -101,7 +89,7 @@ class NamedCode:
         return lacking
 
     def find(self, module: str, qualname: str) -> Any:
-        """Returns the class of this name in the code, or in a module that it has imported from its own folders."""
+        """Returns a class of the code, or of a module that it has imported from its own folders."""
         for place in (self._module, sys.modules.get(module)):
             found = None if place is None else _walked(place, qualname)
             if isinstance(found, type) and found.__qualname__ == qualname and self._is_users(found):
@@ -109,7 +97,7 @@ class NamedCode:
         return None
 
     def _is_users(self, cls: type) -> bool:
-        """Is a class defined in the user's own files? What these import from elsewhere is not the bundle's to name."""
+        """Is a class defined in the user's own files? A bundle may not name classes that these files import."""
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if not isinstance(file, str) or "site-packages" in Path(file).parts:
             return False
@@ -117,7 +105,7 @@ class NamedCode:
         return any(resolved.is_relative_to(folder) for folder in self.path)
 
     def _trimmed(self, file: Path, tree: ast.Module) -> ModuleType:
-        """The file without what trains in it."""
+        """Runs the file's definitions without the code that trains."""
         module = ModuleType(f"{file.stem}_definitions_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module  # dataclasses look their module up
@@ -129,7 +117,7 @@ class NamedCode:
                 try:
                     exec(compile(piece, str(file), "exec"), vars(module))  # noqa: S102 - a file that the user names
                 except NameError:
-                    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):  # it takes what the training makes
+                    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):  # it needs a value of the training
                         raise
         self.notes.append(
             f"{file.name} does more than define things when it is imported: its imports, functions, classes and simple "
@@ -164,11 +152,10 @@ def _parsed(file: Path) -> ast.Module | None:
     try:
         return ast.parse(file.read_bytes(), str(file)) if file.stat().st_size <= _LONGEST else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # the import says why
+        return None  # the import raises, with the reason
 
 
 def _is_quiet(node: ast.stmt) -> bool:
-    """Does a statement only define things?"""
     if isinstance(node, _DEFINITIONS):
         return True
     if isinstance(node, ast.Expr):
@@ -199,18 +186,18 @@ def _definitions(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 _OF_TRANSFORMERS = ("transformers.modeling_outputs", "transformers.tokenization_utils_base")
-"""Modules of plain data that the library does not offer at its top."""
+"""Modules with plain data classes that the library does not export at its top level."""
 
 _ACTS = re.compile(
     r"\w*_implementation(_internal)?|(use|allow_all)_kernels?|kernels?_config|auto_map|custom_pipelines?|\w*remote_code"
     r"|\w*quantization_config|(use_)?pretrained(_\w+)?|hub_\w+|hf_\w+|(code_)?revision|_?commit_hash|token"
     r"|use_auth_token"
 )
-"""Keys of a configuration, at any depth, that make a library load or fetch code and weights."""
+"""Keys of a configuration, at any depth, with which a library loads or fetches code and weights."""
 _NAMES = re.compile(r"\w*(name_or_path|path|_file|_dir|_url|_uri|_repo|_repo_id|kernels?|kernel_mapping)")
-"""Keys that do so where they hold a name, and are an architecture's where they hold a number or a switch."""
+"""Keys that do so if their value is a name; with a number or a switch they describe the architecture."""
 _ADDRESS = re.compile(r"(hf[-_]hub|local[-_]dir):|[a-z0-9+.-]+://", re.IGNORECASE)
-"""How a value begins that names a place on the hub, on the network or on the disk: timm's spellings, and URLs."""
+"""Prefixes of values that name a place on the hub, the network or the disk: timm's spellings, and URLs."""
 _OF_LORA = frozenset(
     {
         "alora_invocation_tokens",
@@ -238,13 +225,13 @@ _OF_LORA = frozenset(
         "use_rslora",
     }
 )
-"""Settings of LoRA that say which layers it has and how they compute. Of the others one imports a module by its name
-(`megatron_core`), some read files, and some compute first values, which the bundle's weights replace."""
+"""Settings of LoRA that say which layers it has and how they compute. The others are refused: `megatron_core` imports a
+module by name, some read files, and some compute initial values, which the bundle's weights replace."""
 _DEEPEST = 20
 
 
 def finding(code: NamedCode | None) -> Callable[[str, str], Any]:
-    """Returns what finds a class by its module and qualified name; it gives None for one that is not to be used."""
+    """Returns a function that finds a class by module and qualified name; it returns None for refused classes."""
 
     def find(module: str, qualname: str) -> Any:
         top = module.partition(".")[0]
@@ -261,7 +248,7 @@ def _of_torch(module: str, qualname: str) -> Any:
     found = vars(sys.modules.get(module, torch)).get(qualname)
     if not isinstance(found, type) or found.__module__ != module:
         return None
-    if not module.startswith(("torch.nn.", "torch.ao.nn.")):  # others compile, or call other processes
+    if not module.startswith(("torch.nn.", "torch.ao.nn.")):  # other modules compile, or start processes
         return None
     return found if issubclass(found, nn.Module | nn.utils.rnn.PackedSequence) else None
 
@@ -284,7 +271,7 @@ def _is_data(cls: type, library: Any) -> bool:
 
 
 def library_of(name: str) -> Any:
-    """Returns an installed library; None where it is not there."""
+    """Returns an installed library; None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -292,11 +279,7 @@ def library_of(name: str) -> Any:
 
 
 def inert_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a configuration of transformers' without those that make the library load or fetch.
-
-    Args:
-        fields: As a bundle has them, of whatever depth; nothing in them is trusted.
-    """
+    """Returns the fields of a transformers configuration (untrusted) without those that load or fetch anything."""
     kept: dict[str, Any] = _inert(fields, 0)
     return kept
 
@@ -312,26 +295,21 @@ def _inert(value: Any, depth: int) -> Any:
 
 
 def _acts(key: Any, value: Any, beside: Mapping[Any, Any]) -> bool:
-    """Does a key with this value make a library load or fetch? A number only shapes layers."""
+    """Does a library load or fetch something because of this key and value? A number only shapes layers."""
     if isinstance(value, str) and _ADDRESS.match(value):
         return True
     if not isinstance(key, str) or value is None:
         return False
-    if key == "backbone":  # the name of a model: timm's are made here, those of the hub are fetched
+    if key == "backbone":  # a model's name: timm's are built here, the hub's are fetched
         return not (isinstance(value, str) and "/" not in value and beside.get("use_timm_backbone") is True)
     return bool(_ACTS.fullmatch(key) or (isinstance(value, str | Mapping) and _NAMES.fullmatch(key)))
 
 
 def configuration(cls: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns a configuration of transformers' that names nothing which the library would load or fetch.
-
-    Args:
-        cls: Its class.
-        fields: As in `inert_fields`.
-    """
+    """Returns a transformers configuration that loads and fetches nothing; `fields` are as in `inert_fields`."""
     config = cls.from_dict(inert_fields(fields))
     for part in _configurations(config, 0):
-        if getattr(part, "use_pretrained_backbone", False):  # the default of some: transformers before 5
+        if getattr(part, "use_pretrained_backbone", False):  # some classes' default before transformers 5
             part.use_pretrained_backbone = False
     return config
 
@@ -344,5 +322,5 @@ def _configurations(config: Any, depth: int) -> Iterator[Any]:
 
 
 def lora_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a LoRA configuration that a bundle may decide."""
+    """Returns those settings of a LoRA configuration that a bundle may set."""
     return {key: value for key, value in fields.items() if key in _OF_LORA}

@@ -1,4 +1,4 @@
-"""A program's instructions as trees of JSON, and back."""
+"""Converts a program's instructions to trees of JSON, and back."""
 
 from __future__ import annotations
 
@@ -46,13 +46,8 @@ _CUDA = re.compile(r"cuda(:\d+)?")
 def instruction_out(one: Instruction, state: Callable[[RandomState], int], base: Path) -> Tree:
     """Returns an instruction as a tree.
 
-    Args:
-        one: The instruction.
-        state: Takes a random state, gives the index of its entry.
-        base: Files below it are named relative to it.
-
-    Raises:
-        NotInertError: What it was called with has no inert form; the sentence names it.
+    `state` returns the index of a random state's entry; files below `base` get relative paths. Raises NotInertError if
+    an argument has no JSON form.
     """
     line = None if one.line is None else [relative(one.line[0], base), one.line[1]]
     match one:
@@ -118,7 +113,7 @@ def _reference(value: Any) -> Tree | None:
 
 
 def relative(file: str, base: Path) -> str:
-    """Returns the path of a file, relative to a folder that it lies in."""
+    """Returns the path of a file relative to `base`; unchanged if it is not below it."""
     try:
         return Path(file).resolve().relative_to(base).as_posix()
     except (ValueError, OSError):
@@ -126,13 +121,9 @@ def relative(file: str, base: Path) -> str:
 
 
 class InstructionsIn:
-    """Reads instructions; each may only take what is given, held, or made by one before it.
+    """Reads instructions; each may only use inputs, parameters, buffers, and results of instructions before it.
 
-    Args:
-        find: The classes that values may be of.
-        states: The random states.
-        given: Number of tensors from outside.
-        name: The manifest's file, for errors.
+    `find` finds classes of values, `given` is the number of input tensors, `name` is the manifest's file for errors.
     """
 
     def __init__(self, find: FindClass, states: Sequence[RandomState], given: int, name: str) -> None:
@@ -141,15 +132,10 @@ class InstructionsIn:
         self._given = given
         self._name = name
         self._made: set[int] = set()
-        self.held: set[str] = set()
-        """Names of parameters and buffers that were spoken of."""
+        self.held: set[str] = set()  # names of the parameters and buffers that are used
 
     def all(self, trees: Any) -> tuple[Instruction, ...]:
-        """Returns the instructions.
-
-        Raises:
-            CheckpointError: One is malformed.
-        """
+        """Returns the instructions; raises CheckpointError if one is malformed."""
         try:
             return tuple(self._one(tree) for tree in trees)
         except UnreadableTreeError as error:
@@ -245,12 +231,12 @@ def _mode(tree: Mapping[str, Any]) -> Mode:
 
 
 def _here(tree: Tree) -> Tree:
-    """What names a GPU as a string means the CPU where there is none."""
+    """Replaces the name of a GPU by "cpu"."""
     return "cpu" if isinstance(tree, str) and _CUDA.fullmatch(tree) else tree
 
 
 def line_in(line: Any) -> Line:
-    """Returns a line of the manifest's."""
+    """Returns a file and a line number of the manifest."""
     return None if line is None else (_string(line[0]), _index(line[1], 2**31))
 
 

@@ -1,4 +1,4 @@
-"""The manifest's frame: its schema's number, the names of the files, and reading it with every bound in place."""
+"""The manifest's schema number, the names of a bundle's files, and the bounded reading of the manifest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.json_records import DuplicateKeyError
 
 SCHEMA = 1
-"""Of the manifest; it rises where an older reader would misread a newer bundle."""
+"""It rises when an older reader would misread a newer bundle."""
 LED_UP = 2
-"""That of a bundle with earlier steps, without which a reader would begin at another step than its checkpoint."""
+"""For a bundle with earlier steps: a reader that ignores them would start at another step than its checkpoint."""
 MANIFEST, CALLS, STATE, LOG = "manifest.json", "calls.safetensors", "state.safetensors", "log.jsonl"
-_LARGEST = 32 * 1024 * 1024
-"""Bytes of a manifest: a step of a thousand micro-batches with their loss code has a few."""
+_LARGEST = 32 * 1024 * 1024  # bytes; the manifest of 1000 micro-batches with their loss code has a few MB
 
 
 def bundle_at(target: str) -> Path | None:
-    """Returns the folder of the bundle that a path names, or whose manifest it names; None for any other path."""
+    """Returns the bundle's folder if the path is the folder or its manifest, else None."""
     path = Path(target).expanduser()
     folder = path.parent if path.name == MANIFEST else path
     try:
@@ -32,9 +31,7 @@ def bundle_at(target: str) -> Path | None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns a bundle's manifest.
 
-    Raises:
-        CheckpointError: It is not strict JSON, not an object, or of another schema.
-        LimitExceededError: It is too large.
+    Raises CheckpointError if it is no strict JSON object or has another schema, LimitExceededError if it is too large.
     """
     name = f"{folder.name}/{MANIFEST}"
     with RegularFile(folder / MANIFEST, name) as file:

@@ -1,4 +1,4 @@
-"""A model in a manifest: what is said of it, and the model made again of that and the code that the user names."""
+"""Describes a model in a bundle's manifest, and builds it again from that and from the code that the user names."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from ampdoctor.replay.bundles.classes import NamedCode, configuration, finding, 
 from ampdoctor.replay.training_run import kind_of
 from ampdoctor.replay.user_files import network_closed
 
-# What a manifest says of a model: how it is made again.
-
+# -- how the model is described --
 
 Made = Callable[[nn.Module], Mapping[str, Any] | None]
-"""Returns what is known of how a module was made: see `live.recording.construction`."""
+"""Returns how a module was constructed, if that was recorded: see `live.recording.models`."""
 HEADS: Mapping[str, tuple[str, str]] = {"trl:fused_lm_head": ("trl.trainer.utils", "add_fused_lm_head")}
-"""Functions of libraries that give a model another forward, by the name that a manifest has for them."""
+"""Library functions that replace a model's forward, by their names in the manifest."""
 
 
 def described(model: nn.Module, made: Made) -> dict[str, Any]:
-    """Returns how a model is made again, as a tree with a `kind`.
+    """Returns how a model can be built again, as a tree with a `kind`.
 
     "made": a class and its arguments; "transformers": a class of the library and a configuration; "peft": LoRA around
-    one; "lightning": a class and its saved hyperparameters; "wrapped": in DDP or compiled; "several": models under
-    names; "parts": what a module holds, where its arguments are not known or cannot be written; "function": it takes a
-    function of the user's, and `why` says so.
+    another model; "lightning": a class and its saved hyperparameters; "wrapped": in DDP or compiled; "several": models
+    by name; "parts": the contents of a module whose arguments are unknown or cannot be written; "function": only a
+    function of the user's can build it, and `why` gives the reason.
     """
     cls = type(model)
     held = wrapped_as(model)
@@ -75,10 +74,9 @@ def described(model: nn.Module, made: Made) -> dict[str, Any]:
 
 
 def code_of(said: Any) -> str | None:
-    """What `--model` has to name for a model to be made again: a file, or a function of one; None for no code at all.
+    """Returns what `--model` has to name: a file, or a function of one; None if no code is needed.
 
-    Args:
-        said: The manifest's entry; nothing in it is trusted.
+    `said` is the manifest's entry and is not trusted.
     """
     said = said if isinstance(said, Mapping) else {}
     kind = said.get("kind")
@@ -97,7 +95,7 @@ def code_of(said: Any) -> str | None:
 
 
 def _classes(tree: Any) -> Iterator[str]:
-    """The names of the classes in an entry."""
+    """Yields the names of the classes in an entry."""
     if isinstance(tree, Mapping):
         yield from (value for key, value in tree.items() if key == "class" and isinstance(value, str))
     if isinstance(tree, Mapping | list):
@@ -149,9 +147,9 @@ def _of_transformers(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _head(model: nn.Module) -> dict[str, Any] | None:
-    """Which of `HEADS` the model was given, and with what; None where its forward is its class's."""
+    """Returns which of `HEADS` was applied to the model, and its arguments; None for its class's own forward."""
     own = vars(model)
-    forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # Accelerate keeps the first
+    forward = getattr(own.get("_original_forward", own.get("forward")), "__func__", None)  # the first is Accelerate's
     for name, (module, function) in HEADS.items():
         giver = getattr(sys.modules.get(module), function, None)
         if forward is not None and giver is not None and forward.__code__ in giver.__code__.co_consts:
@@ -181,7 +179,7 @@ def _is_lightning(cls: type) -> bool:
 
 
 def _file_of(cls: type) -> str | None:
-    """The file that has a class; of torch's own layers that of the script, where they are put together."""
+    """Returns the file that defines a class; for torch's own layers the script, which combines them."""
     module = "__main__" if cls.__module__.startswith("torch.") else cls.__module__
     file = getattr(sys.modules.get(module), "__file__", None)
     return file if isinstance(file, str) else None
@@ -191,16 +189,13 @@ T = TypeVar("T")
 
 _DEEPEST = 20
 _TORCHS = ("sdpa", "eager", "flex_attention")
-"""Attention that needs torch alone: any other may be code of the hub's, or a library's kernel."""
+"""Attention that needs only torch: any other name may load code from the hub, or a library's kernel."""
 
 
 class Rebuilding:
-    """Makes models again.
+    """Builds models from a manifest.
 
-    Args:
-        name: The bundle's, for errors.
-        code: What `--model` names; None without one.
-        say: Told what is another than it was, in sentences.
+    `name` is the bundle's, for errors; `code` is what `--model` names; `say` gets a sentence for each difference.
     """
 
     def __init__(self, name: str, code: NamedCode | None, say: Callable[[str], None]) -> None:
@@ -210,11 +205,7 @@ class Rebuilding:
         self.find = finding(code)
 
     def give_globals(self, said: Any) -> None:
-        """Give the script whose definitions alone were taken the values that its classes speak of, as they were.
-
-        Raises:
-            CheckpointError: The manifest's entry is malformed.
-        """
+        """Set recorded globals in a script whose definitions alone were loaded; raises CheckpointError."""
         if self._code is None or said is None:
             return
         try:
@@ -225,15 +216,10 @@ class Rebuilding:
             self._say(f"of the bundle: the script's {', '.join(given[:8])}{' and more' if len(given) > 8 else ''}")
 
     def model(self, said: Any) -> nn.Module:
-        """Returns a fresh model, with the weights that its constructor gives it.
+        """Returns a fresh model with its constructor's weights; the entry `said` is not trusted.
 
-        Args:
-            said: The manifest's entry; nothing in it is trusted.
-
-        Raises:
-            FactoryError: It takes code that was not named, or the code makes no model.
-            ReplayError: This machine lacks what the model is made of.
-            CheckpointError: The entry is malformed.
+        Raises FactoryError if code is missing or makes no model, ReplayError if a library is missing, and
+        CheckpointError if `said` is malformed.
         """
         try:
             return self._model(said, 0)
@@ -306,13 +292,13 @@ class Rebuilding:
             ) from None
 
     def _constructed(self, cls: type[nn.Module], args: list[Any], kwargs: Mapping[str, Any]) -> nn.Module:
-        """A model by its constructor, which is the user's own code, or a library's that the manifest has chosen."""
+        """Calls the class's constructor, which is the user's code, or a library's that the manifest names."""
         library = cls.__module__.partition(".")[0] in ("torch", "transformers")
         with self._of_library(cls.__qualname__) if library else nullcontext():
             return _checked(cls(*args, **kwargs), self._name)
 
     def _entry(self, said: Mapping[str, Any], key: str, kind: type[T]) -> T:
-        """What stands under a key: nobody else's code is called before it has been looked at."""
+        """Returns the entry of a key after its type is checked: it may go to library code."""
         found = said[key]
         if not isinstance(found, kind):
             raise CheckpointError(f"{self._name}: the entry of the model is malformed ({key!r}).")
@@ -340,7 +326,7 @@ class Rebuilding:
         return read(tree, self.find, special)
 
     def _class(self, made: Mapping[str, Any], said: Mapping[str, Any]) -> type[nn.Module]:
-        """The class that the manifest names, in the code that the user names."""
+        """Returns the class that the manifest names, looked up in the code that the user names."""
         module, _, qualname = self._entry(made, "class", str).partition(":")
         named = None if self._code is None else self._code.named
         outermost = made is said or made is said.get("made")
@@ -357,7 +343,7 @@ class Rebuilding:
         return found
 
     def _to_type(self, said: Any) -> str:
-        """What to add to the command, for the end of a sentence."""
+        """Returns the option to add to the command, for the end of a sentence."""
         said = said if isinstance(said, dict) else {}
         if said.get("kind") == "several":
             children = said.get("children")
@@ -400,11 +386,7 @@ class Rebuilding:
 
     @contextmanager
     def _of_library(self, what: str) -> Iterator[None]:
-        """Closes the network while a library makes something that the manifest describes.
-
-        Raises:
-            ReplayError: It could not be made without the network.
-        """
+        """Closes the network while a library builds a part; raises ReplayError if that part needs the network."""
         with network_closed() as asked:
             try:
                 yield
@@ -452,7 +434,7 @@ class Rebuilding:
 
 
 class _Passing(nn.Module):
-    """Stands for a wrapper (DDP, a compiled model): it has the module under the same name, and only calls it."""
+    """Replaces a wrapper (DDP, a compiled model): it has the module under the same name, and only calls it."""
 
     def __init__(self, attribute: str, inner: nn.Module) -> None:
         super().__init__()
@@ -460,7 +442,7 @@ class _Passing(nn.Module):
         self.add_module(attribute, inner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's."""
+        """Calls the module."""
         return getattr(self, self._attribute)(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""`Bundle`: a bundle's files, read inertly and within bounds, and the runs that are made of them."""
+"""`Bundle` reads a bundle's files within bounds, runs none of their content, and makes training runs from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ampdoctor.replay.recorded_step import LeadUp, converts_outputs, run_of
 from ampdoctor.replay.training_run import TrainingRun
 
 UserCode = Callable[[str], AbstractContextManager[None]]
-"""Surrounds the user's code; its argument says what runs."""
+"""Surrounds the user's code; the argument names the code that runs."""
 
 
 _Step = tuple[tuple[Instruction, ...], tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
@@ -37,19 +37,9 @@ _FINITE_HERE = (
 
 
 class Bundle:
-    """A bundle on the disk.
+    """A bundle on the disk; `path` is its folder or its manifest.
 
-    Args:
-        path: Its folder, or its manifest.
-
-    Attributes:
-        folder: Its folder.
-        manifest: As it was written; nothing in it is trusted.
-        policy: The autocast policy under which it replays on a CPU.
-        step: The step in the training.
-
-    Raises:
-        CheckpointError: It is no bundle, or its manifest is malformed.
+    Raises CheckpointError if it is no bundle or its manifest is malformed.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,7 +47,7 @@ class Bundle:
         if folder is None:
             raise CheckpointError(f"{path} is no bundle: it has no manifest.json beside a calls.safetensors.")
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = read_manifest(folder)  # not trusted
         self.policy: Literal["cuda", "native"] = self.manifest.get("policy")  # type: ignore[assignment]  # checked below
         self.step: int = self.manifest.get("step")  # type: ignore[assignment]  # the same
         if self.policy not in ("cuda", "native") or type(self.step) is not int or not 0 <= self.step < 2**62:
@@ -65,31 +55,25 @@ class Bundle:
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether its parameters were left out."""
+        """Returns whether its parameters were left out."""
         return self.manifest.get("weights") == "left out"
 
     @property
     def lacks(self) -> str:
-        """Why it has no parameters, as a part of a sentence."""
+        """Returns the reason why it has no parameters, as a part of a sentence."""
         late = "updates" in self.manifest
         return "which the step had changed before it was known to be sick" if late else "for its size"
 
     @property
     def name(self) -> str:
-        """Its name in sentences."""
+        """Returns its name for sentences."""
         return self.folder.name or str(self.folder)
 
     def run(self, code: NamedCode | None, user_code: UserCode = lambda _what: nullcontext()) -> TrainingRun:
-        """Returns a fresh run of its step.
+        """Returns a fresh run of its step; `code` is what `--model` names, `user_code` surrounds the model's building.
 
-        Args:
-            code: What `--model` names; None without one.
-            user_code: Surrounds the making of the model.
-
-        Raises:
-            CheckpointError: A file is malformed.
-            FactoryError: The model needs code that was not named, or is another one.
-            ReplayError: The step cannot be run again from what was written, or not here.
+        Raises CheckpointError if a file is malformed, FactoryError if code is missing or makes another model, and
+        ReplayError if the step cannot be run again from this bundle or on this machine.
         """
         said = self.manifest
         cannot = _listed(said, "cannot")
@@ -149,9 +133,7 @@ class Bundle:
     def _leading(self, program: Program, calls: _Tensors, find: Callable[[str, str], Any]) -> Leading:
         """Returns the updates before the step.
 
-        Raises:
-            CheckpointError: They are malformed.
-            FactoryError: They use what the model does not have.
+        Raises CheckpointError if they are malformed, FactoryError if they use what the model does not have.
         """
         said, made, name = self.manifest.get("earlier", []), self.manifest.get("updates"), f"{self.name}/manifest.json"
         groups = 0 if program.optimizer is None else len(program.optimizer.param_groups)
@@ -171,7 +153,7 @@ class Bundle:
         return Leading(steps=steps, losses=losses, made=made)
 
     def _finite_again(self) -> str | None:
-        """What was said of a step that was finite when it was run again in its loop."""
+        """Returns the recorded message about a step that was finite when it was run again in its loop."""
         told = self.manifest.get("diagnosis")
         errors = told.get("errors") if isinstance(told, dict) else None
         notes = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
@@ -196,23 +178,16 @@ class Bundle:
 
 
 def load_bundle(path: str, *, model: str | None = None, app_dir: str | None = None) -> TrainingRun:
-    """Returns a fresh run of a bundle's step.
+    """Returns a fresh run of a bundle's step, as `Bundle.run`; `path` is the bundle's folder or its manifest.
 
-    Args:
-        path: The bundle's folder, or its manifest.
-        model: The code that makes its model: "train.py:make_model", "model.py:GPT" or "train.py".
-        app_dir: First folder of the import path; None: the working folder.
-
-    Raises:
-        CheckpointError: A file is malformed.
-        FactoryError: The model needs code that was not named, or is another one.
-        ReplayError: The step cannot be run again from what was written, or not here.
+    `model` names the code of its model ("train.py:make_model", "model.py:GPT", "train.py"); `app_dir` is the first
+    folder of the import path (None: the working folder).
     """
     return Bundle(path).run(None if model is None else NamedCode(model, app_dir))
 
 
 class _Steps:
-    """Makes what a manifest says of a step: its instructions, what is given to them, and the buffers before them."""
+    """Reads one step of a manifest: its instructions, their input tensors, and the buffers before them."""
 
     def __init__(
         self, bundle: Bundle, model: torch.nn.Module, calls: _Tensors, find: Callable[[str, str], Any]
@@ -221,14 +196,13 @@ class _Steps:
         self._random = states_in(bundle.manifest["random"], calls.all("random/"), self._name)
         self._held = {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         self._modules = {key for key, _ in model.named_modules()}
-        self._known: dict[str, torch.Tensor] = {}  # by entry: what enters several steps is there once
+        self._known: dict[str, torch.Tensor] = {}  # by entry: a tensor that enters several steps is loaded once
 
     def made(self, said: Mapping[str, Any]) -> _Step:
-        """Returns the three.
+        """Returns instructions, inputs and buffers.
 
-        Raises:
-            CheckpointError: An entry is malformed; so is the step where this raises Python's own errors.
-            FactoryError: The model does not have what the step uses.
+        Raises CheckpointError or one of Python's own errors if an entry is malformed, FactoryError if the model lacks a
+        tensor or module of the step.
         """
         given = tuple(map(self._tensor, said["given"]))
         before = {str(key): self._tensor(entry) for key, entry in said["before"].items()}
@@ -248,7 +222,7 @@ class _Steps:
 
 
 def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Callable[[str, str], Any]) -> Program:
-    """The program of an earlier step of the same optimizer's."""
+    """Returns an earlier step, with the same model and optimizer as `program`."""
     instructions, given, before = made
     if type(said["step"]) is not int:
         raise TypeError("step")
@@ -264,7 +238,7 @@ def _earlier(program: Program, said: Mapping[str, Any], made: _Step, find: Calla
 
 
 class _Tensors:
-    """A safetensors file whose tensors are made by their entries."""
+    """The tensors of a safetensors file, by their entries in the manifest."""
 
     def __init__(self, path: Path) -> None:
         self._file = RegularFile(path, f"{path.parent.name}/{path.name}")
@@ -281,7 +255,7 @@ class _Tensors:
         self._file.close()
 
     def made(self, entry: Mapping[str, Any]) -> torch.Tensor | None:
-        """The tensor of an entry; None where the file does not have it."""
+        """Returns the tensor of an entry; None if the file does not have it."""
         key = entry.get("key") if isinstance(entry, dict) else None
         names = [name for name in (key, f"{key}/indices", f"{key}/values") if name in self._stored]
         if not names or key is None:
@@ -289,7 +263,7 @@ class _Tensors:
         return made_again(entry, {name: self._stored[name].load() for name in names}, self._file.name)
 
     def all(self, prefix: str) -> dict[str, torch.Tensor]:
-        """The tensors whose names begin with this."""
+        """Returns the tensors whose names start with `prefix`."""
         return {name: one.load() for name, one in self._stored.items() if name.startswith(prefix)}
 
 
@@ -298,7 +272,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _listed(said: Any, key: str) -> list[Any]:
-    """The sentences under a key; none where there is no list of them."""
+    """Returns the list under a key; an empty one if there is none."""
     found = said.get(key) if isinstance(said, dict) else None
     return found if isinstance(found, list) else []
 
@@ -310,7 +284,7 @@ def _there(tensor: torch.Tensor | None, name: str) -> torch.Tensor:
 
 
 def _scaler(said: Any) -> Callable[[], torch.amp.GradScaler] | None:
-    """What makes the scaler as it stood; None without one."""
+    """Returns a function that makes the scaler with its recorded state; None without a state."""
     state = {} if said is None else {str(key): read(one, lambda _m, _q: None) for key, one in said["state"].items()}
     if not state:
         return None

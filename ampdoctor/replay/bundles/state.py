@@ -1,4 +1,4 @@
-"""An optimizer's class, groups and state in a manifest, and the random generators' states of a program."""
+"""Converts an optimizer and the states of random generators to entries of a manifest, and back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ampdoctor.hooks.json_values import NotInertError, UnreadableTreeError, clas
 from ampdoctor.hooks.process_state import RandomState
 from ampdoctor.replay.bundles.tensors import Entry
 
-_ON_A_GPU = ("capturable",)
-"""Settings that torch refuses where parameters are not on a GPU; they change no number."""
+_ON_A_GPU = ("capturable",)  # settings that torch refuses for parameters on a CPU; they change no number
 
 
 def optimizer_out(
@@ -23,13 +22,10 @@ def optimizer_out(
     tensor: Callable[[str, torch.Tensor], Entry | None],
     settings: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Returns an optimizer for a manifest.
+    """Returns the manifest's entry of an optimizer.
 
-    Args:
-        optimizer: The optimizer.
-        names: The parameters' names by id.
-        tensor: Takes a state tensor's name and the tensor; gives its entry, None where it is left out.
-        settings: Of its groups; none: those that it has now.
+    `names` has the parameters' names by id. `tensor` stores a state tensor under a name and returns its entry, or None
+    if it is left out. `settings` replace those of the groups.
     """
     lost: list[str] = []
     groups = [
@@ -57,17 +53,12 @@ def optimizer_out(
 
 
 def settings_out(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the settings of an optimizer's groups for a manifest, those that have a plain value."""
+    """Returns those settings of an optimizer's groups that are plain values."""
     return [_settings(group, []) for group in groups]
 
 
 def settings_in(said: Any, find: Callable[[str, str], Any]) -> tuple[dict[str, Any], ...]:
-    """Returns the settings of a manifest.
-
-    Raises:
-        TypeError, AttributeError: It is no list of tables.
-        UnreadableTreeError: One of them is no plain value.
-    """
+    """Reads settings; raises TypeError or AttributeError if they are no list of tables, else UnreadableTreeError."""
     if not isinstance(said, list):
         raise TypeError("settings")
     return tuple({key: read(one, find) for key, one in group.items() if key != "params"} for group in said)
@@ -95,19 +86,11 @@ def optimizer_in(
     find: Callable[[str, str], Any],
     say: Callable[[str], None],
 ) -> torch.optim.Optimizer | None:
-    """Returns the optimizer over a model's parameters.
+    """Returns the optimizer over a model's parameters (by name); the entry `said` is not trusted.
 
-    One whose class is not here becomes SGD at learning rate 0: gradients are unscaled and looked at as before.
-
-    Args:
-        said: What the manifest says; nothing in it is trusted.
-        parameters: By name.
-        tensor: Makes the tensor of an entry.
-        find: Returns the user's class by module and qualified name; None for one that is not to be used.
-        say: Told what is another than it was, in sentences.
-
-    Raises:
-        CheckpointError: It is malformed, or names parameters that the model lacks.
+    If its class is not available, SGD at learning rate 0 replaces it: gradients are unscaled and checked as before.
+    `tensor` makes the tensor of an entry, `find` returns the user's class or None, `say` gets a sentence for each
+    difference. Raises CheckpointError if the entry is malformed or names parameters that the model lacks.
     """
     try:
         module, _, name = said["class"].partition(":")
@@ -152,20 +135,14 @@ def _made(
     return optimizer
 
 
-# The generators' states of a program, as tensors; a state that several instructions begin from is kept once.
-
+# -- states of the random generators, as tensors; each state is stored once --
 
 _PYTHON = 625
 _NUMPY = 624
 
 
 class StatesOut:
-    """Collects states.
-
-    Attributes:
-        entries: For the manifest.
-        tensors: For the file, by name.
-    """
+    """Collects states: `entries` for the manifest, `tensors` by name for the file."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -174,7 +151,7 @@ class StatesOut:
         self._names: dict[bytes, str] = {}
 
     def index_of(self, state: RandomState) -> int:
-        """Returns the index of a state's entry."""
+        """Returns the index of a state's entry; a new state is added."""
         import numpy as np
 
         version, words, gauss = state.python
@@ -204,11 +181,7 @@ class StatesOut:
 
 
 def states_in(entries: Any, tensors: Mapping[str, torch.Tensor], name: str) -> list[RandomState]:
-    """Returns the states of a manifest; those of CUDA's generators only where this machine has as many.
-
-    Raises:
-        CheckpointError: An entry is malformed.
-    """
+    """Reads states; those of CUDA's generators only if this machine has as many. Raises CheckpointError."""
     try:
         return [_state(entry, tensors) for entry in entries]
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Tensors of a bundle: how each lies in its safetensors file, written one by one, and put into a model again."""
+"""Tensors of a bundle: their form in the safetensors file, the writing of that file, and their way into a model."""
 
 from __future__ import annotations
 
@@ -16,39 +16,27 @@ from torch import nn
 from ampdoctor.errors import CheckpointError, FactoryError
 
 Entry = Mapping[str, Any]
-"""What the manifest holds of a tensor; inert JSON."""
+"""A tensor's entry in the manifest, as plain JSON."""
 
 _PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
-_LARGEST_EXPANSION = 1 << 40
-"""Bytes that a repeated view may stand for: a stride of 0 takes no memory."""
+_LARGEST_EXPANSION = 1 << 40  # bytes that an expanded view may seem to have: stride 0 takes no memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lying:
-    """A tensor as it lies in a file.
+    """A tensor as it is stored in a file."""
 
-    Attributes:
-        entry: For the manifest.
-        parts: The stored tensors by the name in the file: strided, detached, on whichever device.
-    """
-
-    entry: dict[str, Any]
-    parts: Mapping[str, torch.Tensor]
+    entry: dict[str, Any]  # for the manifest
+    parts: Mapping[str, torch.Tensor]  # stored tensors by name in the file: strided, detached, on any device
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Returns the bytes in the file."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 
 def lying(key: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype]) -> Lying | str:
-    """Returns how a tensor lies in a file, or why it cannot: a predicate for a sentence.
-
-    Args:
-        key: Its name in the file.
-        tensor: The tensor.
-        dtypes: Those that the file holds.
-    """
+    """Returns how a tensor is stored under `key`, or a predicate for a sentence that says why it cannot be stored."""
     entry = {
         "key": key,
         "dtype": str(tensor.dtype),
@@ -89,16 +77,7 @@ def lying(key: str, tensor: torch.Tensor, dtypes: Iterable[torch.dtype]) -> Lyin
 
 
 def made_again(entry: Entry, parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Returns the tensor of a manifest's entry, on the CPU.
-
-    Args:
-        entry: Nothing in it is trusted.
-        parts: The tensors of the file, in memory of their own.
-        name: The manifest's file, for errors.
-
-    Raises:
-        CheckpointError: The entry is malformed, or does not fit what is stored.
-    """
+    """Returns the tensor of an entry (not trusted), on the CPU; raises CheckpointError with the file's `name`."""
     try:
         tensor = _made(entry, parts)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
@@ -134,7 +113,7 @@ def _made(entry: Entry, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Do its elements fill a memory of their own size, each once, in some order of the dimensions?"""
+    """Do the elements fill a block of memory exactly, in some order of the dimensions?"""
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -151,10 +130,9 @@ def _sizes(value: Any) -> list[int]:
     return value
 
 
-# Writes a safetensors file tensor by tensor: nothing is held twice, and the bytes are on the disk at the end.
+# -- the safetensors file, written tensor by tensor and flushed to the disk --
 #
-# The library's own writer takes all tensors in host memory at once, and closes the file without a flush to the disk.
-
+# The library's own writer needs all tensors in host memory at once, and does not flush the file to the disk.
 
 CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -176,15 +154,11 @@ CODES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that are written, by the format's own names."""
+"""The dtypes that can be written, with the format's names for them."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors, strided and of the dtypes in `CODES`, from whichever device.
-
-    Raises:
-        OSError: The disk is full, or refuses.
-    """
+    """Write strided tensors with dtypes in `CODES`, from any device; raises OSError if the disk fails."""
     header: dict[str, object] = {}
     at = 0
     for name, tensor in tensors.items():
@@ -203,8 +177,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-# Puts what a bundle holds of a model's tensors into a model that was made again.
-
+# -- tensors into a model --
 
 _NAMED = 3
 
@@ -215,17 +188,10 @@ def put_weights(
     stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
     whose: str,
 ) -> None:
-    """Give a model the bundle's parameters and buffers, their dtypes, what is tied and what is frozen, and its mode.
+    """Give `model` the bundle's parameters and buffers, dtypes, tied and frozen parameters, and training modes.
 
-    Args:
-        model: The model; changed in place.
-        manifest: The bundle's; nothing in it is trusted.
-        stored: Makes the tensor of an entry; None for one that was left out.
-        whose: Who has made the model, as the subject of an error's sentence.
-
-    Raises:
-        FactoryError: The model has other parameters, or of other shapes.
-        CheckpointError: The manifest is malformed.
+    `stored` makes the tensor of an entry, or returns None if it was left out; `whose` names the maker of the model, as
+    the subject of an error. Raises FactoryError if parameters differ, CheckpointError if the manifest is malformed.
     """
     try:
         _put_parameters(model, manifest["parameters"], stored, whose)
@@ -272,7 +238,7 @@ def _untie(
     stored: Callable[[Mapping[str, Any]], torch.Tensor | None],
     tied: Mapping[str, str],
 ) -> None:
-    """Two names that are one parameter in the fresh model alone get one each."""
+    """Separate parameters that are shared in the fresh model, but not in the bundle."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
@@ -282,7 +248,7 @@ def _untie(
         parent, _, last = name.rpartition(".")
         value = parameter.detach().clone() if tensor is None else tensor.detach()
         setattr(model.get_submodule(parent), last, nn.Parameter(value, requires_grad=entries[name]["requires_grad"]))
-        before = stored(entries[known])  # the second of the two was put into it last
+        before = stored(entries[known])  # the second one's values were written last
         if before is not None:
             parameter.data = before.detach()
 

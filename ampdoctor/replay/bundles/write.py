@@ -1,4 +1,4 @@
-"""`write_bundle`: a recorded step as a folder, whole or not there at all."""
+"""`write_bundle` writes a recorded step as a folder: all of it, or nothing."""
 
 from __future__ import annotations
 
@@ -29,35 +29,24 @@ from ampdoctor.replay.bundles.state import StatesOut, optimizer_out, settings_ou
 from ampdoctor.replay.bundles.tensors import CODES, Lying, lying, write_safetensors
 from ampdoctor.replay.recorded_step import format_of, prepared_models, with_inner_autocast
 
-# What goes into a bundle, and what is left out of it where it would be too large.
-
+# -- what goes into a bundle, and what is left out where it would be too large --
 
 MANIFEST_ROOM = 1 << 20
-"""Bytes that are counted for manifest and log before they are written."""
-_MOST_TEXT = 4 << 20
-"""Characters of all earlier steps in a manifest: its reader has bounds, and indents take as much again."""
+"""Bytes that are reserved for manifest and log before they are written."""
+_MOST_TEXT = 4 << 20  # characters of all earlier steps in a manifest: its reader has bounds; indents double the text
 
 
 class CollectedStep:
-    """What goes into a bundle of one step.
+    """The data of one step in a bundle.
 
-    Args:
-        program: The step.
-        name: What the names of its tensors begin with in the file.
-        states: Takes its random states.
-        known: Entries of tensors by their `id`: what enters several steps is kept once.
-
-    Attributes:
-        cannot: Why it cannot be run again, in sentences.
-        doubts: What its instructions do not hold, in sentences.
-        tensors: Those that entered it, and its buffers, by their names in the file.
-        said: Its part of the manifest.
+    `name` is the prefix of its tensors' names in the file; `known` holds the entries of tensors by their `id`, so that
+    a tensor that enters several steps is stored once.
     """
 
     def __init__(self, program: Program, name: str, states: StatesOut, known: dict[int, dict[str, Any]]) -> None:
-        self.cannot: list[str] = []
-        self.doubts = program.unexplained
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.cannot: list[str] = []  # sentences: why it cannot be run again
+        self.doubts = program.unexplained  # sentences: what its instructions do not cover
+        self.tensors: dict[str, torch.Tensor] = {}  # its inputs and buffers by their names in the file
         self._known = known
         base, line = working_folder(), program.line
         instructions: list[Any] = []
@@ -89,25 +78,16 @@ class CollectedStep:
 
 
 class Collected:
-    """What goes into a bundle.
-
-    Attributes:
-        cannot: Why the step cannot be run again from it, in sentences.
-        calls: Tensors of the calls by their names in the file.
-        state: Parameters and buffers.
-        moments: The optimizer's state.
-        has_weights: The parameters are among it.
-        earlier: The steps that lead up to it, oldest first.
-    """
+    """All data of a bundle."""
 
     def __init__(self, program: Program, made: Made) -> None:
         self._program = program
         self._lacking: list[str] = []
-        self.earlier: list[CollectedStep] = []
-        self.calls: dict[str, torch.Tensor] = {}
-        self.state: dict[str, torch.Tensor] = {}
-        self.moments: dict[str, torch.Tensor] = {}
-        self.has_weights = True
+        self.earlier: list[CollectedStep] = []  # oldest first
+        self.calls: dict[str, torch.Tensor] = {}  # tensors of the calls by their names in the file
+        self.state: dict[str, torch.Tensor] = {}  # parameters and buffers
+        self.moments: dict[str, torch.Tensor] = {}  # the optimizer's state
+        self.has_weights = True  # whether `state` holds the parameters
         self._weights: set[str] = set()
         self._states = StatesOut()
         self._known: dict[int, dict[str, Any]] = {}
@@ -123,7 +103,7 @@ class Collected:
         self._optimizer = self._of_optimizer()
 
     def _made_file(self, base: Path) -> None:
-        """Files are named as the user would type them."""
+        """Make paths of files relative, as the user would type them."""
         todo: list[Any] = [self._model]
         while todo:
             part = todo.pop()
@@ -173,14 +153,13 @@ class Collected:
         return {"name": self._program.optimizer_name, **said}
 
     def code(self) -> str | None:
-        """What `--model` has to name."""
+        """Returns what the user has to give to `--model`."""
         return code_of(self._model)
 
     def fit(self, max_bytes: int) -> tuple[str, ...]:
-        """Leave out what goes beyond the cap; returns what is left out, in sentences.
+        """Leave out what exceeds the limit; returns what is left out, as sentences.
 
-        Raises:
-            OutputError: The calls alone go beyond it.
+        Raises OutputError if the calls alone exceed it.
         """
         room = self._room(max_bytes)
         weights, moments = bytes_of(self.state) - self._buffer_bytes(), bytes_of(self.moments)
@@ -198,9 +177,9 @@ class Collected:
         return tuple(said)
 
     def lead(self, leading: Leading, max_bytes: int) -> tuple[str, ...]:
-        """Take in what leads up to the step, as far as it goes, in the place of its weights and its optimizer's state.
+        """Add the steps before this one, newest first, until the room ends; weights and optimizer state are left out.
 
-        Returns what is left out, in sentences; raises as `fit`.
+        Returns what is left out, as sentences; raises OutputError as `fit` does.
         """
         self._leave_out_moments()
         self._leave_out_weights()
@@ -222,7 +201,7 @@ class Collected:
         return (*self._lacking, _weights_of(leading, len(self.earlier)), *ended)
 
     def _room(self, max_bytes: int) -> int:
-        """Bytes that are left for what else there is."""
+        """Returns the bytes that remain beside calls and buffers."""
         taken = bytes_of(self.calls) + self._buffer_bytes()
         if taken > max_bytes - MANIFEST_ROOM:
             raise OutputError(
@@ -245,12 +224,12 @@ class Collected:
             self.state.pop(name, None)
 
     def own_policy(self) -> str:
-        """The policy of the device that the step ran on."""
+        """Returns the autocast policy of the device that the step ran on."""
         tensors = [*self._program.given, *self._program.model.parameters()]
         return "cuda" if any(tensor.is_cuda for tensor in tensors) else "native"
 
     def manifest(self) -> dict[str, Any]:
-        """Its part of the manifest."""
+        """Returns its part of the manifest."""
         program = self._program
         precision, autocast = format_of(program)
         return {
@@ -270,12 +249,11 @@ class Collected:
         }
 
     def draws_on_gpu(self) -> bool:
-        """Whether random numbers may have been drawn by a GPU's generator."""
+        """Returns whether a GPU's generator may have drawn random numbers."""
         return any(entry["cuda"] for entry in self._states.entries) and self.own_policy() == "cuda"
 
 
 def _weights_of(leading: Leading, earlier: int) -> str:
-    """Says which checkpoints bring what a bundle lacks."""
     counted = ""
     if leading.made is not None:
         at = f"{leading.made - earlier} to {leading.made}" if earlier else f"{leading.made}"
@@ -289,18 +267,17 @@ def _weights_of(leading: Leading, earlier: int) -> str:
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside a framework's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Returns the bytes of tensors in a file."""
+    """Returns the size of tensors in a file."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def shown(count: int) -> str:
-    """Returns a number of bytes in words."""
+    """Returns a number of bytes as text, in MB or GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
@@ -309,23 +286,14 @@ _PACKAGES = ("transformers", "accelerate", "lightning", "pytorch-lightning", "pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A bundle that was written.
-
-    Attributes:
-        folder: Where it is.
-        size: Bytes of its files.
-        left_out: What it lacks, in sentences.
-        replays: Whether the step can be run again from it.
-        code: What `--model` has to name for its model to be made again; None where it takes no code.
-        from_checkpoint: Its weights are to come from a checkpoint.
-    """
+    """A bundle that was written."""
 
     folder: Path
-    size: int
-    left_out: tuple[str, ...]
-    replays: bool
-    code: str | None = None
-    from_checkpoint: bool = False
+    size: int  # bytes of its files
+    left_out: tuple[str, ...]  # as sentences
+    replays: bool  # whether the step can be run again from it
+    code: str | None = None  # what the user has to give to `--model`; None if no code is needed
+    from_checkpoint: bool = False  # its weights must come from a checkpoint
 
 
 def write_bundle(
@@ -343,26 +311,17 @@ def write_bundle(
     log: Sequence[str] = (),
     max_bytes: int = 4_000_000_000,
 ) -> Written:
-    """Write a recorded step.
+    """Write a recorded step into `folder`, which must not exist yet.
 
-    It waits for a GPU, and copies tensors from it one by one; nothing of the training is changed.
+    It waits for a GPU, and copies tensors from it one by one; the training's own tensors are not changed.
 
-    Args:
-        folder: The bundle's own folder; it must not exist.
-        program: The step.
-        made: As in `Made`.
-        rank: The process.
-        world: Number of processes.
-        policy: The autocast that it replays under on a CPU; None: CUDA's if a tensor lay on a GPU, else the CPU's own.
-        weights_before: Whether the weights are still those that the step began with.
-        leading: What leads up to the step, whose weights and optimizer's state are known no more and are left out.
-        scaler_state: The scaler's `state_dict`; None: as it is now.
-        diagnosis: What was found in place; strict JSON.
-        log: The log's last lines, without their ends.
-        max_bytes: The bundle's size at most. The optimizer's state is left out first, then the parameters.
+    `policy` is the autocast policy for a replay on a CPU (None: CUDA's if a tensor was on a GPU, else the CPU's own).
+    `weights_before` says whether the weights are still those from before the step. With `leading` the earlier updates
+    are written, and weights and optimizer state are left out: they are no longer known. `scaler_state` is the scaler's
+    `state_dict` (None: its present state), `diagnosis` is strict JSON, and `log` has the log's last lines without line
+    ends. Where the bundle would exceed `max_bytes`, the optimizer's state is left out first, then the parameters.
 
-    Raises:
-        OutputError: The calls alone are larger than `max_bytes`, or the disk is full, or refuses; nothing is left then.
+    Raises OutputError if the calls alone exceed `max_bytes` or the disk fails; no file remains then.
     """
     collected = Collected(with_inner_autocast(program), made)
     left_out = collected.fit(max_bytes) if leading is None else collected.lead(leading, max_bytes)
@@ -412,7 +371,7 @@ def _versions() -> dict[str, str]:
 
 
 def _exact(manifest: Mapping[str, Any], collected: Collected) -> dict[str, list[str]]:
-    """What is as it was, and what is not, in sentences."""
+    """Returns which parts are exact in a replay, and which are not, as sentences."""
     yes = ["what entered the models, buffers, autocast and the order of calls and backwards"]
     no = list(manifest["unexplained"])
     if "updates" in manifest and (manifest["scaler"] or {}).get("state"):
@@ -450,7 +409,7 @@ def _write_whole(folder: Path, collected: Collected, manifest: str, log: Sequenc
         needed = bytes_of(collected.calls) + bytes_of(collected.state) + bytes_of(collected.moments) + len(manifest)
         free = shutil.disk_usage(beside).free
         if needed > free:
-            raise OSError(errno.ENOSPC, f"it takes {shown(needed)}, and {shown(free)} are free")  # noqa: TRY301 - as the disk would say
+            raise OSError(errno.ENOSPC, f"it takes {shown(needed)}, and {shown(free)} are free")  # noqa: TRY301 - the disk would raise the same
         write_safetensors(beside / CALLS, collected.calls)
         write_safetensors(beside / STATE, {**collected.state, **collected.moments})
         _write_text(beside / LOG, "".join(f"{line}\n" for line in log))

@@ -1,1 +1,1 @@
-"""What frameworks hand over in place of a `TrainingRun`: one adapter a file, in one table."""
+"""Makes a `TrainingRun` from a framework's objects: the adapters of all frameworks and their table."""

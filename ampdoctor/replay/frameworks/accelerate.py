@@ -1,4 +1,4 @@
-"""The parts of a run whose step is the loop of Accelerate's documentation, on what `prepare` has given."""
+"""The parts of a run whose step is the loop of Accelerate's documentation, with the results of `prepare`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,12 @@ _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step takes.
+    """One optimizer step."""
 
-    Attributes:
-        batches: The micro-batches.
-        number: Updates that came before.
-        closes: The loader ends with it.
-        first: It is the first of a replay.
-    """
-
-    batches: list[Any]
-    number: int
-    closes: bool
-    first: bool
+    batches: list[Any]  # micro-batches
+    number: int  # updates before it
+    closes: bool  # it is the loader's last
+    first: bool  # of a replay
 
 
 def accelerate_parts(
@@ -51,19 +44,10 @@ def accelerate_parts(
     loss: Callable[[Any, Any], Any] | None,
     max_grad_norm: float | None,
 ) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for what an Accelerator has prepared.
+    """Returns the arguments of `TrainingRun` for objects that an Accelerator has prepared.
 
-    Args:
-        accelerator: The Accelerator.
-        model: What it made of the model.
-        optimizer: What it made of the optimizer.
-        dataloader: What it made of the training's loader.
-        scheduler: What it made of the scheduler; None: there is none.
-        loss: As in `TrainingRun`; None: the loss that the model returns.
-        max_grad_norm: As in `TrainingRun`.
-
-    Raises:
-        FactoryError: It trains with what is not replayed, or the optimizer was not prepared.
+    `loss` None means the loss that the model returns. Raises FactoryError if the training is not replayed, or the
+    optimizer was not prepared.
     """
     _refuse(accelerator, optimizer)
     precision, autocast = _precision(accelerator, model)
@@ -106,7 +90,7 @@ def _refuse(accelerator: Any, optimizer: Any) -> None:
 
 
 def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
-    """Returns what it really computes in, and whether by autocast."""
+    """Returns the real compute format, and whether it comes from autocast."""
     if accelerator.native_amp:
         return accelerator.mixed_precision, True
     elements: Counter[torch.dtype] = Counter()
@@ -117,7 +101,7 @@ def _precision(accelerator: Any, model: Any) -> tuple[str, bool]:
 
 
 def _scaler(accelerator: Any) -> Any:
-    """Returns the settings of its GradScaler, or the scaler itself where a state was loaded into it."""
+    """Returns the settings of its GradScaler, or the scaler itself if a state was loaded into it."""
     scaler = accelerator.scaler
     if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
         return scaler
@@ -131,11 +115,7 @@ def _scaler(accelerator: Any) -> Any:
 
 
 def _loss(model: Any, batch: Any) -> torch.Tensor:
-    """The loss of models that return theirs, as those of transformers do.
-
-    Raises:
-        FactoryError: The model returns none.
-    """
+    """Returns the loss in a model's output, as models of transformers return it; raises FactoryError without one."""
     made = (
         model(**batch)
         if isinstance(batch, Mapping)
@@ -154,12 +134,8 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
 def updates(loader: Any, state: Any, random: RandomPlace, begun: int, start: int = 0) -> Iterator[Update]:
     """Yields the updates, epoch after epoch, in the order of a loop over the prepared loader.
 
-    Args:
-        loader: What `prepare` gave.
-        state: Accelerate's gradient state, which counts micro-batches.
-        random: Where the loader's generators stood.
-        begun: The epoch that the loader was at.
-        start: Updates that a checkpoint holds.
+    `state` is Accelerate's gradient state, which counts micro-batches; `random` has the loader's generators; `begun` is
+    the loader's epoch at the start, `start` the number of updates in a checkpoint.
     """
     random.restore_own()
     micro, length = state.num_steps, _length(loader)
@@ -218,7 +194,7 @@ def _ahead(batches: Any) -> Iterator[tuple[Any, bool]]:
 
 
 class _Loader:
-    """Tells Accelerate, in place of the loader, which is drawn elsewhere, whether the loop is at its last batch."""
+    """Replaces the loader, which is drawn elsewhere: tells Accelerate whether the loop is at its last batch."""
 
     def __init__(self) -> None:
         self.end_of_dataloader = False
@@ -236,20 +212,9 @@ def take_update(
     scaler: Any,
     autocast: Any,
 ) -> torch.Tensor:
-    """Take one optimizer step as Accelerate's documentation writes it, through its own objects.
+    """Take one optimizer step as in Accelerate's documentation, with its own objects; returns the mean of the losses.
 
-    Args:
-        accelerator: The Accelerator.
-        optimizer: What it made of the optimizer.
-        scheduler: What it made of the scheduler, or None.
-        run: The run: its `loss` and `max_grad_norm`.
-        model: What it made of the model.
-        batch: What the step takes.
-        scaler: The scaler of the replay, which stands in for the Accelerator's.
-        autocast: The replay's, for an Accelerator that makes the model's forward enter none.
-
-    Returns:
-        The mean of the micro-batches' losses.
+    The replay's `scaler` replaces the Accelerator's, and its `autocast` is used if the model's forward enters none.
     """
     if accelerator.scaler is not None:
         accelerator.scaler = optimizer.scaler = scaler
@@ -286,15 +251,14 @@ def _place(scheduler: Any, number: int) -> None:
         place_schedule(inner, number)
 
 
-# What Accelerate keeps for the whole process: device, precision, and how far an accumulation is.
-
+# -- Accelerate's state of the process: device, precision, position in an accumulation --
 
 _CLASSES = ("PartialState", "AcceleratorState", "GradientState")
 
 
 @contextmanager
 def own_state() -> Iterator[None]:
-    """It is made anew inside, and is afterwards as before."""
+    """Inside, it is empty; at exit it is restored."""
     kept = [(shared, dict(shared)) for shared in shared_states()]
     for shared, _ in kept:
         shared.clear()
@@ -308,7 +272,7 @@ def own_state() -> Iterator[None]:
 
 
 def shared_states() -> list[dict[str, Any]]:
-    """Returns the dictionaries that hold it; [] where Accelerate is not imported."""
+    """Returns the dictionaries of that state; [] if Accelerate is not imported."""
     module = sys.modules.get("accelerate.state")
     found = (getattr(module, name, None) for name in _CLASSES)
     return [cls._shared_state for cls in found if cls is not None]

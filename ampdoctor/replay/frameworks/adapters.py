@@ -1,4 +1,4 @@
-"""What frameworks hand over in place of a `TrainingRun`: the seam, one adapter a framework, and their table."""
+"""`Adapter`, the interface to a framework's objects, with one implementation per framework and their table."""
 
 from __future__ import annotations
 
@@ -16,63 +16,52 @@ from ampdoctor.replay.training_run import TrainingRun, kind_of
 
 
 class Adapter(Protocol):
-    """A framework whose objects a factory may return; a Protocol so that a new framework is one new file."""
+    """A framework whose objects a factory may return; a Protocol, so that a new framework needs one new class."""
 
     @property
     def name(self) -> str:
         """The framework's name, as in a sentence: "the Hugging Face Trainer"."""
 
     def claims(self, made: object) -> bool:
-        """Is it what this framework makes? Nothing is imported for the question: what is not imported made nothing."""
+        """Is it an object of this framework? Nothing is imported: without an import there is no such object."""
 
     def run_of(self, made: Any) -> TrainingRun:
-        """Returns the run whose step is the framework's own.
-
-        Raises:
-            FactoryError: It cannot be replayed (DeepSpeed's engine, FSDP, several processes); one sentence says what.
-        """
+        """Returns the run with the framework's own step; raises FactoryError if it cannot be replayed."""
 
     def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:
-        """While inside, a script's call of the framework's entry (`Trainer.train`, `Trainer.fit`) trains nothing.
+        """Inside, a script's call of the framework's entry (`Trainer.train`, `Trainer.fit`) trains nothing.
 
-        Args:
-            reached: Called with what `claims` claims in the entry's place; it raises.
+        Instead it calls `reached`, which raises, with an object that `claims` accepts.
         """
 
 
-# Accelerate: what `Accelerator.prepare` gives, with the Accelerator, stands for the loop of its documentation.
+# -- Accelerate: the results of `Accelerator.prepare`, with the Accelerator --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """A part that is looked for among those of a factory.
+    """A part that is looked up in what a factory returned."""
 
-    Attributes:
-        argument: Of `TrainingRun.from_accelerate`.
-        known: Is it this one?
-        several: May there be more than one, of which the first is meant (the loader of the validation is another)?
-    """
-
-    argument: str
+    argument: str  # of `TrainingRun.from_accelerate`
     known: Callable[[Any], bool]
-    several: bool = False
+    several: bool = False  # several may be there, and the first one counts (a second loader is for validation)
 
 
 class _Accelerate:
-    """As in `Adapter`."""
+    """See `Adapter`."""
 
     name = "Accelerate"
 
     def claims(self, made: object) -> bool:
-        """As in `Adapter`: a tuple, list or mapping with an Accelerator in it."""
+        """See `Adapter`: a tuple, list or mapping with an Accelerator in it."""
         return any(map(_is_accelerator, _values(made)))
 
     def run_of(self, made: Any) -> TrainingRun:
-        """As in `Adapter`."""
+        """See `Adapter`."""
         return TrainingRun.from_accelerate(**_sorted_out(_values(made)))
 
     def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """As in `Adapter`: a loop with an Accelerator is the script's own, and no call enters it."""
+        """See `Adapter`: a loop with an Accelerator is the script's own, and has no entry."""
         return nullcontext()
 
 
@@ -88,11 +77,7 @@ def _is_accelerator(value: object) -> bool:
 
 
 def _sorted_out(values: list[Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun.from_accelerate`, in whatever order the factory gave them.
-
-    Raises:
-        FactoryError: There are two of a kind of which a loop has one, or something else.
-    """
+    """Returns the arguments of `TrainingRun.from_accelerate` from parts in any order, or raises FactoryError."""
     import torch
     from torch import nn
 
@@ -124,42 +109,36 @@ def _sorted_out(values: list[Any]) -> dict[str, Any]:
 ACCELERATE: Final[Adapter] = _Accelerate()
 
 
-# Lightning: a LightningModule with its Trainer, DataModule or loader, from `lightning` or `pytorch_lightning`.
+# -- Lightning: a LightningModule with its Trainer, DataModule or loader --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """A call of `Trainer.fit`.
+    """A call of `Trainer.fit`."""
 
-    Attributes:
-        trainer: The Trainer; None: one with Lightning's defaults is made.
-        module: The LightningModule.
-        arguments: The call's others, by name: `train_dataloaders`, `datamodule`, `ckpt_path`.
-    """
-
-    trainer: Any
+    trainer: Any  # None: one with Lightning's defaults
     module: Any
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # others by name: `train_dataloaders`, `ckpt_path`
 
 
 class _Lightning:
-    """As in `Adapter`."""
+    """See `Adapter`."""
 
     name = "Lightning"
 
     def claims(self, made: object) -> bool:
-        """As in `Adapter`: a tuple or a list with a LightningModule in it."""
+        """See `Adapter`: a tuple or a list with a LightningModule in it."""
         parts = made if isinstance(made, tuple | list) and 1 < len(made) <= len(Fitted.__slots__) else ()
         return isinstance(made, Fitted) or any(_is(part, "LightningModule") for part in parts)
 
     def run_of(self, made: Any) -> TrainingRun:
-        """As in `Adapter`."""
+        """See `Adapter`."""
         fitted = made if isinstance(made, Fitted) else _fitted(made)
         return TrainingRun.from_lightning(fitted.module, fitted.trainer, **fitted.arguments)
 
     @contextmanager
     def at_entry(self, reached: Callable[[object], None]) -> Iterator[None]:
-        """As in `Adapter`."""
+        """See `Adapter`."""
 
         def stand_in(original: Original) -> Original:
             signature = inspect.signature(original)
@@ -177,17 +156,13 @@ class _Lightning:
 
 
 def _is(value: object, cls: str) -> bool:
-    """Is it an object of a class of Lightning's? None is imported for the question."""
+    """Is it an object of this class of Lightning's? Nothing is imported."""
     classes = (getattr(sys.modules.get(package), cls, None) for package in PACKAGES)
     return any(isinstance(found, type) and isinstance(value, found) for found in classes)
 
 
 def _fitted(made: tuple[Any, ...] | list[Any]) -> Fitted:
-    """Returns the call of `fit` that a factory's parts stand for, in any order.
-
-    Raises:
-        FactoryError: There are two of a kind.
-    """
+    """Returns the call of `fit` for a factory's parts, in any order; raises FactoryError for two of a kind."""
     kinds: dict[str, Any] = {}
     for part in made:
         kind = next((kind for kind in ("LightningModule", "Trainer") if _is(part, kind)), "data")
@@ -204,49 +179,43 @@ def _fitted(made: tuple[Any, ...] | list[Any]) -> Fitted:
 LIGHTNING: Final[Adapter] = _Lightning()
 
 
-# The Hugging Face Trainer and what is built on it: subclasses, TRL's trainers, PEFT's models in any of them.
-
+# -- the Hugging Face Trainer, with subclasses (TRL's) and any model (PEFT's) --
 
 _MODULE = "transformers.trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entered:
-    """A script's call of `Trainer.train`.
-
-    Attributes:
-        trainer: The Trainer.
-        arguments: Of the call, by name: `resume_from_checkpoint` and the like.
-    """
+    """A script's call of `Trainer.train`, with its arguments by name."""
 
     trainer: Any
     arguments: dict[str, Any]
 
 
 class _HuggingFaceTrainer:
-    """As in `Adapter`."""
+    """See `Adapter`."""
 
     name = "the Hugging Face Trainer"
 
     def claims(self, made: object) -> bool:
-        """As in `Adapter`."""
+        """See `Adapter`."""
         module = sys.modules.get(_MODULE)
         return isinstance(made, Entered) or (module is not None and isinstance(made, module.Trainer))
 
     def run_of(self, made: Any) -> TrainingRun:
-        """As in `Adapter`."""
+        """See `Adapter`."""
         entered = made if isinstance(made, Entered) else Entered(trainer=made, arguments={})
         return TrainingRun.from_trainer(entered.trainer, **entered.arguments)
 
     def at_entry(self, reached: Callable[[object], None]) -> AbstractContextManager[None]:
-        """As in `Adapter`."""
+        """See `Adapter`."""
 
         def stand_in(original: Original) -> Original:
             signature = inspect.signature(original)
 
             def train(*args: Any, **kwargs: Any) -> None:
                 arguments = signature.bind(*args, **kwargs).arguments
-                arguments.update(arguments.pop("kwargs", {}))  # older releases take some that are deprecated
+                arguments.update(arguments.pop("kwargs", {}))  # older releases have deprecated ones there
                 reached(Entered(trainer=arguments.pop("self"), arguments=arguments))
 
             return train
@@ -257,13 +226,10 @@ class _HuggingFaceTrainer:
 TRAINER: Final[Adapter] = _HuggingFaceTrainer()
 
 
-# The frameworks that are known.
-
-
 ADAPTERS: Final[tuple[Adapter, ...]] = (TRAINER, LIGHTNING, ACCELERATE)
-"""Asked in this order who claims what a factory returned."""
+"""The order in which they are asked whether they claim a factory's result."""
 
 
 def adapter_of(made: object) -> Adapter | None:
-    """Returns the framework that made it; None if it is none that is known."""
+    """Returns the adapter of the framework that made it; None if there is none."""
     return next((adapter for adapter in ADAPTERS if adapter.claims(made)), None)

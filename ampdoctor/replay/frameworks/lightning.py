@@ -1,7 +1,7 @@
-"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer is shown.
+"""The parts of a run whose step is that of Lightning's Trainer, and the devices that the Trainer sees.
 
-Its `fit()` is called and sets everything up: strategy, precision plugin, what `configure_optimizers` returns, hooks of
-callbacks and module up to the start of the first epoch. It is stopped where that epoch's loop begins.
+`fit()` sets up strategy, precision plugin, the optimizers of `configure_optimizers`, and the hooks of callbacks and
+module up to the start of the first epoch. It is stopped where that epoch's loop begins.
 """
 
 from __future__ import annotations
@@ -20,28 +20,24 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.lightning_step import Position, counted, take_update
 from ampdoctor.replay.frameworks.resuming import Original, RandomPlace, standing_in
 
-# Lightning: a module and its Trainer are a run; its own loops take the steps.
-
-
 PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """The names under which Lightning is installed: two copies of the same code."""
 
-
 _LEFT_OUT = ("Checkpoint", "EarlyStopping", "ProgressBar", "ModelSummary", "Timer")
-"""Callbacks that write, show or end a training, and change nothing of a step."""
+"""Callbacks that write, display or end a training, and change nothing in a step."""
 
 
 class _Reached(BaseException):
-    """Ends `fit()` at its first epoch; no `except Exception` swallows it."""
+    """Ends `fit()` at its first epoch; a BaseException, so that no `except Exception` catches it."""
 
 
 class _Launcher:
-    """Stands in for a strategy's launcher: `fit` ends quietly at its first epoch, and tears nothing down."""
+    """Replaces a strategy's launcher: `fit` ends quietly at its first epoch, without teardown."""
 
     is_interactive_compatible = True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002 - the seam's signature
-        """As Lightning's launchers."""
+        """See Lightning's launchers."""
         try:
             return function(*args, **kwargs)
         except _Reached:
@@ -49,15 +45,10 @@ class _Launcher:
 
 
 def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for a module and a Trainer, which are attached to each other from now on.
+    """Returns the arguments of `TrainingRun` for a module and a Trainer, which stay attached to each other.
 
-    Args:
-        module: The LightningModule.
-        trainer: The Trainer; None: one that trains in fp16, with nothing else set.
-        arguments: The others of its `fit()`.
-
-    Raises:
-        FactoryError: What it trains with is not replayed.
+    `arguments` are further ones of `fit()`; `trainer` None means a default one for fp16. Raises FactoryError if the
+    training is not replayed.
     """
     notes: list[str] = []
     if trainer is None:
@@ -93,11 +84,7 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
 
 
 def _package_of(made: Any, base: str) -> Any:
-    """Returns the package, `lightning.pytorch` or `pytorch_lightning`, of whose class this is an object.
-
-    Raises:
-        FactoryError: It is of neither.
-    """
+    """Returns the package (`PACKAGES`) whose class an object has; raises FactoryError if it has neither."""
     for package in PACKAGES:
         found = sys.modules.get(package)
         if isinstance(getattr(found, base, None), type) and isinstance(made, getattr(found, base)):
@@ -106,11 +93,7 @@ def _package_of(made: Any, base: str) -> Any:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuse what one process on one device does not do.
-
-    Raises:
-        FactoryError: The sentence says what it is.
-    """
+    """Raises FactoryError for trainings with several processes or devices."""
     strategy = type(trainer.strategy).__name__
     if trainer.world_size > 1:
         what = f"{trainer.world_size} processes"
@@ -124,7 +107,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
-    """Take out what writes files, shows progress, profiles or ends a training; yields what is worth to be said."""
+    """Remove what writes files, displays progress, profiles or ends a training; yields notes."""
     left = [name for callback in trainer.callbacks if (name := _left_out(callback)) is not None]
     connector = trainer._callback_connector  # noqa: SLF001 there is no public place between a module's callbacks and fit
     attach = connector._attach_model_callbacks  # noqa: SLF001
@@ -145,13 +128,13 @@ def _without_reports(trainer: Any, package: Any) -> Iterator[str]:
 
 
 def _left_out(callback: Any) -> str | None:
-    """The class's name, if the callback is one of those that a replay leaves out; also of a subclass."""
+    """Returns the class's name if the callback, or a base of it, is left out of a replay."""
     kinds = {cls.__name__ for cls in type(callback).__mro__ if "lightning" in cls.__module__.partition(".")[0]}
     return type(callback).__name__ if kinds & set(_LEFT_OUT) else None
 
 
 def _without_validation(trainer: Any) -> Iterator[str]:
-    """Leave out validation and loaders that are made anew; yields what is said about it."""
+    """Leave out validation and the reload of loaders; yields notes."""
     loop = trainer.fit_loop
     if trainer.enable_validation:
         trainer.limit_val_batches = 0
@@ -167,10 +150,9 @@ def _without_validation(trainer: Any) -> Iterator[str]:
 
 
 def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace:
-    """Call `fit()` up to its first epoch's loop; returns where the generators stood when its iterator was made.
+    """Call `fit()` up to its first epoch's loop; returns the generators' states when its iterator was made.
 
-    Raises:
-        FactoryError: It ended before.
+    Raises FactoryError if `fit()` ended before.
     """
     loop = trainer.fit_loop
     places: list[RandomPlace] = []
@@ -182,7 +164,7 @@ def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace
         load_states()
 
     def stop() -> None:
-        loop.epoch_loop.reset()  # which finds out where a checkpoint that fit() has resumed stood in its epoch
+        loop.epoch_loop.reset()  # finds the position in the epoch of a checkpoint that fit() has resumed
         loop.epoch_loop.on_iteration_done()
         reached.append(True)
         raise _Reached
@@ -205,7 +187,7 @@ def _attach(trainer: Any, module: Any, arguments: dict[str, Any]) -> RandomPlace
 
 @contextmanager
 def _changed(of: Any, name: str, value: Any) -> Iterator[None]:
-    """An object's method is another one inside."""
+    """Replaces a method of an object while inside."""
     setattr(of, name, value)
     try:
         yield
@@ -220,7 +202,7 @@ def _refuse_fetching_steps(trainer: Any) -> None:
 
 
 def _fetcher(trainer: Any) -> Any:
-    """Returns a new one of the kind that the Trainer fetches with."""
+    """Returns a new data fetcher of the Trainer's kind."""
     module = sys.modules[type(trainer.fit_loop).__module__]
     return module._select_data_fetcher(trainer, module.RunningStage.TRAINING)  # noqa: SLF001 what fit itself calls
 
@@ -254,11 +236,7 @@ def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool)
 
 
 def _precision(trainer: Any) -> tuple[str, bool]:
-    """Returns what it computes in, and whether by autocast.
-
-    Raises:
-        FactoryError: It is none of the four formats.
-    """
+    """Returns the compute format, and whether it comes from autocast; raises FactoryError for other formats."""
     plugin = trainer.precision_plugin
     kind = type(plugin).__name__
     found = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(plugin.precision)
@@ -272,7 +250,7 @@ def _precision(trainer: Any) -> tuple[str, bool]:
 
 
 def _scaler(trainer: Any) -> Any:
-    """Returns the settings of the plugin's GradScaler, or the scaler itself where `fit()` has resumed its state."""
+    """Returns the settings of the plugin's GradScaler, or the scaler itself if `fit()` has resumed its state."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if type(scaler) is not torch.amp.GradScaler or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
         return scaler
@@ -285,13 +263,11 @@ def _scaler(trainer: Any) -> Any:
     }
 
 
-# Lightning's Trainer on a machine without a GPU, as if the one device that it asks for were there.
+# -- one device on a machine without a GPU --
 #
-# Lightning looks for devices itself, in the constructor of its Trainer, and trains in bf16 where fp16 is asked for on a
-# CPU. While a replay follows CUDA's policy, a Trainer that is made gets an accelerator that is CUDA's by name and type:
-# fp16 is fp16, with a GradScaler, and tensors stay where they are, as with all user code. Under the CPU's own policy a
-# Trainer that wants a GPU gets the CPU.
-
+# Lightning looks for devices in the Trainer's constructor, and on a CPU replaces fp16 by bf16. While a replay follows
+# CUDA's policy, a new Trainer gets an accelerator with CUDA's name and type: fp16 stays fp16, with a GradScaler, and
+# tensors stay where they are. Under the CPU's own policy a Trainer that wants a GPU gets the CPU.
 
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 _GPUS = ("auto", "gpu", "cuda")
@@ -299,11 +275,9 @@ _GPUS = ("auto", "gpu", "cuda")
 
 @contextmanager
 def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None]:
-    """While inside, a Trainer of Lightning's that is made trains on one device, which need not be there.
+    """Inside, a new Trainer trains on one device: a CUDA device that need not exist if `pretended`, else the CPU.
 
-    Args:
-        note: Told a sentence where the Trainer gets something else than it asks for.
-        pretended: Is the device one of CUDA's that is not there? Else it is the CPU.
+    `note` gets a sentence if the Trainer gets something else than it asked for.
     """
 
     def stand_in(package: str, original: Original) -> Original:
@@ -327,11 +301,7 @@ def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None
 
 
 def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *, pretended: bool) -> None:
-    """Change the arguments of a Trainer's constructor so that one process on this machine can hold them.
-
-    Raises:
-        FactoryError: They name several devices, or what is not replayed.
-    """
+    """Change a Trainer's arguments for one process on this machine; raises FactoryError if that is impossible."""
     strategy = asked["strategy"]
     named = strategy if isinstance(strategy, str) else type(strategy).__name__
     accelerator = asked["accelerator"]
@@ -354,7 +324,7 @@ def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *,
 
 
 def _count(devices: Any) -> int:
-    """How many devices a Trainer's argument means; "auto" and -1 mean those that are there."""
+    """Returns the number of devices that a Trainer's argument means; "auto" and -1 count as 1."""
     if isinstance(devices, str):
         listed = [part for part in devices.split(",") if part.strip()]
         if len(listed) > 1 or devices.endswith(","):
@@ -368,44 +338,44 @@ def _count(devices: Any) -> int:
 @functools.cache
 def _accelerator_class(package: Any) -> Any:
     class CUDAAccelerator(package.accelerators.CUDAAccelerator):  # type: ignore[misc]
-        """CUDA's, of which there is one that nothing is asked of."""
+        """A CUDA device that does nothing."""
 
         def setup_device(self, device: Any) -> None:
-            """Nothing has to be set."""
+            """Do nothing."""
 
         def setup(self, trainer: Any) -> None:
-            """Nothing has to be set."""
+            """Do nothing."""
 
         def teardown(self) -> None:
-            """Nothing has to be emptied."""
+            """Do nothing."""
 
         def get_device_stats(self, device: Any) -> dict[str, Any]:  # noqa: ARG002 - the seam's signature
-            """There are none."""
+            """Returns no stats."""
             return {}
 
         @staticmethod
         def parse_devices(devices: Any) -> Any:  # noqa: ARG004 - the seam's signature
-            """One."""
+            """Returns one device."""
             return [0]
 
         @staticmethod
         def get_parallel_devices(devices: Any) -> Any:
-            """One."""
+            """Returns one device."""
             return [torch.device("cuda", index) for index in devices]
 
         @staticmethod
         def auto_device_count() -> int:
-            """One."""
+            """Returns one device."""
             return 1
 
         @staticmethod
         def is_available() -> bool:
-            """It is."""
+            """Returns True."""
             return True
 
         @classmethod
         def register_accelerators(cls, accelerator_registry: Any) -> None:
-            """It is in no registry."""
+            """Do nothing."""
 
     return CUDAAccelerator
 

@@ -16,74 +16,46 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.resuming import RandomPlace, beginning_at, pass_over, place_schedule
 
-# What the optimizer steps of Lightning's Trainer take, in its order, from any of its steps on.
+# -- the Trainer's updates, in its order, from any of them on --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step takes.
+    """One optimizer step."""
 
-    Attributes:
-        batches: The micro-batches.
-        epoch: The epoch, from 0.
-        index: Batches of the epoch that came before.
-        number: Updates that came before, in all epochs.
-        closes: It is the last of its epoch.
-        first: It is the first of a replay.
-    """
-
-    batches: list[Any]
-    epoch: int
-    index: int
-    number: int
-    closes: bool
-    first: bool
+    batches: list[Any]  # micro-batches
+    epoch: int  # from 0
+    index: int  # batches of the epoch before it
+    number: int  # updates before it, in all epochs
+    closes: bool  # the last of its epoch
+    first: bool  # of a replay
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Position:
-    """A Trainer at the start of its training.
+    """A Trainer at the start of its training."""
 
-    Attributes:
-        fetcher: Makes what fetches an epoch's batches from the Trainer's combined loader.
-        set_epoch: Tells a loader's sampler the epoch.
-        random: Where the generators stood.
-        length: Batches in an epoch; infinite where nobody knows.
-        accumulate: Micro-batches of an update, by epoch.
-        max_epochs: Epochs of the training; -1: no end.
-        max_steps: Optimizer steps of the training; -1: no end.
-        steps: Optimizer steps that an update counts as: several where each of several optimizers steps.
-        epoch: The epoch in which the Trainer stands: not 0 where it has resumed a checkpoint itself.
-        index: Batches of this epoch that it counts as seen.
-        number: Updates that it counts.
-    """
-
-    fetcher: Callable[[Any], Any]
-    set_epoch: Callable[[Any, int], None]
+    fetcher: Callable[[Any], Any]  # makes the fetcher of an epoch's batches from the Trainer's combined loader
+    set_epoch: Callable[[Any, int], None]  # of a loader's sampler
     random: RandomPlace
-    length: float
-    accumulate: Callable[[int], int]
-    max_epochs: int
-    max_steps: int
-    steps: int = 1
-    epoch: int = 0
-    index: int = 0
-    number: int = 0
+    length: float  # batches in an epoch; infinite if unknown
+    accumulate: Callable[[int], int]  # micro-batches of an update, by epoch
+    max_epochs: int  # -1: no end
+    max_steps: int  # -1: no end
+    steps: int = 1  # optimizer steps in an update: several if each of several optimizers steps
+    epoch: int = 0  # of the start: not 0 if the Trainer itself has resumed a checkpoint
+    index: int = 0  # batches of this epoch that it counts as seen
+    number: int = 0  # updates that it counts
 
     def updates(self, loader: Any, start: int = 0) -> Iterator[Update]:
-        """Yields the updates.
+        """Yields the updates from the Trainer's combined loader; raises FactoryError if the training ends before them.
 
-        Args:
-            loader: The Trainer's combined loader.
-            start: Optimizer steps that a checkpoint holds; 0: those that the Trainer itself has resumed.
-
-        Raises:
-            FactoryError: The training ends before the first of them.
+        `start` counts the optimizer steps in a checkpoint; 0: those that the Trainer itself has resumed.
         """
         epoch, index, number, skipped = self.epoch, self.index, self.number, 0
         begin = start // self.steps if start else number
         if start and math.isinf(self.length):
-            epoch = index = number = 0  # nobody knows where an epoch ends: all are drawn
+            epoch = index = number = 0  # the end of an epoch is unknown: all batches are drawn
         elif start:
             number = begin
             epoch, index = self._place(number)
@@ -116,7 +88,7 @@ class Position:
         return 0 <= self.max_epochs <= epoch or 0 <= self.max_steps <= number * self.steps
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Returns the epoch and the batch in it with which an update begins."""
+        """Returns the epoch of an update, and the index of its first batch in it."""
         for epoch in itertools.count():
             per_epoch = math.ceil(self.length / self.accumulate(epoch))
             if number < per_epoch:
@@ -125,7 +97,7 @@ class Position:
         raise AssertionError("an endless count has ended")
 
     def _fetched(self, loader: Any, epoch: int, skipped: int, *, anew: bool) -> Any:
-        """Returns what fetches an epoch's batches, those that are skipped already behind it."""
+        """Returns the fetcher of an epoch's batches, after the skipped ones."""
         loaders = loader.flattened
         for one in loaders:
             self.set_epoch(one, epoch)
@@ -140,7 +112,7 @@ class Position:
         return fetcher
 
     def _pass_over(self, loader: Any, epochs: int) -> None:
-        """Let the loaders' generators move as in the epochs before."""
+        """Advance the loaders' generators as in the earlier epochs."""
         self.random.restore_own()
         for epoch in range(epochs):
             for one in loader.flattened:
@@ -150,7 +122,7 @@ class Position:
     def _grouped(self, fetcher: Any, epoch: int, index: int) -> Iterator[tuple[list[Any], bool]]:
         """Yields the micro-batches of each update, and whether the epoch ends with it."""
         group: list[Any] = []
-        for batch, _, _ in iter(partial(next, fetcher, None), None):  # a `for` over it would begin anew
+        for batch, _, _ in iter(partial(next, fetcher, None), None):  # a `for` over it would start anew
             group.append(batch)
             index += 1
             closes = fetcher.done or index == self.length
@@ -162,7 +134,7 @@ class Position:
 
 
 class _Given:
-    """Hands the Trainer's loop the batches of an update, in place of what fetches them from the loader."""
+    """Replaces the data fetcher of the Trainer's loop with the batches of an update."""
 
     def __init__(self, update: Update) -> None:
         self._batches = list(update.batches)
@@ -172,7 +144,7 @@ class _Given:
 
     @property
     def done(self) -> bool:
-        """Is the epoch's last batch out?"""
+        """Was the epoch's last batch drawn?"""
         return self._closes and not self._batches
 
     def __iter__(self) -> _Given:
@@ -184,7 +156,7 @@ class _Given:
 
 
 def counted(trainer: Any) -> tuple[Any, ...]:
-    """Returns what a step moves beside the model, so that a walk from the step comes to it before it comes to data."""
+    """Returns what a step changes beside the model, so that a walk from the step reaches it before it reaches data."""
     epoch = trainer.fit_loop.epoch_loop
     progress = (
         trainer.fit_loop.epoch_progress,
@@ -198,7 +170,7 @@ def counted(trainer: Any) -> tuple[Any, ...]:
 
 
 def _leaves(progress: Any) -> Iterator[dict[str, Any]]:
-    """Yields where a progress of Lightning's, which consists of others, counts."""
+    """Yields the counters' tables in a nested progress of Lightning's."""
     yield vars(progress)
     for field in dataclasses.fields(progress):
         value = getattr(progress, field.name)
@@ -215,15 +187,8 @@ def take_update(
 ) -> torch.Tensor | None:
     """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks.
 
-    Args:
-        trainer: The Trainer, as `lightning_parts` has left it.
-        moved: What a step moves beside the model.
-        batch: What the step takes.
-        scaler: The scaler of the replay, which stands in for the plugin's.
-        autocast: The replay's, for a plugin that enters none itself.
-
-    Returns:
-        The sum of the micro-batches' losses, each divided by their number as Lightning does; None if there is none.
+    The replay's `scaler` replaces the plugin's, and its `autocast` is used if the plugin enters none. Returns the sum
+    of the micro-batches' losses, each divided by their number as Lightning does; None if there is none.
     """
     plugin, loop = trainer.precision_plugin, trainer.fit_loop
     if getattr(plugin, "scaler", None) is not None:
@@ -256,10 +221,10 @@ def take_update(
 
 
 def _step_after_backward(plugin: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-    """As the plugin's own, but forward and backward are done when the optimizer's step begins, as in other loops.
+    """As the plugin's own, but runs forward and backward before the optimizer's step, as other loops do.
 
-    Lightning hands them to the optimizer as a closure, which calls it first thing: what looks at the gradients with
-    which a step begins would see none.
+    Lightning passes them to the optimizer as a closure, which the optimizer calls first: code that checks the gradients
+    at the start of a step would see none.
     """
     run = partial(plugin._wrap_closure, model, optimizer, closure)  # noqa: SLF001 what the plugin's own step calls
     with torch.enable_grad():
@@ -268,7 +233,7 @@ def _step_after_backward(plugin: Any, optimizer: Any, model: Any, closure: Calla
 
 
 def _place(trainer: Any, update: Update) -> None:
-    """Let the loops, and the schedules, be where the update begins, as they are after those before it."""
+    """Set the loops and the schedules to the start of the update."""
     loop = trainer.fit_loop
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
     for counter in ("ready", "started", "processed", "completed"):
@@ -283,14 +248,14 @@ def _place(trainer: Any, update: Update) -> None:
     if automatic:
         steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         _place_schedules(trainer, update)
-    else:  # which steps its optimizers and schedules itself
+    else:  # the module steps its optimizers and schedules itself
         steps = loop.epoch_loop.manual_optimization.optim_step_progress.total
     steps.ready = steps.completed = update.number * (1 if automatic else len(trainer.optimizers))
     loop.epoch_loop._batches_that_stepped = update.number  # noqa: SLF001 what loggers are told
 
 
 def _place_schedules(trainer: Any, update: Update) -> None:
-    """Let the schedules go on where they stood: Lightning moves them on after a skipped step as well."""
+    """Advance the schedules to the update: Lightning steps them after a skipped step too."""
     for config in trainer.lr_scheduler_configs:
         taken = (update.number if config.interval == "step" else update.epoch) // config.frequency
         if not config.reduce_on_plateau and getattr(config.scheduler, "last_epoch", taken) < taken:
@@ -299,7 +264,7 @@ def _place_schedules(trainer: Any, update: Update) -> None:
 
 @contextmanager
 def _losses(trainer: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects what the loop's optimization returns as the loss of each micro-batch."""
+    """Collects the loss of each micro-batch from the loop's optimization."""
     epoch = trainer.fit_loop.epoch_loop
     automatic = trainer.lightning_module.automatic_optimization
     optimization = epoch.automatic_optimization if automatic else epoch.manual_optimization

@@ -1,4 +1,4 @@
-"""Where loaders and schedules stand when a checkpoint is resumed, and stand-ins for a framework's methods."""
+"""Positions loaders and schedules at a resumed checkpoint, and replaces methods of frameworks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,23 @@ from ampdoctor.replay.snapshot import clone
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RandomPlace:
-    """Where the generators stood at a run's start: each of its replays draws from there.
+    """The generators' states at a run's start, from which each of its replays draws."""
 
-    Attributes:
-        common: The state of torch's own generator.
-        own: The loaders' generators, each with its state.
-    """
-
-    common: torch.Tensor
-    own: list[tuple[torch.Generator, torch.Tensor]]
+    common: torch.Tensor  # the state of torch's own generator
+    own: list[tuple[torch.Generator, torch.Tensor]]  # the loaders' generators with their states
 
     @classmethod
     def of(cls, loaders: list[Any]) -> RandomPlace:
-        """Take it down."""
+        """Record the present states."""
         return cls(common=torch.get_rng_state(), own=[(one, one.get_state()) for one in generators_of(loaders)])
 
     def restore_own(self) -> None:
-        """Let the loaders' generators stand there again."""
+        """Restore the loaders' generators."""
         for generator, state in self.own:
             generator.set_state(state)
 
     def open(self, make: Callable[[], Any]) -> Any:
-        """Returns what `make` makes from there; torch's own generator is then where it was before this call."""
+        """Returns the result of `make` with the recorded states; torch's own generator is restored afterwards."""
         now = torch.get_rng_state()
         torch.set_rng_state(self.common)
         self.restore_own()
@@ -67,23 +62,21 @@ def generators_of(loaders: list[Any]) -> list[torch.Generator]:
 
 
 def pass_over(loader: Any, taken: int | None) -> None:
-    """Let a loader's own generators move as an epoch moves them, without loading anything.
+    """Advance a loader's own generators as an epoch does, without loading anything; its sampler has the epoch's number.
 
-    Args:
-        loader: The loader; its sampler knows the epoch.
-        taken: Batches that the epoch asks for; None: until there are no more, which moves a sampler once again.
+    `taken` is the number of batches that the epoch draws; None: until the end, which calls the sampler once more.
     """
     if not generators_of([loader]) or not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return
     if isinstance(loader.generator, torch.Generator):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as an iterator's seed is drawn
-    for _ in itertools.islice(loader.batch_sampler, None if loader.num_workers else taken):  # workers ask ahead
+    for _ in itertools.islice(loader.batch_sampler, None if loader.num_workers else taken):  # workers prefetch
         pass
 
 
 @contextmanager
 def beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
-    """Iterators that are made inside begin so many batches later, and load none of those; yields how many are left."""
+    """Inside, new iterators skip the first batches without loading them; yields how many the caller must still skip."""
     only = loaders[0] if len(loaders) == 1 else None
     sampler = getattr(only, "batch_sampler", None)
     mapped = isinstance(only, DataLoader) and not isinstance(only.dataset, IterableDataset)
@@ -98,7 +91,7 @@ def beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
 
 
 class _Later:
-    """A batch sampler from a later batch on."""
+    """A batch sampler without its first batches."""
 
     def __init__(self, sampler: Any, skipped: int) -> None:
         self._sampler = sampler
@@ -111,17 +104,13 @@ class _Later:
         return len(self._sampler)
 
 
-# Lets a learning-rate schedule go on where a checkpoint stands: a replay loads its weights and optimizers only.
+# -- learning-rate schedules: a replay loads only weights and optimizers of a checkpoint --
 
 
 def place_schedule(scheduler: Any, steps: int) -> None:
-    """Move a fresh schedule on; the rates that the checkpoint has brought stay.
+    """Advance a fresh torch scheduler by at most `steps` steps; the rates from the checkpoint stay.
 
-    Where skipped updates did not count, the schedule stands earlier: at the last place that gives those rates.
-
-    Args:
-        scheduler: A scheduler of torch's.
-        steps: How often it was stepped at most.
+    If skipped updates did not count, the schedule is earlier: at its last position with those rates.
     """
     groups = scheduler.optimizer.param_groups
     loaded = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -137,7 +126,7 @@ def place_schedule(scheduler: Any, steps: int) -> None:
 
 
 def _walk(scheduler: Any, rates: list[Any], steps: int, wanted: list[float]) -> int | None:
-    """Step it from its first rates; returns after how many steps it gave the wanted rates last."""
+    """Step it from its first rates; returns the last number of steps after which it had the wanted rates."""
     groups, found = scheduler.optimizer.param_groups, None
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
@@ -149,22 +138,14 @@ def _walk(scheduler: Any, rates: list[Any], steps: int, wanted: list[float]) -> 
     return found
 
 
-# A method of a framework's class that something else stands in for, also if the framework is imported only later.
-
+# -- replacing a method of a class that may be imported later --
 
 Original = Callable[..., Any]
 
 
 @contextmanager
 def standing_in(module: str, cls: str, method: str, stand_in: Callable[[Original], Original]) -> Iterator[None]:
-    """While inside, a method of a class is another one; nothing is imported for it.
-
-    Args:
-        module: The module that defines the class.
-        cls: The class.
-        method: The method.
-        stand_in: Takes the method and returns what stands in for it.
-    """
+    """Inside, `stand_in(method)` replaces a method of a class, also if `module` is imported only later."""
     changed: list[tuple[type, Original]] = []
 
     def change(imported: ModuleType) -> None:
@@ -189,7 +170,7 @@ def standing_in(module: str, cls: str, method: str, stand_in: Callable[[Original
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the others find; one module is changed as soon as it has been run."""
+    """Finds modules by the other finders, and changes one module right after its execution."""
 
     def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
         self._module = module
@@ -198,14 +179,14 @@ class _Finder(MetaPathFinder):
         self._following = ExitStack()
 
     def leave(self) -> None:
-        """A module that was found inside may be run afterwards, and is then its own."""
+        """Stop following a module that was found inside but is executed later."""
         self._following.close()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As the import system asks."""
-        if fullname != self._module or self._asks:  # others may ask the others as well
+        """See `MetaPathFinder`."""
+        if fullname != self._module or self._asks:  # other finders may call finders too
             return None
         self._asks = True
         try:

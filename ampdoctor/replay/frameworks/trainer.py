@@ -1,7 +1,7 @@
-"""The parts of a run whose step and batches are the Hugging Face Trainer's own.
+"""The parts of a run with the Hugging Face Trainer's own step and batches.
 
-The Trainer's `train()` is called and sets itself up: optimizer, scheduler, what Accelerate prepares, what callbacks do
-at the start. It is stopped where it asks for the batches of its first update.
+`train()` sets up optimizer, scheduler and what Accelerate prepares, and calls the callbacks' start. It is stopped where
+it fetches the batches of its first update.
 """
 
 from __future__ import annotations
@@ -21,32 +21,26 @@ import torch
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.resuming import place_schedule
 
-# What the Hugging Face Trainer's updates take, in its order, from any of its updates on.
+# -- the Trainer's updates, in its order, from any of them on --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one update of the Trainer takes.
+    """One update of the Trainer.
 
-    Attributes:
-        batches: The micro-batches.
-        items: Gives the number of items (tokens) in all of them, or None where the Trainer does not count them. A
-            function, because the number is no data that a cast may round.
-        number: Updates that were taken before it.
-        epoch: Epochs that were gone through before it.
-        first: It is the first of a replay.
-        closes: The optimizer steps after it: not where an epoch of unknown length ends within an accumulation.
+    `items` returns the number of items (tokens) in all batches, or None if the Trainer does not count them. It is a
+    function, because a cast of the data must not round the number.
     """
 
-    batches: list[Any]
+    batches: list[Any]  # micro-batches
     items: Callable[[], Any]
-    number: int
-    epoch: float
-    first: bool
-    closes: bool
+    number: int  # updates before it
+    epoch: float  # epochs before it
+    first: bool  # of a replay
+    closes: bool  # the optimizer steps after it: not if an epoch of unknown length ends during accumulation
 
     def place(self, trainer: Any) -> None:
-        """Let the Trainer, and its schedule, be where this update begins."""
+        """Set the Trainer's state and schedule to the start of this update."""
         trainer.state.global_step, trainer.state.epoch = self.number, self.epoch
         trainer.current_gradient_accumulation_steps = len(self.batches)
         scheduler = trainer.lr_scheduler
@@ -56,28 +50,18 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Position:
-    """A Trainer at the start of its training.
-
-    Attributes:
-        trainer: The Trainer.
-        asks: What its loop passes to `get_batch_samples` beside iterator and count.
-        begun: Updates that it had taken: those of the checkpoint from which it has resumed itself.
-        resumed: That checkpoint's folder; None if it has not.
-    """
+    """A Trainer at the start of its training."""
 
     trainer: Any
-    asks: tuple[Any, ...]
-    begun: int
-    resumed: str | None
+    asks: tuple[Any, ...]  # its loop's arguments for `get_batch_samples` after iterator and count
+    begun: int  # updates before the start: those of the checkpoint that the Trainer itself has resumed
+    resumed: str | None  # that checkpoint's folder
 
 
 def updates(loader: Any, position: Position, start: int = 0) -> Iterator[Update]:
-    """Yields the updates as the Trainer's loop makes them, by its own rules for a training that goes on.
+    """Yields the updates as the Trainer's loop makes them, by its own rules for a resumed training.
 
-    Args:
-        loader: The loader that Accelerate has prepared.
-        position: The Trainer.
-        start: Updates that a checkpoint holds; 0: those that the Trainer itself has resumed.
+    `loader` was prepared by Accelerate; `start` counts the updates in a checkpoint (0: those that the Trainer resumed).
     """
     trainer = position.trainer
     args, state = trainer.args, trainer.state
@@ -142,7 +126,7 @@ def _skipping(loader: Any, batches: int) -> Any:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """As the Trainer does: of the loader, and of a sampler that Accelerate's wrapper hides."""
+    """Set the epoch, as the Trainer does, of the loader and of a sampler inside Accelerate's wrapper."""
     hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for one in (loader, hidden):
         go_to = getattr(one, "set_epoch", None)
@@ -156,27 +140,22 @@ def _resume_random_state(trainer: Any, folder: str) -> None:
 
 _HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _SCREEN = {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
-"""Callbacks that show how far a training is."""
+"""Callbacks that display a training's progress."""
 
 
 class _Reached(BaseException):
-    """Ends `train()` at its first update; no `except Exception` swallows it."""
+    """Ends `train()` at its first update; a BaseException, so that no `except Exception` catches it."""
 
 
 def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `TrainingRun` for a Trainer, which is at the start of its training from now on.
+    """Returns the arguments of `TrainingRun` for a Trainer, which stays at the start of its training.
 
-    Args:
-        trainer: A `transformers.Trainer`.
-        arguments: Those of its `train()`.
-
-    Raises:
-        FactoryError: What it trains with is not replayed.
+    `arguments` are those of `train()`. Raises FactoryError if the training is not replayed.
     """
     _refuse(trainer)
     notes = _without_reports(trainer)
     asks = _enter(trainer, arguments)
-    _refuse(trainer)  # Accelerate's plugins may be made by train()
+    _refuse(trainer)  # again, as train() may make Accelerate's plugins
     wrapped = trainer.optimizer
     position = Position(
         trainer=trainer, asks=asks, begun=trainer.state.global_step, resumed=_resumed_from(trainer, arguments)
@@ -195,11 +174,7 @@ def trainer_parts(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuse what one process on one device does not do.
-
-    Raises:
-        FactoryError: The sentence says what it is.
-    """
+    """Raises FactoryError for DeepSpeed, FSDP, several devices, FP8 and old releases."""
     args = trainer.args
     several = args.world_size if args.world_size > 1 else args.n_gpu
     what = None
@@ -219,7 +194,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def _without_reports(trainer: Any) -> tuple[str, ...]:
-    """Take out the callbacks that write to a tracker or the screen; returns a sentence about the former."""
+    """Remove callbacks that write to a tracker or the screen; returns a note about trackers."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
@@ -234,10 +209,9 @@ def _without_reports(trainer: Any) -> tuple[str, ...]:
 
 
 def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Call `train()` up to its first update; returns what it passes to `get_batch_samples` beside iterator and count.
+    """Call `train()` up to its first update; returns its arguments for `get_batch_samples` after iterator and count.
 
-    Raises:
-        FactoryError: It ended before.
+    Raises FactoryError if `train()` ended before.
     """
     asks: list[tuple[Any, ...]] = []
 
@@ -249,7 +223,7 @@ def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     try:
         trainer.train(**arguments)
     except _Reached as error:
-        traceback.clear_frames(error.__traceback__)  # they hold an iterator that was not begun
+        traceback.clear_frames(error.__traceback__)  # its frames hold an iterator that was not started
     finally:
         del trainer.get_batch_samples
     if not asks:
@@ -258,7 +232,7 @@ def _enter(trainer: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
-    """Returns the folder from which `train()` itself has resumed."""
+    """Returns the folder that `train()` itself has resumed, or None."""
     folder = arguments.get("resume_from_checkpoint")
     if folder is True:
         from transformers.trainer_utils import get_last_checkpoint
@@ -268,7 +242,7 @@ def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
 
 
 def _precision(trainer: Any) -> tuple[str, bool]:
-    """Returns what it really computes in, and whether by autocast: fp16 without a GPU, for one, is plain fp32."""
+    """Returns the real compute format, and whether it comes from autocast: fp16 without a GPU is plain fp32."""
     if trainer.accelerator.native_amp:
         return trainer.accelerator.mixed_precision, True
     elements: Counter[torch.dtype] = Counter()
@@ -281,7 +255,7 @@ def _precision(trainer: Any) -> tuple[str, bool]:
 
 
 def _scaler(trainer: Any) -> Any:
-    """Returns the settings of its GradScaler, or the scaler itself where `train()` has resumed its state."""
+    """Returns the settings of its GradScaler, or the scaler itself if `train()` has resumed its state."""
     scaler = trainer.accelerator.scaler
     if scaler is None or scaler._scale is not None:  # noqa: SLF001 its tensor is made by a first use or a load
         return scaler
@@ -295,18 +269,11 @@ def _scaler(trainer: Any) -> Any:
 
 
 def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor:
-    """Take one update as the Trainer's loop does: its `training_step` for each micro-batch, then clip and step.
+    """Take one update as the Trainer's loop does: `training_step` for each micro-batch, then clip and step.
 
-    Logging, evaluation and saving are left out; callbacks hear of the step.
-
-    Args:
-        trainer: The Trainer, as `trainer_parts` has left it.
-        batch: What the update takes.
-        scaler: The scaler of the replay, which stands in for Accelerate's.
-        autocast: The replay's, for a Trainer that enters none itself.
-
-    Returns:
-        The sum of what `training_step` returned, which is what the Trainer logs.
+    Logging, evaluation and saving are left out; callbacks are called. The replay's `scaler` replaces Accelerate's, and
+    its `autocast` is used if the Trainer enters none. Returns the sum of the results of `training_step`, as the Trainer
+    logs it.
     """
     accelerator, model = trainer.accelerator, trainer.model_wrapped
     if accelerator.scaler is not None:
@@ -331,7 +298,7 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
 
 
 def _step(trainer: Any, model: Any) -> None:
-    """Clip, step and clear the gradients, and move the schedule on where the scaler skipped nothing."""
+    """Clip, step, clear the gradients, and step the schedule unless the scaler skipped the step."""
     accelerator, args = trainer.accelerator, trainer.args
     norm = None
     if args.max_grad_norm is not None and args.max_grad_norm > 0:
@@ -350,7 +317,7 @@ def _step(trainer: Any, model: Any) -> None:
 
 
 def _waits_for_metrics(scheduler: Any) -> bool:
-    """Schedulers that the Trainer steps after an evaluation."""
+    """Does the Trainer step this scheduler after an evaluation?"""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 

@@ -1,1 +1,1 @@
-"""A script that trains, run up to its training loop, whose body becomes the step of a run: no factory is written."""
+"""Runs a script up to its training loop, whose body becomes the step of a run, so that no factory is needed."""

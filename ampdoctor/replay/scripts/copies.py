@@ -1,7 +1,7 @@
-"""Copies of the weights that each round of a script's loop makes before it comes to the loop: an average, a teacher.
+"""Copies of the weights (an average, a teacher) that each round of a script's loop makes before it reaches the loop.
 
-The statements that make them are run again where a replay begins the loop anew, and what they make takes the old one's
-place, in all variables and objects that hold it.
+When a replay starts the loop anew, their statements run again, and the new copies replace the old ones in all variables
+and objects.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from ampdoctor.replay.scripts.rewriting import LOOPS, SCOPES, is_within, way_wit
 from ampdoctor.replay.user_files import is_users_file
 
 FAILED = "{name}, a copy of the weights that each round makes, could not be made anew: {why}"
-_DEEPEST = 4
-"""Steps from a variable to a copy of a weight: `callbacks[0].ema.shadow["out.weight"]`."""
+_DEEPEST = 4  # steps from a variable to a copy of a weight: `callbacks[0].ema.shadow["out.weight"]`
 _MOST = 4096
 _NOT_REMADE = (torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler, torch.utils.data.DataLoader)
 _DEFINES = (*SCOPES, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)
@@ -37,43 +36,25 @@ _MAKER = "__ampdoctor_made_anew__"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Before:
-    """What one frame did before it came to the loop, or to the call that leads there.
-
-    Attributes:
-        file: Its file.
-        statements: In their order.
-        known: Its globals.
-        variables: Its variables, as they were at the loop.
-    """
+    """The code that one frame ran before it reached the loop, or the call that leads there."""
 
     file: str
     statements: tuple[ast.stmt, ...]
-    known: dict[str, Any]
-    variables: dict[str, Any]
+    known: dict[str, Any]  # its globals
+    variables: dict[str, Any]  # as they were at the loop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """Something that holds copies of weights.
+    """An object with copies of weights."""
 
-    Attributes:
-        name: As the code names it.
-        value: It.
-        holders: Cells, and pairs of a table and a key, that held it at the loop.
-    """
-
-    name: str
+    name: str  # in the user's code
     value: Any
-    holders: tuple[CellType | tuple[dict[str, Any], str], ...]
+    holders: tuple[CellType | tuple[dict[str, Any], str], ...]  # cells, and (table, key), that held it at the loop
 
 
 class Copies:
-    """What makes the copies of a run anew.
-
-    Args:
-        before: What the frames of the running round did, the outermost first.
-        body: The body of the loop.
-    """
+    """Makes the copies of a run anew; `before` has the frames of the running round, the outermost first."""
 
     def __init__(self, before: Sequence[_Before], body: Body) -> None:
         self._before, self._body = tuple(before), body
@@ -82,14 +63,7 @@ class Copies:
 
     @classmethod
     def of(cls, place: LoopPlace, around: LoopPlace | None, frame: FrameType, body: Body) -> Copies:
-        """Returns what the running round of the loop around a script's loop has done before it came to it.
-
-        Args:
-            place: The script's loop.
-            around: That loop; None if there is none.
-            frame: The frame of the script's loop.
-            body: The loop's body.
-        """
+        """Returns the copies that the running round of `around` has made before the loop `place` in `frame`."""
         before: list[_Before] = []
         for at, running in walk_stack(frame) if around is not None else ():
             file, line = at.f_code.co_filename, place.line if at is frame else running
@@ -122,7 +96,7 @@ class Copies:
         self._before = ()
 
     def __call__(self) -> str:
-        """Do it; returns a sentence that says what was made anew, or could not be; "" where there is nothing to say."""
+        """Make them anew; returns a sentence about the result, or "" if there is nothing to report."""
         done: list[str] = []
         for copies, maker in self._found:
             try:
@@ -131,7 +105,7 @@ class Copies:
                 return FAILED.format(name=copies[0].name, why=describe(error))
             for copy, new in zip(copies, made, strict=True):
                 if new is copy.value:
-                    continue  # made once, and no more
+                    continue  # made only once
                 if _parts(new, self._own) != _parts(copy.value, self._own):
                     return FAILED.format(name=copy.name, why="it is not made from the same model")
                 done.append(copy.name)
@@ -162,7 +136,7 @@ class Copies:
 
 
 def _ahead(way: Sequence[ast.AST]) -> Iterator[ast.stmt]:
-    """Yields the statements that stand before the way's own in its blocks."""
+    """Yields the statements before the given ones in their blocks, without definitions."""
     for outer, inner in itertools.pairwise(way):
         for block in ("body", "orelse", "finalbody"):
             statements = getattr(outer, block, None) or ()
@@ -175,7 +149,7 @@ def _ahead(way: Sequence[ast.AST]) -> Iterator[ast.stmt]:
 
 
 def _maker(before: _Before, names: Sequence[str]) -> Callable[[], tuple[Any, ...]] | None:
-    """Returns what runs the statements that make some of a frame's variables, and returns these; None if none can."""
+    """Returns a function that runs the statements for some of a frame's variables and returns these, or None."""
     if not names:
         return None
     made = [one for one in before.statements if _asked(one) & set(names)]
@@ -227,14 +201,14 @@ def _value(before: _Before, name: str) -> Any:
 
 
 def _depends_on_a_number(statement: ast.stmt, before: _Before) -> bool:
-    """Does a condition in it ask for a count? In another round that may be another one: `if epoch == 0`."""
+    """Does a condition in it use a counter (`if epoch == 0`)? In another round it may have another value."""
     tests = (node.test for node in ast.walk(statement) if isinstance(node, ast.If | ast.IfExp))
     read = (node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name))
     return any(type(before.variables.get(name)) is int for name in read)
 
 
 def _walked(value: Any) -> Iterator[Any]:
-    """Yields what a value holds, and it first."""
+    """Yields a value, then all that it holds."""
     seen: set[int] = set()
     queue: list[tuple[Any, int]] = [(value, 0)]
     for one, depth in queue:
@@ -243,7 +217,7 @@ def _walked(value: Any) -> Iterator[Any]:
         seen.add(id(one))
         yield one
         if isinstance(one, torch.nn.Module):
-            with suppress(Exception):  # the user's own class, which trains all the same
+            with suppress(Exception):  # the user's own class, which may still train
                 queue.extend((tensor, depth) for tensor in (*one.parameters(), *one.buffers()))
         if depth < _DEEPEST:
             queue.extend((held, depth + 1) for held in _held(one))
@@ -258,7 +232,7 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _table(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object, without asking its class for any."""
+    """Returns an object's attributes without calling its class."""
     try:
         table = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -267,12 +241,12 @@ def _table(value: Any) -> dict[str, Any] | None:
 
 
 def _parts(value: Any, own: frozenset[int]) -> set[int]:
-    """The ids of the run's own parts that a value leads to."""
+    """Returns the ids of the run's own parts that a value reaches."""
     return {id(one) for one in _walked(value) if id(one) in own or isinstance(one, _NOT_REMADE)}
 
 
 def _become(old: Any, new: Any) -> Any:
-    """Returns what holds the new value: the old object, of which others may know, where it can take it over."""
+    """Returns the object with the new value: the old object, which others may hold, if it can take the value over."""
     if type(old) is not type(new):
         return new
     if isinstance(old, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a script leaves in files and in the process: new files only, no checkpoint in replayed steps, nothing twice."""
+"""Protects files and process state from a script's runs: they write new files only, and replays save nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAVERS = (
     ("numpy", "", "save"),
     ("numpy", "", "savez"),
     ("numpy", "", "savez_compressed"),
-    ("safetensors.torch", "", "serialize_file"),  # what `save_file` asks, however early a script has taken hold of it
+    ("safetensors.torch", "", "serialize_file"),  # called by `save_file`, however early a script has imported that
     ("safetensors.numpy", "", "serialize_file"),
     ("torch.distributed.checkpoint", "", "save"),
     ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
@@ -45,37 +45,30 @@ _SAVERS = (
 )
 """Functions that save what was trained: the module, the class or "", the name."""
 _OPENERS = ((builtins, "open"), (io, "open"), (os, "open"))
-"""Functions that open a file; in the place of one that is to stay as it is, they open one that keeps nothing."""
+"""Functions that open a file; for a protected file they open a null device."""
 _CHANGERS = (
     *((os, name) for name in ("remove", "unlink", "rename", "replace", "truncate", "link", "symlink")),
     (shutil, "rmtree"),
 )
-"""Functions that change a file otherwise, which is then not done."""
-_NAMED = 3
-"""Files that a note names."""
+"""Functions that change a file in other ways; for a protected file they do nothing."""
+_NAMED = 3  # files that a note names
 _QUIET = {"WANDB_MODE": "disabled"}
-"""Variables that keep a replay out of a record of experiments, where the user has not said otherwise."""
+"""Variables that turn experiment trackers off in a replay, unless the user has set them."""
 
 COPY = "replay in a copy of the folder, if that file is to stay as it is"
-"""What to do about a file that a script's steps change."""
+"""Advice about a file that a script's steps change."""
 
 
 class _Stopped(StepHalted):
-    """Ends what the script has begun; its `except Exception` does not swallow it."""
+    """Ends the script; a BaseException, so that its `except Exception` does not catch it."""
 
 
 class _Spared(StepHalted):
-    """Ends the opening, or the removal, of a file that is to stay; those who ask for that see nothing of it."""
+    """Ends the opening or removal of a protected file; our wrappers catch it, so that callers do not see it."""
 
 
 class Files:
-    """The files of a script's runs.
-
-    Args:
-        name: The script's, for sentences.
-        folders: Its folder, and the working folder.
-        notes: Gets a sentence for each kind of thing that is done, or left out.
-    """
+    """The files of a script's runs, with its folder and the working folder; `notes` gets sentences."""
 
     def __init__(self, name: str, folders: Iterable[str | Path], notes: list[str]) -> None:
         self._name, self._folders, self._notes = name, tuple(folders), notes
@@ -86,25 +79,16 @@ class Files:
         self._asked = threading.local()
 
     def note(self, kind: str, sentence: str) -> None:
-        """Say something, once for each kind of thing.
-
-        Args:
-            kind: The kind.
-            sentence: What is said.
-        """
+        """Add a sentence, once for each `kind`."""
         if kind not in self._told:
             self._told.add(kind)
             self._notes.append(sentence)
 
     @contextmanager
     def guarded(self, left: Callable[[], bool]) -> Iterator[None]:
-        """Inside, what an earlier run of the user's has written is not changed.
+        """Inside, files of earlier runs are not changed; raises FactoryError if the script was stopped before a change.
 
-        Args:
-            left: Has the script been left? What it would clean up or save then is stopped without a word.
-
-        Raises:
-            FactoryError: A file that was there would have been changed, and the script was stopped before.
+        After the script is `left`, its cleanup and saving are stopped without a message.
         """
         stopped: list[str] = []
 
@@ -135,11 +119,7 @@ class Files:
             )
 
     def closed(self, generator: Generator[Any, Any, Any]) -> None:
-        """Close a generator that was left with the script: what its `finally` would write is stopped without a word.
-
-        Args:
-            generator: The user's.
-        """
+        """Close a user's generator after the script was left; writes in its `finally` are stopped without a message."""
 
         def stop(_did: str, _place: Path) -> None:
             raise _Stopped
@@ -149,10 +129,7 @@ class Files:
 
     @contextmanager
     def asked_to_save(self) -> Iterator[None]:
-        """Inside, functions that save checkpoints ask first whether they are to, and ever after under other names.
-
-        So do those that write, remove and move files.
-        """
+        """Inside, functions that save checkpoints or write, remove and move files first check whether they may."""
         with ExitStack() as stack:
             for home, name in _OPENERS:
                 _put(stack, home, name, self._sparing(getattr(home, name), _opened_nowhere))
@@ -166,7 +143,7 @@ class Files:
             yield
 
     def _sparing(self, original: Any, instead: Callable[..., Any]) -> Any:
-        """The function, which does something else where it would change a file that is to stay as it is."""
+        """Wraps a function that does something else if it would change a protected file."""
 
         @functools.wraps(original)
         def changing(*args: Any, **kwargs: Any) -> Any:
@@ -195,9 +172,9 @@ class Files:
 
     @contextmanager
     def saving_nothing(self) -> Iterator[None]:
-        """Inside, nothing is changed that was there before the script was run; what is not prevented becomes a note.
+        """Inside, no file from before the script is changed, and save functions do nothing, even if imported by name.
 
-        Functions that save checkpoints do nothing, those that a script has imported by name as well.
+        Changes that cannot be prevented become a note.
         """
         before, self._saves = self._saves, False
         try:
@@ -217,7 +194,7 @@ class Files:
         self.note("tried", changes_note(did, COPY))
 
     def _note_spared(self, place: Path) -> None:
-        """One note names the files, and grows with them."""
+        """Keep one note that names the files, and extend it."""
         if place in self._spared:
             return
         before = self._spared_note()
@@ -235,24 +212,24 @@ class Files:
 
 
 def _put(stack: ExitStack, place: Any, name: str, value: Any) -> None:
-    """Set an attribute, until the stack is left."""
+    """Set an attribute until the stack closes."""
     stack.callback(setattr, place, name, vars(place)[name])
     setattr(place, name, value)
 
 
 def _opened_nowhere(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what opens in a file's place: what is written there is kept nowhere."""
+    """Opens the null device instead of the file."""
     others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
     return original(os.devnull, *args[1:], **others)
 
 
 def _not_done(*_: Any, **__: Any) -> None:
-    """Stands for a change that is not made."""
+    """Replaces a change of a file."""
 
 
 @contextmanager
 def nothing_at_exit() -> Iterator[None]:
-    """Inside, what the user's own code registers for the end of the process is not done."""
+    """Inside, exit functions of the user's own code are not registered."""
     original = atexit.register
 
     def register(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +246,7 @@ def nothing_at_exit() -> Iterator[None]:
 
 @contextmanager
 def out_of_the_records() -> Iterator[None]:
-    """Inside, experiment trackers record nothing, unless the user has said how they are to run."""
+    """Inside, experiment trackers record nothing, unless the user has set their mode."""
     added = [name for name in _QUIET if name not in os.environ]
     os.environ.update({name: _QUIET[name] for name in added})
     try:
@@ -279,23 +256,22 @@ def out_of_the_records() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-# What a script enters in places that the whole process shares, and that refuse it a second time.
+# -- registrations, which the whole process shares and which refuse a second time --
 #
-# A script runs more than once in one process, as if each run were a process of its own. What it has registered is taken
-# back before it runs again: operators, the way in which processes start, names in the registries of libraries. Where a
-# setting cannot be taken back (the threads between operators) a second call is let pass.
-
+# A script runs more than once in one process, as if each run had its own. So its registrations are removed before it
+# runs again: operators, the start method of processes, names in libraries' registries. If a setting cannot be undone
+# (the number of interop threads), its second call is ignored.
 
 _MAIN = "__main__"
 _REGISTRIES = ("_extra_content", "_module_dict", "_obj_map", "_model_entrypoints")
-"""Where registries keep what was added: transformers' Auto classes, mmengine's and mmcv's, fvcore's and detectron2's,
-timm's; by attribute, as each of them raises for a name that is there."""
+"""Attributes of registries that raise for an existing name: transformers' Auto classes, mmengine's and mmcv's, fvcore's
+and detectron2's, timm's."""
 _OF = ("transformers", "mmengine", "mmcv", "fvcore", "detectron2", "iopath", "timm", "lightning_utilities")
-"""Packages that have such registries."""
+"""Packages with such registries."""
 
 
 class Registrations:
-    """What the runs of one script have registered and not taken back."""
+    """The registrations of one script's runs that have not been removed."""
 
     def __init__(self) -> None:
         self._libraries: list[Library] = []
@@ -304,7 +280,7 @@ class Registrations:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, what the user's code registers is kept in mind."""
+        """Inside, registrations by the user's code are recorded."""
         if not self._begun:
             self._begun = True
             self._start = context._default_context._actual_context  # type: ignore[attr-defined]  # noqa: SLF001
@@ -318,7 +294,7 @@ class Registrations:
 
         @wraps(threads)
         def set_threads(count: int) -> None:
-            with contextlib.suppress(RuntimeError):  # torch has worked in this process; no number depends on it
+            with contextlib.suppress(RuntimeError):  # torch has already run ops here; no number depends on it
                 threads(count)
 
         Library.__init__ = init  # type: ignore[method-assign, assignment]
@@ -332,7 +308,7 @@ class Registrations:
                 torch.set_num_interop_threads = threads
 
     def undo(self) -> None:
-        """Take back what earlier runs have registered; what still calls their operators gets those of the next run."""
+        """Remove the registrations of earlier runs; code that calls their operators later gets the next run's."""
         while self._libraries:
             self._libraries.pop()._destroy()  # noqa: SLF001 - torch has no public way
         if self._begun:
@@ -347,12 +323,12 @@ _BY_SCRIPT: dict[str, Registrations] = {}
 
 
 def registrations_of(file: str) -> Registrations:
-    """Returns what has been registered by a script, whoever ran it in this process."""
+    """Returns the registrations of a script in this process, whoever ran it."""
     return _BY_SCRIPT.setdefault(file, Registrations())
 
 
 def _by_user(frame: FrameType | None) -> bool:
-    """Is it called by the user's code, and not by a package that is being imported and stays so?"""
+    """Is it called by the user's code, and not by a package during its import, which stays loaded?"""
     while frame is not None:
         code = frame.f_code
         if is_users_file(code.co_filename):
@@ -364,7 +340,7 @@ def _by_user(frame: FrameType | None) -> bool:
 
 
 def _registries() -> Iterator[MutableMapping[Any, Any]]:
-    """Yields what loaded packages have collected of names and classes, each once."""
+    """Yields each registry of the loaded packages once."""
     seen: set[int] = set()
     for name, module in sys.modules.copy().items():
         if name.partition(".")[0] not in _OF:
@@ -382,7 +358,7 @@ def _registries() -> Iterator[MutableMapping[Any, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    """Is it a class or a function of a script, or of a module beside one?"""
+    """Is it a class or function of a script, or of a module beside it?"""
     parts = value if isinstance(value, tuple) else (value,)  # transformers: a slow and a fast tokenizer
     return any(_module_of(part) == _MAIN or is_users_file(_file_of(part)) for part in parts)
 
@@ -397,7 +373,7 @@ def _file_of(value: Any) -> str:
 
 
 def _forget_flags() -> None:
-    """Forget the command line flags that a script has defined with absl."""
+    """Remove command-line flags that a script has defined with absl."""
     flags: Any = sys.modules.get("absl.flags")
     if flags is None:
         return

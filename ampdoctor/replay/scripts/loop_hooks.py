@@ -1,4 +1,4 @@
-"""What the rewritten parts of a user's file ask while they run, and which variables a loop's header reads."""
+"""`Seam`, which the rewritten parts of a user's file call, and the variables that a loop's header reads."""
 
 from __future__ import annotations
 
@@ -18,48 +18,42 @@ from ampdoctor.hooks.interfaces import StepHalted
 from ampdoctor.replay.reachable_state import cell_contents, is_a
 
 Items = Callable[[], Iterable[Any]]
-"""Makes what a loop runs over, anew; None in its place for a `while`."""
+"""Evaluates a loop's header anew; None for a `while`."""
 Body = Callable[[Any], Any]
-"""The body of a loop; takes an item, and returns how the loop goes on: None for as ever."""
+"""The body of a loop; takes an item, and returns how the loop goes on: None for normally."""
 Arrival = Callable[[Items | None, Body, FrameType], None]
-"""Told that a run has come to its loop, in which frame; ends the run with `Left`, or lets the loop run as it is."""
+"""Called when a run reaches its loop, with its frame; ends the run with `Left`, or lets the loop run normally."""
 
 
 class Left(StepHalted):
-    """The script is left where it is; what it would do at its end, or where it is broken off, is not done."""
+    """Leaves the script where it is; the script's `except` and `finally` code is not run."""
 
 
 class Turn(enum.Enum):
-    """Stands among a step's items; a copy of it is itself."""
+    """A marker among a step's items; its copy is itself."""
 
-    NEXT_ROUND = enum.auto()
-    """The loop begins anew with the item after it."""
+    NEXT_ROUND = enum.auto()  # the loop starts again with the next item
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The body ended its function with this value."""
+    """The body returned this value from its function."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a loop that ran as it is has ended.
+    """How a loop that ran normally has ended."""
 
-    Attributes:
-        broken: By a `break`.
-        value: What the function is to return now, in a tuple; None if it goes on.
-    """
-
-    broken: bool = False
-    value: Any = None
+    broken: bool = False  # by a `break`
+    value: Any = None  # the function's return value, in a tuple; None if it goes on
 
 
 class _Kept:
-    """A context of the user's around the loop, which is not left with it: a file stays open, a progress bar stays.
+    """A user's context around the loop, which is not left with it: a file stays open, a progress bar stays.
 
-    Those of torch are left, because they hold for the whole thread, and entered again around each replayed step.
+    torch's contexts are left, because they act on the whole thread, and entered again around each replayed step.
     """
 
     def __init__(self, seam: Seam, make: Callable[[], Any]) -> None:
@@ -77,11 +71,7 @@ class _Kept:
 
 @contextmanager
 def entered(around: Iterable[Callable[[], Any]]) -> Iterator[None]:
-    """Inside, contexts that are made anew are in force.
-
-    Args:
-        around: Make them, the outermost first.
-    """
+    """Inside, freshly made contexts are entered, the outermost first."""
     with ExitStack() as stack:
         for make in around:
             stack.enter_context(make())
@@ -95,16 +85,9 @@ def _is_of_torch(manager: Any) -> bool:
 
 
 class Seam:
-    """Asked by the rewritten parts of one run of a script.
+    """Called by the rewritten parts of one run of a script.
 
-    Args:
-        arrives: As said at `Arrival`.
-        closes: Closes a generator of the user's, whose `finally` is then run, without a change of their files.
-
-    Attributes:
-        around: Make the contexts of torch around the loop that was left, the outermost first.
-        held: The other contexts around it, which stay entered as long as this lives; a file among them is closed then.
-
+    `closes` closes a user's generator, which runs its `finally`, without a change of the user's files.
     """
 
     BROKEN: Final = object()
@@ -114,11 +97,11 @@ class Seam:
 
     def __init__(self, arrives: Arrival, closes: Callable[[Generator[Any, Any, Any]], None] = Generator.close) -> None:
         self._arrives, self._closes = arrives, closes
-        self.around: list[Callable[[], Any]] = []
-        self.held: list[Any] = []
+        self.around: list[Callable[[], Any]] = []  # make the loop's torch contexts, the outermost first
+        self.held: list[Any] = []  # the other contexts, which stay entered while this lives; files are closed then
 
     def left_in(self, make: Callable[[], Any], manager: Any) -> bool:
-        """Note that a context is around the loop; returns whether it is to be exited."""
+        """Record a context around the loop; returns whether it must be exited."""
         if _is_of_torch(manager):
             self.around.insert(0, make)
             return True
@@ -130,7 +113,7 @@ class Seam:
         return False
 
     def loop(self, items: Items | None, body: Body) -> End:
-        """Stands in the loop's place; runs it as it is, unless the run is to end here."""
+        """Replaces the loop; runs it normally, unless the run ends here."""
         self._arrives(items, body, sys._getframe(1))  # noqa: SLF001 the one way to the loop's own variables
         for item in itertools.repeat(None) if items is None else items():
             said = body(item)
@@ -142,31 +125,26 @@ class Seam:
         return End()
 
     def kept(self, make: Callable[[], Any]) -> _Kept:
-        """Stands in a context's place."""
+        """Replaces a context."""
         return _Kept(self, make)
 
     def kept_as_made(self, manager: Any) -> _Kept:
-        """Stands in a context's place that is made where it stood."""
+        """Replaces a context that the script itself makes."""
         return self.kept(lambda: manager)
 
     def leaving(self) -> bool:
-        """Asked in a `finally`: is the script being left?"""
+        """Used in a `finally`: is the script being left?"""
         return isinstance(sys.exc_info()[1], Left)
 
 
-# Which variables the parts of a loop name: what its header reads, by which it is known what drawing may move.
-
+# -- the variables that a loop's header reads, as drawing may change what they hold --
 
 _NAMES = {"LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 def read_by(items: Items | None) -> tuple[Any, ...]:
-    """Returns the objects that a header names: of `range(self.epochs)` the number alone, and not the whole of `self`.
-
-    Args:
-        items: The header, as a function that evaluates it; None for a `while`.
-    """
+    """Returns the objects that a header names: for `range(self.epochs)` only the number, and not all of `self`."""
     if items is None:
         return ()
     code: CodeType = items.__code__
@@ -177,7 +155,7 @@ def read_by(items: Items | None) -> tuple[Any, ...]:
 
 
 def _read(code: CodeType, variables: dict[str, Any]) -> Iterator[Any]:
-    known: list[Any] = []  # what was loaded last, as long as attributes of its own are asked for
+    known: list[Any] = []  # the last loaded object, while its own attributes are read
     for one in dis.get_instructions(code):
         if one.opname in _ATTRIBUTES and known and one.argval in _own(known[0]):
             known = [_own(known[0])[one.argval]]
@@ -188,7 +166,7 @@ def _read(code: CodeType, variables: dict[str, Any]) -> Iterator[Any]:
 
 
 def bound_by(body: Body) -> list[Any]:
-    """Returns what the variables hold that the body of a loop binds, in the order in which they are bound."""
+    """Returns the values of the variables that a loop's body binds, in the order of binding."""
     instructions = dis.get_instructions(body.__code__)
     names = dict.fromkeys(one.argval for one in instructions if one.opname in ("STORE_DEREF", "STORE_GLOBAL"))
     variables = _variables(body)
@@ -202,7 +180,7 @@ def _variables(part: Items | Body) -> dict[str, Any]:
 
 
 def _own(value: Any) -> dict[str, Any]:
-    """Returns the attributes that an object holds itself."""
+    """Returns the attributes in an object's own dict."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Finds a script's training loop in its running code, and what each round of it makes anew before the loop."""
+"""Finds a script's training loop in its running code, and the objects that each epoch makes anew before the loop."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ from ampdoctor.replay.user_files import is_users_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlace:
-    """Where a loop stands.
-
-    Attributes:
-        file: Its file.
-        line: Its first line.
-        edits: By file, what has to be rewritten so that its body is had alone.
-    """
+    """The place of a loop; `edits` are the changes, by file, that make its body a function."""
 
     file: str
     line: int
@@ -45,32 +39,21 @@ class LoopPlace:
 
 
 def loops_of(frame: FrameType | None, *, marked: bool = False) -> tuple[LoopPlace, ...]:
-    """Returns the loops of the user's own files that a frame runs in, the innermost first.
+    """Returns the loops of user files around a frame, the innermost first.
 
-    Args:
-        frame: The frame.
-        marked: Its line is the head of a loop, which alone is returned.
+    With `marked` the frame's line is the head of a loop, and only that loop is returned.
     """
     return loops_at(lines_of(() if frame is None else walk_stack(frame)), marked=marked)
 
 
 def lines_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[tuple[str, int], ...]:
-    """Returns the lines of the user's own files among those of some frames, each with its file.
-
-    Args:
-        frames: Pairs of a frame and its line.
-    """
+    """Returns the (file, line) pairs of user files among pairs of a frame and its line."""
     lines = ((os.path.realpath(frame.f_code.co_filename), line) for frame, line in frames)
     return tuple((name, line) for name, line in lines if is_users_file(name) and Path(name).is_file())
 
 
 def loops_at(calls: Sequence[tuple[str, int]], *, marked: bool = False) -> tuple[LoopPlace, ...]:
-    """Returns the loops that stand around lines, as `loops_of`.
-
-    Args:
-        calls: The lines, each in its file, and after it the one that calls it.
-        marked: The first is the head of a loop, which alone is returned.
-    """
+    """Returns the loops around lines, like `loops_of`; each line is followed by the one that calls it."""
     found: dict[tuple[str, int], LoopPlace] = {}
     for depth, (file, line) in enumerate(calls):
         for loop in _loops_around(file, line, marked=marked):
@@ -83,12 +66,7 @@ def loops_at(calls: Sequence[tuple[str, int]], *, marked: bool = False) -> tuple
 
 
 def those_left_by(raised: BaseException | None, loops: Iterable[LoopPlace]) -> tuple[LoopPlace, ...]:
-    """Returns those among some loops that an error has come out of.
-
-    Args:
-        raised: The error.
-        loops: The loops.
-    """
+    """Returns those loops that an error has come out of."""
     frames = list(walk_tb(None if raised is None else raised.__traceback__))
     around = {(one.file, one.line) for one in loops_at(lines_of(reversed(frames)))}
     return tuple(one for one in loops if (one.file, one.line) in around)
@@ -102,7 +80,7 @@ def _loops_around(file: str, line: int, *, marked: bool) -> list[int]:
 
 
 def marks_a_loop(file: Path) -> bool:
-    """Does a file name `ampdoctor.steps`?"""
+    """Does a file use `ampdoctor.steps`?"""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -126,11 +104,7 @@ def _edits(file: str, loop: int, calls: Sequence[tuple[str, int]]) -> dict[str, 
 
 @contextmanager
 def told_of_steps(tell: Callable[[Any, FrameType], None]) -> Iterator[None]:
-    """Call `tell` before each step of an optimizer, and before a scaler decides whether to skip it.
-
-    Args:
-        tell: Takes the optimizer, and the frame from which it is stepped.
-    """
+    """Call `tell` with the optimizer and the caller's frame before each optimizer step and each `GradScaler.step`."""
     original = torch.amp.GradScaler.step
 
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +125,7 @@ def told_of_steps(tell: Callable[[Any, FrameType], None]) -> Iterator[None]:
 
 @contextmanager
 def told_of_training_calls(tell: Callable[[nn.Module, FrameType], None]) -> Iterator[None]:
-    """Call `tell` after each call of a module in training mode with gradients; of modules in it nothing is told.
-
-    Args:
-        tell: Takes the module, and the frame from which it was called.
-    """
+    """Call `tell` with module and caller's frame after each outermost module call in training mode with gradients."""
     calling = nn.Module._call_impl.__code__  # noqa: SLF001 the frame that each call of a module has
 
     def hook(module: nn.Module, _args: Any, _output: Any) -> None:
@@ -171,33 +141,27 @@ def told_of_training_calls(tell: Callable[[nn.Module, FrameType], None]) -> Iter
         handle.remove()
 
 
-# What each round of a script's loop makes anew before it comes to the loop: scalers, optimizers and schedulers.
+# -- scalers, optimizers and schedulers that each round of a script's loop makes anew --
 #
-# A replay goes back to the loop and not to what stands before it, where the script's next epoch would make them again.
-
+# A replay goes back to the loop, not to the code before it, where the script's next epoch would make them again.
 
 SCALER_EACH_ROUND = (
     "the script makes a GradScaler in each round, so the loss scale begins at its first value each time: make it once, "
     "before the first round"
 )
 Origin = tuple[tuple[int, str, int], ...]
-"""The frames that an object was made in, the innermost first: each with its id, its file and its line."""
+"""The stack at an object's construction, the innermost frame first: each frame's id, file and line."""
 
 
 def origin_of(frame: FrameType) -> Origin:
-    """Returns where an object is being made."""
+    """Returns the present stack."""
     return tuple((id(at), at.f_code.co_filename, line) for at, line in walk_stack(frame))
 
 
 def made_in_round(origin: Origin, around: LoopPlace, frame: FrameType) -> bool:
-    """Was an object made in the running round of a loop, by what each round does?
+    """Was an object made by every round of the loop `around`? `frame` is in that loop and still running.
 
-    What a condition makes once is not: one that asks for the object itself, or for the number of the round.
-
-    Args:
-        origin: Where it was made.
-        around: The loop whose rounds they are.
-        frame: A frame inside it, still running.
+    An object under a condition that makes it only once does not count: one on the object itself, or on the round.
     """
     rounds = {id(at) for at, line in walk_stack(frame) if _is_in(at.f_code.co_filename, line, around)}
     ways = []
@@ -210,11 +174,7 @@ def made_in_round(origin: Origin, around: LoopPlace, frame: FrameType) -> bool:
 
 
 class Anew:
-    """Puts what a round has made back to how it was when the round came to the loop.
-
-    Args:
-        made: Optimizers, scalers and schedulers.
-    """
+    """Resets optimizers, scalers and schedulers of a round to their state when the round reached the loop."""
 
     def __init__(self, made: Iterable[Any]) -> None:
         kept = tuple(made)
@@ -228,11 +188,11 @@ class Anew:
 
     @property
     def scaled(self) -> bool:
-        """Is a scaler that scales among them?"""
+        """Is an enabled scaler among them?"""
         return any(one.is_enabled() for one in self._scalers)
 
     def __call__(self) -> None:
-        """Do it. A scaler begins with the settings that it has now: a change that is tried may have put others."""
+        """Reset them. Scalers keep their present settings, as a change under trial may have set others."""
         for scaler in self._scalers:
             scaler._scale = scaler._growth_tracker = None  # noqa: SLF001 as its constructor leaves them
             scaler._per_optimizer_states.clear()  # noqa: SLF001
@@ -281,7 +241,7 @@ def _targets(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yields the names that an expression reads or binds; of `self.scaler` and `hasattr(self, "scaler")` the last."""
+    """Yields the names in an expression; of `self.scaler` and `hasattr(self, "scaler")` the last part."""
     attributes = [one for one in ast.walk(node) if isinstance(one, ast.Attribute)]
     owners = {id(one.value) for one in attributes}
     for one in ast.walk(node):
@@ -293,11 +253,11 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield one.value
 
 
-# Which optimizers, scalers and schedulers a script makes, in order: by that its next run knows them again.
+# -- the script's optimizers, scalers and schedulers, identified by their order --
 
 
 class Made:
-    """The optimizers, scalers and schedulers that were made while `watching`, in their order."""
+    """The optimizers, scalers and schedulers that were made during `watching`, in order."""
 
     def __init__(self) -> None:
         self._all: list[weakref.ref[Any]] = []
@@ -305,7 +265,7 @@ class Made:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """What is made inside is listed."""
+        """List the objects that are made inside."""
         kinds = torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler
         originals = [kind.__init__ for kind in kinds]
         for kind, original in zip(kinds, originals, strict=True):
@@ -326,20 +286,15 @@ class Made:
         return init
 
     def place_of(self, made: Any) -> int | None:
-        """Returns the place of an object in the order; None if it was made elsewhere."""
+        """Returns an object's position in the order; None if it was made elsewhere."""
         return next((place for place, known in enumerate(self._all) if known() is made), None)
 
     def at(self, place: int) -> Any:
-        """Returns what was made at this place; None if it is gone, or was never made."""
+        """Returns the object at a position; None if it is gone or was never made."""
         return self._all[place]() if place < len(self._all) else None
 
     def anew(self, around: LoopPlace | None, frame: FrameType) -> Anew:
-        """Returns what makes anew what the running round of the loop around the script's has made.
-
-        Args:
-            around: That loop; None if there is none.
-            frame: The frame of the script's loop.
-        """
+        """Returns the reset of objects that the running round of `around` has made; `frame` is the script's loop's."""
         made = zip(self._all, self._origins, strict=True)
         return Anew(
             one
@@ -348,7 +303,7 @@ class Made:
         )
 
     def training(self, module: torch.nn.Module) -> tuple[int, ...]:
-        """Returns the places of the optimizers that hold a parameter of a module."""
+        """Returns the positions of the optimizers that have a parameter of a module."""
         own = {id(parameter) for parameter in module.parameters()}
         return tuple(
             place
@@ -358,7 +313,7 @@ class Made:
         )
 
     def scalers(self) -> tuple[int, ...]:
-        """Returns the places of the loss scalers that scale."""
+        """Returns the positions of the enabled scalers."""
         return tuple(
             place
             for place, known in enumerate(self._all)

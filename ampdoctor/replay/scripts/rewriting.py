@@ -1,14 +1,14 @@
-"""Rewrites a loop of the user's file: its body becomes a function of one item, over the loop's own variables.
+"""Rewrites a loop in the user's file: its body becomes a function of one item, with the loop's own variables.
 
     for TARGET in ITEMS:            def items(): return ITEMS
         BODY                        def body(item):
-                                        nonlocal what BODY binds
+                                        nonlocal names that BODY binds
                                         for TARGET in (item,):
                                             BODY
                                     loop(items, body)
 
-What is drawn and when, which variables are bound and what the lines are called stays as it was. A loop over the one
-item keeps `continue` and `break` what they are.
+The draws, the bound variables and the line numbers stay the same. A loop over the single item keeps `continue` and
+`break` valid.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from ampdoctor.errors import FactoryError
 from ampdoctor.replay.scripts.loop_hooks import Seam
 from ampdoctor.replay.user_files import is_users_file
 
-# Which names a piece of code binds in the function, or the module, that it stands in.
-
+# -- names that code binds in its function or module --
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -38,24 +37,13 @@ _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
 class BoundNames:
-    """The names that code binds or deletes, as Python's own rules of scope have it.
-
-    Args:
-        nodes: The code.
-
-    Attributes:
-        bound: In the order in which they are met.
-        declared: Those that a `global` statement in the code names.
-        outer: Those that a `nonlocal` statement in the code names.
-        suspends: The code has a `yield` or `await` of its own.
-        everything: It imports `*`, so that what it binds is not known.
-    """
+    """The names that code binds or deletes, by Python's own rules of scope."""
 
     def __init__(self, nodes: Iterable[ast.AST]) -> None:
-        self.bound: dict[str, None] = {}
-        self.declared: set[str] = set()
-        self.outer: set[str] = set()
-        self.suspends = self.everything = False
+        self.bound: dict[str, None] = {}  # in the order of the code
+        self.declared: set[str] = set()  # in a `global` statement
+        self.outer: set[str] = set()  # in a `nonlocal` statement
+        self.suspends = self.everything = False  # has a `yield` or `await` of its own; has an `import *`
         for node in nodes:
             self._look_at(node)
 
@@ -66,7 +54,7 @@ class BoundNames:
             return
         self.suspends |= isinstance(node, _SUSPENDING)
         inner: Iterable[ast.AST] = ast.iter_child_nodes(node)
-        if isinstance(node, FUNCTIONS):  # the rest of it is a scope of its own
+        if isinstance(node, FUNCTIONS):  # the rest is a scope of its own
             defaults = (one for one in (*node.args.defaults, *node.args.kw_defaults) if one is not None)
             inner = (*getattr(node, "decorator_list", ()), *defaults)
         elif isinstance(node, ast.ClassDef):
@@ -75,7 +63,7 @@ class BoundNames:
             self._look_at(one)
 
     def _name(self, node: ast.AST) -> None:
-        """Note what a node itself binds."""
+        """Record the names that a node itself binds."""
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
                 self._bind(name)
@@ -98,28 +86,21 @@ class BoundNames:
             self.bound[name] = None
 
     def _comprehension(self, node: ast.AST) -> None:
-        """Only a walrus in it binds outside of it."""
+        """Record a comprehension, where only a walrus binds a name outside."""
         for one in ast.walk(node):
             if isinstance(one, ast.NamedExpr):
                 self._bind(one.target.id)
             self.suspends |= isinstance(one, ast.Await) or (isinstance(one, ast.comprehension) and bool(one.is_async))
 
 
-# Which statements of a file hold a line of it.
-
+# -- statements around a line --
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.While)
 
 
 def way_to(tree: ast.AST, line: int, end: tuple[type[ast.AST], ...] = ()) -> list[ast.AST]:
-    """Returns the statements that hold a line, from the outside in.
-
-    Args:
-        tree: The file.
-        line: The line.
-        end: Kinds of statements, of which the one that begins at the line is the last.
-    """
+    """Returns the statements around a line, from the outside in, down to one of kind `end` that starts at the line."""
     way: list[ast.AST] = []
     node: Any = tree
     while node is not None:
@@ -135,12 +116,9 @@ def way_to(tree: ast.AST, line: int, end: tuple[type[ast.AST], ...] = ()) -> lis
 
 
 def loops_around(tree: ast.Module, line: int, *, head: bool = False) -> list[int]:
-    """Returns the lines at which the loops begin that a line stands in, in its own function, the innermost first.
+    """Returns the first lines of the loops around a line in its function, the innermost first.
 
-    Args:
-        tree: The file.
-        line: The line.
-        head: It stands in the head of the loop that is looked for.
+    With `head` the line is in the head of the loop instead of its body.
     """
     found: list[int] = []
     for node in way_to(tree, line):
@@ -152,27 +130,14 @@ def loops_around(tree: ast.Module, line: int, *, head: bool = False) -> list[int
 
 
 def is_within(file: str, line: int, loop_file: str, loop: int) -> bool:
-    """Does a line stand in a loop, or in what is defined in it?
-
-    Args:
-        file: The line's file.
-        line: The line.
-        loop_file: The loop's file, its links resolved.
-        loop: The line at which the loop begins.
-    """
+    """Is a line in a loop or in a function defined in it? `loop_file` is a resolved path, `loop` its first line."""
     if os.path.realpath(file) != loop_file:
         return False
     return any(isinstance(one, LOOPS) and one.lineno == loop < line for one in _way_in(file, line))
 
 
 def way_within(file: str, line: int, *, loop: int | None = None) -> list[ast.AST]:
-    """Returns the statements around a line within its function, or within the loop that begins at a line.
-
-    Args:
-        file: Its file.
-        line: The line.
-        loop: The line at which the loop begins; None for the whole function.
-    """
+    """Returns the statements around a line in its function, or in the loop that starts at line `loop`."""
     way = _way_in(file, line)
     ends = [
         place
@@ -200,43 +165,30 @@ def _last(node: Any) -> int:
 
 
 SEAM = "__ampdoctor__"
-"""The name, among a rewritten file's globals, of the object that its rewritten parts ask: a `Seam`."""
+"""The name, in a rewritten file's globals, of the `Seam` that its rewritten parts call."""
 _BODY, _ITEMS, _ITEM, _END = "__ampdoctor_body__", "__ampdoctor_items__", "__ampdoctor_item__", "__ampdoctor_end__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edits:
-    """What is rewritten in one file.
+    """The changes in one file."""
 
-    Attributes:
-        loop: The line at which the loop begins; None where the loop stands in another file.
-        calls: Lines that lead to the loop: the contexts and `try` statements around them are not left with it.
-        everywhere: Nor are all the others, because it is not known yet which lead to the loop.
-    """
-
-    loop: int | None = None
-    calls: frozenset[int] = frozenset()
-    everywhere: bool = False
+    loop: int | None = None  # the loop's first line; None if it is in another file
+    calls: frozenset[int] = frozenset()  # lines that lead to the loop: `with` and `try` around them stay open
+    everywhere: bool = False  # all `with` and `try` stay open, because these lines are not known yet
 
 
 def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
-    """Compiles a file with its edits.
+    """Compiles a file, which keeps its name, with its edits.
 
-    Args:
-        source: The file's contents.
-        file: Its name, which its code keeps.
-        edits: What is rewritten.
-
-    Raises:
-        SyntaxError: It is no Python.
-        FactoryError: The loop's body cannot be a function.
+    Raises SyntaxError if it is no Python, FactoryError if the loop's body cannot be a function.
     """
     try:
         tree = ast.parse(source, file)
     except (SyntaxError, ValueError) as error:
         if isinstance(error, SyntaxError) and error.filename:
             raise
-        raise SyntaxError(str(error), (file, None, None, None)) from None  # of a NUL byte Python names no place
+        raise SyntaxError(str(error), (file, None, None, None)) from None  # for a NUL byte Python gives no place
     ways = [way_to(tree, line) for line in sorted(edits.calls)]
     loop, function = None, None
     if edits.loop is not None:
@@ -249,7 +201,7 @@ def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
 
 
 def _renamed(code: CodeType, of: CodeType | None = None) -> CodeType:
-    """Gives the code of the body, and of the items, the name of the function that it stands in."""
+    """Gives the code of body and items the name of the function around them."""
     if of is not None and code.co_name in (_BODY, _ITEMS):
         code = code.replace(co_name=of.co_name, co_qualname=of.co_qualname)
     return code.replace(
@@ -258,13 +210,10 @@ def _renamed(code: CodeType, of: CodeType | None = None) -> CodeType:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Rewrites the loop, and what stands around it.
+    """Rewrites the loop, and `with` and `try` around it.
 
-    Args:
-        file: For an error's sentence.
-        loop: The loop.
-        function: What it stands in; None at the top of the file.
-        kept: Ids of the `with` and `try` statements that are not left with the loop; None for all.
+    `function` is the function around it (None at the top of the file); `kept` has the ids of the `with` and `try`
+    statements that stay open when the loop is left (None for all).
     """
 
     def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: set[int] | None) -> None:
@@ -272,7 +221,7 @@ class _Rewriting(ast.NodeTransformer):
         self._scope: Any = None
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns what stands in a node's place."""
+        """Returns the replacement of a node."""
         if node is self._loop:
             return self._parted(node)
         around, self._scope = self._scope, node if isinstance(node, SCOPES) else self._scope
@@ -286,7 +235,7 @@ class _Rewriting(ast.NodeTransformer):
         return node
 
     def _parted(self, loop: Any) -> list[ast.AST]:
-        """Returns what stands in the loop's place: its items and its body as functions, and what is made of them."""
+        """Returns the loop's replacement: functions for items and body, and code that uses them."""
         items = loop.iter if isinstance(loop, ast.For) else None
         head = [loop.test] if items is None else [loop.target, items]
         names = BoundNames([*head, *loop.body])
@@ -297,7 +246,7 @@ class _Rewriting(ast.NodeTransformer):
         own = [name for name in names.bound if name not in shared]
         body = _OfBody(self._function)
         round_of = _one_round(loop, body)
-        if body.asks_for_names and scope.bound:  # never run: what a function names is among its `locals()`
+        if body.asks_for_names and scope.bound:  # never run: a function's `locals()` has only the names in its code
             round_of.insert(0, _if(ast.Constant(0), *(ast.Expr(_load(name)) for name in scope.bound)))
         made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *round_of])]
         if items is not None:
@@ -311,7 +260,7 @@ class _Rewriting(ast.NodeTransformer):
         if loop.orelse:
             made.append(_if(ast.UnaryOp(ast.Not(), _of_end("broken")), *(self.visit(one) for one in loop.orelse)))
         bound_here = [name for name in own if name not in scope.outer]
-        if bound_here:  # never run: it makes them the function's, as the loop did
+        if bound_here:  # never run: it makes the names local to the function, as the loop did
             made.append(_if(ast.Constant(0), *(_bind(name, ast.Constant(None)) for name in bound_here)))
         return [ast.copy_location(one, loop) for one in made]
 
@@ -328,14 +277,10 @@ class _Rewriting(ast.NodeTransformer):
 
 
 class _OfBody(ast.NodeTransformer):
-    """What reads otherwise in a function of its own: `return`, `global`, an annotation, `super()`, `locals()`.
+    """Changes code for a function of its own: `return`, `global`, annotations, `super()`, `locals()`.
 
-    Args:
-        function: The one that the loop stands in; None at the top of a file.
-
-    Attributes:
-        returns: There was a `return`.
-        asks_for_names: There was a call that reads variables by their names.
+    `function` is the function around the loop; None at the top of a file. `returns` and `asks_for_names` tell whether
+    there was a `return`, and a call that reads variables by name.
     """
 
     def __init__(self, function: Any) -> None:
@@ -345,7 +290,7 @@ class _OfBody(ast.NodeTransformer):
         self._of_module = function is None
 
     def visit(self, node: ast.AST) -> Any:
-        """Returns what stands in a node's place."""
+        """Returns the replacement of a node."""
         if isinstance(node, (*SCOPES, ast.Lambda)):
             return node
         self.generic_visit(node)
@@ -369,7 +314,7 @@ class _OfBody(ast.NodeTransformer):
 
 
 def _of_globals(call: Any) -> ast.Call:
-    """Returns the call as it reads at the top of a file, where the variables are the globals."""
+    """Returns the call for the top of a file, where the variables are the globals."""
     there = ast.Call(_load("globals"), [], [])
     name, given = call.func.id, len(call.args) + len(call.keywords)
     if name in ("locals", "vars") and not given:
@@ -383,7 +328,7 @@ def _of_globals(call: Any) -> ast.Call:
 
 
 def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
-    """Returns the loop for a single item, which says how it goes on."""
+    """Returns the loop over a single item, with a return value that says how the loop goes on."""
     body = [of_body.visit(one) for one in loop.body]
     target: ast.expr = ast.Name(_ITEM, ast.Store())
     if isinstance(loop, ast.For):
@@ -396,7 +341,7 @@ def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
 
 
 def _keep_contexts(node: ast.With, scope: Any, *, once: bool) -> None:
-    """Each context of the statement is entered and left by the seam, which makes it too, unless that is done once."""
+    """Let the seam make, enter and leave each context; with `once` the script makes it."""
     for item in node.items:
         names = BoundNames([item.context_expr])
         asked = _ask("kept_as_made", item.context_expr)
@@ -408,7 +353,7 @@ def _keep_contexts(node: ast.With, scope: Any, *, once: bool) -> None:
 
 
 def _keep_from_ending(node: ast.Try) -> None:
-    """What the statement would do when the script is left is not done."""
+    """Skip the statement's handlers and `finally` when the script is left."""
     if node.handlers:
         passed = ast.ExceptHandler(type=_attribute("Left"), name=None, body=[ast.Raise()])
         node.handlers.insert(0, ast.copy_location(passed, node))
@@ -418,7 +363,7 @@ def _keep_from_ending(node: ast.Try) -> None:
 
 
 def _inside(function: Any) -> Sequence[ast.AST]:
-    """Returns what binds names in a function: its parameters and its body."""
+    """Returns the nodes that bind names in a function: its parameters and its body."""
     taken = function.args
     parameters = (*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg)
     return [*(ast.Name(one.arg, ast.Store()) for one in parameters if one is not None), *function.body]
@@ -465,21 +410,16 @@ def _ask(name: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(_attribute(name), list(arguments), [])
 
 
-# A script's file as `python FILE` would run it: as `__main__`, with modules of its own.
-
+# -- the script as `__main__`, with modules of its own --
 
 _MAIN = "__main__"
 
 
 class MainModule:
-    """One run of a script, which finds none of the modules that an earlier run or the caller has loaded of its folder.
+    """One run of a script, without modules of its folder that an earlier run or the caller has loaded.
 
-    Args:
-        file: The script.
-        edits: By file, what is rewritten in it.
-        seam: What the rewritten parts ask.
-        package: The package that it is run in, as by `python -m`; None for a file of its own.
-        otherwise: What is rewritten in the user's other files; None for nothing.
+    `edits` has the changes by file, `otherwise` those in the user's other files; `seam` is called by rewritten parts;
+    `package` is set for a run as by `python -m`.
     """
 
     def __init__(
@@ -502,11 +442,7 @@ class MainModule:
         self._inside = False
 
     def run(self) -> None:
-        """Run the script to its end, or to where it is left.
-
-        Raises:
-            SyntaxError: It is no Python.
-        """
+        """Run the script to its end, or until it is left; raises SyntaxError if it is no Python."""
         namespace = vars(self._module)
         namespace[SEAM] = self._seam
         edits = self._edits.get(str(self._file), self._otherwise or Edits())
@@ -516,7 +452,7 @@ class MainModule:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, `sys.modules` holds this run's modules of the user's; afterwards it is as before."""
+        """Inside, `sys.modules` holds this run's user modules; at exit it is restored."""
         if self._inside:
             yield
             return
@@ -534,17 +470,17 @@ class MainModule:
         finally:
             self._inside = False
             sys.meta_path.remove(finder)
-            for name, module in sys.modules.copy().items():  # a finaliser may import meanwhile
+            for name, module in sys.modules.copy().items():  # a finalizer may import meanwhile
                 if before.get(name) is not module and (name == _MAIN or _is_users(module)):
                     self._own[name] = sys.modules.pop(name)
             sys.modules.update({name: before[name] for name in (*hidden, *self._own) if name in before})
 
     def _hides(self, name: str, module: Any) -> bool:
-        """Would the script load this module anew, or another one by its name?"""
+        """Would the script load this module anew, or another one with its name?"""
         if name == _MAIN:
             return False
         if not _is_users(module):
-            self._others[name] = module  # thousands, and each step comes here
+            self._others[name] = module  # cached: there are thousands, and each step comes here
             return False
         folder = str(self._file.parent) + os.sep
         top = folder + name.partition(".")[0]
@@ -557,7 +493,7 @@ def _is_users(module: Any) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the user's files that are rewritten where the others find them."""
+    """Finds user files by the other finders, and loads them rewritten."""
 
     def __init__(self, edits: Mapping[str, Edits], otherwise: Edits | None, seam: Seam) -> None:
         self._edits, self._otherwise, self._seam = edits, otherwise, seam
@@ -571,7 +507,7 @@ class _Finder(MetaPathFinder):
                 of_source = isinstance(spec.loader, SourceFileLoader) and is_users_file(file)
                 edits = self._edits.get(file, self._otherwise if of_source else None)
                 if edits is None:
-                    return None  # the others find it again
+                    return None  # the next finder finds it again
                 spec.loader = _Loader(name, file, edits, self._seam)
                 return spec
         return None

@@ -1,4 +1,4 @@
-"""Runs a script, as `python FILE` would, to its first training step or to a loop whose body is had alone."""
+"""Runs a script, as `python FILE` would, to its first training step, or to a loop whose body becomes a function."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ from ampdoctor.replay.snapshot import ProcessState
 from ampdoctor.replay.user_code import prints_to_nobody, trimmed_traceback, user_code
 from ampdoctor.replay.user_files import is_users_file, users_line
 
-# The parts of a run among what a script's loop sees: its model under the names that the script gives it.
+# -- the model and its names, among the variables of the loop --
 
-
-_LOOKED_AT = 20_000
-"""Objects that are looked at: what lies near the loop comes first, and a data set is not walked to its end."""
+_LOOKED_AT = 20_000  # limit of the walk: objects near the loop come first, and a data set is not walked to its end
 
 
 def seen_from(frame: FrameType) -> list[tuple[str, Any]]:
-    """Returns the variables that a loop's frame sees, nearest first: its own, those of its module, of its callers."""
+    """Returns the variables that a loop's frame sees: its own, its module's, then those of its callers."""
     found: list[tuple[str, Any]] = []
     at: FrameType | None = frame
     while at is not None:
@@ -62,11 +60,7 @@ def seen_from(frame: FrameType) -> list[tuple[str, Any]]:
 
 
 class Variables:
-    """What lies within reach of some variables, each under the name that the user's code has for it.
-
-    Args:
-        seen: Names and values; of those that are met twice the first counts.
-    """
+    """The objects that some variables reach, with their names in the user's code; the first name counts."""
 
     def __init__(self, seen: Iterable[tuple[str, Any]]) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
@@ -86,13 +80,13 @@ class Variables:
                 ahead.extend(_within(name, value))
 
     def name_of(self, value: Any, otherwise: str) -> str:
-        """Returns the name of an object, without dots."""
+        """Returns an object's name, with dots replaced."""
         return self._names.get(id(value), otherwise).replace(".", "_")
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.optim.Optimizer):
-        inner = vars(value).get("optimizer")  # of a wrapper (Accelerate's), which goes by the same name
+        inner = vars(value).get("optimizer")  # of a wrapper (Accelerate's), which gets the same name
         if inner is not None:
             yield name, inner
     elif isinstance(value, Mapping):
@@ -106,15 +100,9 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], where: str) -> nn.Module:
-    """Returns what the optimizers train: the outermost module that the loop sees, or one that has several as children.
+    """Returns the model that the optimizers train: the outermost module, or a parent of several.
 
-    Args:
-        variables: What the loop sees.
-        optimizers: Those that it steps.
-        where: The loop's place, for an error's sentence.
-
-    Raises:
-        FactoryError: No module that it sees holds a parameter of theirs.
+    `where` is the loop's place, for FactoryError if no visible module has a parameter of the optimizers.
     """
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     holds = {id(module): {id(p) for p in module.parameters()} & trained for _, module in variables.modules}
@@ -139,7 +127,7 @@ def model_of(variables: Variables, optimizers: Sequence[torch.optim.Optimizer], 
 
 
 def _together(named: Sequence[tuple[str, nn.Module]]) -> nn.Module:
-    """A module that is never called, and has the others as its children under their names."""
+    """Returns a module that is never called, with the others as its named children."""
     together = nn.Module()
     for name, module in named:
         free = name.replace(".", "_") or "module"
@@ -155,7 +143,7 @@ class _EndedError(FactoryError):
 
 @dataclass(slots=True)
 class ScriptRun:
-    """A run of the script, and what was seen in it."""
+    """A run of the script, and what it recorded."""
 
     main: MainModule
     seam: Seam
@@ -164,40 +152,33 @@ class ScriptRun:
     loops: tuple[LoopPlace, ...] = ()
     entered: list[Any] = field(default_factory=list)
     ended: FactoryError | None = None
-    """Why it ended before its first training step; its loops are then those in which it last called what it trains."""
-
+    """Why it ended before its first training step; `loops` are then those in which it last called what it trains."""
     called: tuple[tuple[str, int], ...] = ()
-    """Lines that led to the last call of what its optimizers train."""
+    """Lines that led to the last training call of a module that its optimizers train."""
 
     def note_call(self, module: torch.nn.Module, frame: FrameType) -> None:
-        """Note a call of a module in training mode."""
+        """Record a call of a module in training mode."""
         lines = lines_of(walk_stack(frame))
         if lines != self.called and self.made.training(module):
             self.called = lines
 
     def is_left(self) -> bool:
-        """Has it come to what it was run for?"""
+        """Has it reached what it was run for?"""
         return bool(self.arrived is not None or self.loops or self.entered)
 
     @property
     def loop(self) -> Loop:
-        """The loop that it has come to."""
+        """The loop that it has reached."""
         if self.arrived is None:
             raise AssertionError("a run is only handed on if it came to its loop")
         return self.arrived
 
 
 class Runner:
-    """Runs a script again and again, each time in a process as it was before the first; what it prints is heard once.
+    """Runs a script repeatedly, each time in a process with the first run's initial state; output is shown once.
 
-    Args:
-        name: As the user wrote it; for errors.
-        file: The file.
-        package: The package that it is run in, as by `python -m`; None for a file of its own.
-        arguments: What follows it in `sys.argv`.
-        path: Folders that are first on `sys.path` while its code runs.
-        environment: Makes the context manager around its code.
-        files: What it writes.
+    `name` is the user's spelling, for errors; `package` is set for a run as by `python -m`; `arguments` follow the file
+    in `sys.argv`; `path` has folders for the start of `sys.path`; `files` guards the files that it writes.
     """
 
     def __init__(
@@ -221,14 +202,7 @@ class Runner:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """Surrounds the script's code, as of `LoadedFactory`; the modules are those of its last run.
-
-        Args:
-            what: What runs; the subject of an error's sentence.
-
-        Raises:
-            UserCodeError: The code raised.
-        """
+        """Surrounds the script's code, see `LoadedFactory.user_code`; the modules are those of its last run."""
         with ExitStack() as stack:
             stack.enter_context(self.environment())
             stack.enter_context(user_code(str(self._file), what=what, path=self._path, arguments=self._arguments))
@@ -241,14 +215,11 @@ class Runner:
             yield
 
     def to_first_step(self) -> ScriptRun:
-        """Run the script, as it is, to where an optimizer steps in a loop of the user's own, or a framework begins.
+        """Run the unchanged script until an optimizer steps in a loop of the user's, or a framework's entry is called.
 
-        One that ends before, as at a loss that is not finite, has shown its loop where it has called a model of its
-        optimizers' in training mode.
-
-        Raises:
-            FactoryError: It comes to neither, or would have changed a file before.
-            UserCodeError: It raised.
+        A script that ends before a step, as at a non-finite loss, has shown its loop if it has called a model of its
+        optimizers in training mode. Raises FactoryError if it reaches none of these or would change a file,
+        UserCodeError if it raised.
         """
         marked = marks_a_loop(self._file)
 
@@ -285,11 +256,7 @@ class Runner:
         return run
 
     def _shown_by_calls(self, run: ScriptRun, called: Sequence[tuple[str, int]]) -> None:
-        """Take the loops of a script that has ended before a step: those around a call, which it was still in.
-
-        Raises:
-            FactoryError: There are none.
-        """
+        """Take the loops in which the script ended, around its last training call; raises FactoryError without one."""
         loops = loops_at(called)
         if run.ended is None:
             run.ended = FactoryError(no_loop(self._name))
@@ -300,16 +267,9 @@ class Runner:
         run.loops = loops
 
     def to_loop(self, place: LoopPlace, visit: int, around: LoopPlace | None = None) -> ScriptRun:
-        """Run the script to its loop, the `visit`-th time that it comes there.
+        """Run the script to its loop `place`, after `visit` earlier visits; `around` is the loop that repeats it.
 
-        Args:
-            place: The loop.
-            visit: How often it has come there before.
-            around: The loop whose rounds begin it anew; None if nothing does.
-
-        Raises:
-            FactoryError: It does not come there, or would have changed a file before.
-            UserCodeError: It raised.
+        Raises FactoryError if the script does not reach the loop or would change a file, UserCodeError if it raised.
         """
         visits = itertools.count()
 
@@ -330,7 +290,7 @@ class Runner:
         return run
 
     def _new(self, edits: Mapping[str, Edits], arrives: Arrival, otherwise: Edits | None = None) -> ScriptRun:
-        """Returns a run that is about to begin, in a process as it was before the first."""
+        """Returns a run that is about to start, in a process with the first run's initial state."""
         if self._process is None:
             self._process = ProcessState()
         self._process.restore()
@@ -342,11 +302,10 @@ class Runner:
         return run
 
     def _execute(self, run: ScriptRun) -> None:
-        """Run the script to its end, or to where it is left; what it makes of being left does not matter.
+        """Run the script to its end, or until it is left; errors after that do not matter.
 
-        Raises:
-            FactoryError: It is no Python, it ended the program, or it would have changed a file.
-            UserCodeError: It raised.
+        Raises FactoryError if the script ended the program or would change a file, UserCodeError if it raised or is no
+        Python.
         """
         try:
             with (
@@ -376,7 +335,7 @@ class Runner:
 
 
 def no_loop(name: str) -> str:
-    """Returns the sentence for a script in which no training loop was come to."""
+    """Returns the message for a script without a training loop."""
     return f"{name} ended without a training step: no loop of its own was come to in which an optimizer steps"
 
 
@@ -410,13 +369,13 @@ def quiet_threads() -> Iterator[None]:
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Inside, what is compiled runs as it was written."""
+    """Inside, compiled code runs uncompiled."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def _leave_process_group() -> None:
-    """Close the group of processes that an earlier run of the script has opened: a second one is refused."""
+    """Close the process group that an earlier run of the script has opened: torch refuses a second one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A script that trains, as a factory: each run of it ends at its training loop, whose body becomes the step."""
+"""A script that trains, used as a factory: each run of it ends at its training loop, whose body becomes the step."""
 
 from __future__ import annotations
 
@@ -26,43 +26,28 @@ from ampdoctor.replay.scripts.running import Runner, ScriptRun, Variables, eager
 from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, Rounds, loaders_of, passed, set_counters, steps, tried
 from ampdoctor.replay.training_run import TrainingRun
 
-# One step of a run: the body of the user's loop, once for each item of the step.
+# -- one step of a run: the body of the user's loop, once per item of the step --
 
 
 @dataclass(slots=True, eq=False)
 class Stepping:
-    """What the steps of a run have in common, of ours.
-
-    Attributes:
-        scalers: The run's own.
-        files: What it writes.
-        seen: Variables of the functions that the loop was left in: what they hold lives as long as this.
-        anew: Makes anew what each round of the loop makes before it.
-        over: Has an entry once the loop would have ended.
-    """
+    """The state that all steps of a run share."""
 
     scalers: tuple[Any, ...]
     files: Files
-    seen: Any
-    anew: Callable[[], None]
-    over: list[bool]
+    seen: Any  # variables of the functions around the loop: kept alive as long as this
+    anew: Callable[[], None]  # makes objects of a round anew
+    over: list[bool]  # not empty after the loop has ended
 
 
 def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:
-    """Take one step.
+    """Take one step with the items in `batch`; `around` make the contexts around the loop's body.
 
-    The body and what stands around it are arguments of their own: what they reach counts as reached by the step.
+    Body and contexts are separate arguments, so that what they reach counts as reached by the step.
 
-    Args:
-        body: The body of the loop.
-        around: Make the contexts around it.
-        stepping: The rest.
-        batch: The items of the step.
-
-    Returns:
-        What the step called `backward` on, before it was scaled; where that were several, the sum, or the first that is
-        not finite: a sum would not lead to where it was born. Of a step without a backward, as where a loss that is not
-        finite is passed over, the last loss among the variables of the body.
+    Returns the unscaled losses on which the step called `backward`: one loss, the sum of several, or the first
+    non-finite one, as a sum would hide the origin. Without a backward, as when the loop skips a non-finite loss, it is
+    the last loss among the body's variables.
     """
     losses: list[Any] = []
     with _backwards_in(losses, stepping), stepping.files.saving_nothing(), entered(around):
@@ -83,7 +68,7 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
 
 
 def _loss_among(variables: Iterable[Any]) -> Any:
-    """Returns the last number that a gradient could be taken of; None if there is none."""
+    """Returns the last scalar tensor with a gradient function; None if there is none."""
     numbers = [
         one for one in variables if isinstance(one, torch.Tensor) and one.grad_fn is not None and _is_scalar(one)
     ]
@@ -92,7 +77,7 @@ def _loss_among(variables: Iterable[Any]) -> Any:
 
 @contextmanager
 def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
-    """Inside, each loss that a backward begins with is added."""
+    """Inside, each loss of an outermost backward is added to `losses`, unscaled."""
     unscaled: dict[int, tuple[Any, Any]] = {}
     depth = 0
 
@@ -116,7 +101,7 @@ def _backwards_in(losses: list[Any], stepping: Stepping) -> Iterator[None]:
 
 @contextmanager
 def _told_of_new_scalers(stepping: Stepping) -> Iterator[None]:
-    """Inside, a note says that a scaler is made."""
+    """Inside, a new scaler leads to a note."""
     original = torch.amp.GradScaler.__init__
 
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +117,7 @@ def _told_of_new_scalers(stepping: Stepping) -> Iterator[None]:
 
 
 def _keep_unscaled(owner: Any, unscaled: dict[int, tuple[Any, Any]], stack: ExitStack) -> None:
-    """Note what is scaled: by any scaler, and by one whose own method stands before its class's."""
+    """Record what scalers scale: those of the class, and a scaler with a `scale` of its own."""
     if not isinstance(owner, type) and "scale" not in vars(owner):
         return
     original = owner.scale
@@ -154,7 +139,7 @@ def _is_scalar(root: Any) -> bool:
 def _loss(root: Any, unscaled: dict[int, tuple[Any, Any]]) -> Any:
     if id(root) in unscaled:
         return unscaled[id(root)][1].detach()
-    if unscaled and scaled_within(root):  # computed further from what was scaled
+    if unscaled and scaled_within(root):  # computed from a scaled loss
         outputs, loss = next(reversed(unscaled.values()))
         with unseen():
             scaled = float(outputs)
@@ -162,13 +147,12 @@ def _loss(root: Any, unscaled: dict[int, tuple[Any, Any]]) -> Any:
     return root.detach()
 
 
-_VISITS = 8
-"""How often a loop is come to at most before an optimizer steps in it: it may serve an evaluation before."""
+_VISITS = 8  # visits of a loop until an optimizer steps in it: it may run an evaluation before
 
 
 @dataclass(frozen=True, slots=True)
 class _Learnt:
-    """Which loop it is, which visit of it, what its steps are made of, and the loop around it that repeats it."""
+    """A loop, the visit of it, what its steps consist of, and the loop around it that repeats it."""
 
     place: LoopPlace
     visit: int
@@ -177,16 +161,10 @@ class _Learnt:
 
 
 class Script:
-    """A script, in the place of a factory.
+    """A script in place of a factory.
 
-    Args:
-        name: As the user wrote it; for reports and errors.
-        file: The file.
-        package: The package that it is run in, as by `python -m`; None for a file of its own.
-        arguments: What follows it in `sys.argv`.
-        path: Folders that are first on `sys.path` while its code runs.
-        environment: Makes the context manager around its code.
-        notes: Gets what there is to say of its replay.
+    `name` is the user's spelling; `package` is set for a run as by `python -m`; `arguments` follow the file in
+    `sys.argv`; `path` has folders for the start of `sys.path`; `notes` gets sentences about its replay.
     """
 
     instead = COPY
@@ -216,22 +194,13 @@ class Script:
         self._learnt: _Learnt | None = None
 
     def user_code(self, what: str) -> AbstractContextManager[None]:
-        """As that of `LoadedFactory`.
-
-        Args:
-            what: What runs; the subject of an error's sentence.
-
-        Raises:
-            UserCodeError: The code raised.
-        """
+        """See `LoadedFactory.user_code`."""
         return self._runner.user_code(what)
 
     def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
-        """Run the script up to its training loop, for a fresh run.
+        """Run the script up to its training loop and return a fresh run.
 
-        Raises:
-            FactoryError: It comes to none, or its parts are not found.
-            UserCodeError: It raised.
+        Raises FactoryError if it reaches no loop or its parts are not found, UserCodeError if it raised.
         """
         given = {"--arg": bool(arguments), "--batches": batches is not None, "--loss": loss is not None}
         extra = [option for option, is_given in given.items() if is_given]
@@ -249,15 +218,10 @@ class Script:
         )
 
     def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None], ended: FactoryError | None) -> _Learnt:
-        """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has.
+        """Returns the innermost loop with enough items, else the innermost; `loops` start with the innermost.
 
-        Args:
-            loops: The loops, the innermost first.
-            again: Puts the random state back.
-            ended: Why the script ended before a step; None if it took one.
-
-        Raises:
-            FactoryError: Nothing was trained in the loop.
+        `again` restores the random state; `ended` says why the script ended before a step, None if it took one. Raises
+        FactoryError if nothing was trained in the loop.
         """
         learnt: list[_Learnt] = []
         for place, around in zip(loops, (*loops[1:], None), strict=True):
@@ -355,7 +319,7 @@ def _as_it_is(batch: Any, _device: Any) -> Any:
 
 
 def _format_of(model: torch.nn.Module) -> str:
-    """Returns the format that a model without autocast computes in, by most of its weights."""
+    """Returns the format of most of a model's weights, for a model without autocast."""
     half = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     counts = dict.fromkeys(("fp32", "fp16", "bf16"), 0)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Tries a script's loop once, to learn what its steps are made of, and what it runs over."""
+"""Runs a script's loop once to learn what its steps consist of, and yields its items for the steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ampdoctor.replay.scripts.loop_hooks import Body, Items, Turn, entered
 from ampdoctor.replay.scripts.loops import Anew, Made, told_of_steps, told_of_training_calls
 
 ENOUGH = 8
-"""Items of a loop that is worth replaying: as many as `bisect-nan` replays steps. What ends before is a part of one."""
+"""Items of a loop worth replaying: as many as `bisect-nan` replays steps. A shorter loop is part of a step."""
 _MOST_TOGETHER = 1024
-"""Iterations from the first backward on in which an optimizer has to step: what accumulates more is none."""
+"""Iterations from the first backward on within which an optimizer must step."""
 _MOST_BEFORE = 100_000
-"""Iterations in which a first backward has to come: what fills a buffer of experience takes some ten thousand."""
+"""Iterations until a first backward must come: filling a buffer of experience takes some ten thousand."""
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -33,57 +33,37 @@ _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 class Lesson:
     """What a loop's first step has shown.
 
-    Attributes:
-        items: How many the loop has, up to `ENOUGH`.
-        before: Iterations without a backward before the first one (a buffer is filled): a part of no step.
-        together: Iterations that one optimizer step takes.
-        updates: Optimizer steps in which all that can go wrong with them shows. Two, where a region of autocast is
-            around the loop: it keeps its half copies of the weights, and the second step's are old.
-        optimizers: Places, among what the script makes, of the optimizers that it steps.
-        scalers: Places of the loss scalers that it asks.
-        autocast: The format of its autocast regions; None without one.
-        ended: The loop has ended within its first step.
+    `updates` is the number of optimizer steps until all failures of them show. It is two if autocast is entered around
+    the loop: autocast caches half copies of the weights, and in the second step they are stale.
     """
 
-    items: int
-    before: int
-    together: int
+    items: int  # of the loop, up to `ENOUGH`
+    before: int  # iterations before the first backward (a buffer is filled): they belong to no step
+    together: int  # iterations in one optimizer step
     updates: int
-    optimizers: tuple[int, ...]
-    scalers: tuple[int, ...]
-    autocast: str | None
-    ended: bool
+    optimizers: tuple[int, ...]  # positions in `Made` of those that it steps
+    scalers: tuple[int, ...]  # positions in `Made` of those that it uses
+    autocast: str | None  # format of its autocast regions; None without one
+    ended: bool  # the loop has ended in its first step
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop that a run of the script has come to.
+    """A loop that a run of the script has reached."""
 
-    Attributes:
-        items: Makes what it runs over; None for a `while`.
-        body: Its body.
-        seen: The variables that it sees.
-        anew: Makes anew what each round makes before the loop.
-        copies: Of the model's weights among that.
-    """
-
-    items: Items | None
+    items: Items | None  # None for a `while`
     body: Body
-    seen: list[tuple[str, Any]]
-    anew: Anew
+    seen: list[tuple[str, Any]]  # the variables that it sees
+    anew: Anew  # resets objects of a round
     copies: Copies
 
 
 def tried(  # noqa: C901 one loop, and its listeners
     loop: Loop, around: Sequence[Callable[[], Any]], made: Made, *, never_steps: bool = False
 ) -> Lesson:
-    """Runs a loop's body until an optimizer has stepped.
+    """Runs a loop's body until an optimizer has stepped; `around` make the contexts around it.
 
-    Args:
-        loop: The loop.
-        around: Make the contexts around it.
-        made: What the script has made.
-        never_steps: The script has ended before a step: what it calls a model for is taken for one.
+    With `never_steps` the script has ended before a step: a training call of a model then counts as a step.
     """
     stepped: dict[int, None] = {}
     scalers: dict[int, None] = {}
@@ -122,7 +102,7 @@ def tried(  # noqa: C901 one loop, and its listeners
             count += 1
             try:
                 said = loop.body(item)
-            except (Exception, SystemExit):  # as where a loss is not finite: the replay comes to it, and says why
+            except (Exception, SystemExit):  # at a non-finite loss, for example: the replay reports it
                 if not stepped:
                     raise
             if not (backwards or stepped):
@@ -144,7 +124,7 @@ def tried(  # noqa: C901 one loop, and its listeners
 
 
 def _calls_as_steps(made: Made, stepped: dict[int, None], scalers: dict[int, None]) -> AbstractContextManager[None]:
-    """Inside, a call of a model counts as a step of the optimizers that train it, with all scalers that there are."""
+    """Inside, a call of a model counts as a step of its optimizers, with all enabled scalers."""
 
     def call(module: torch.nn.Module, _frame: Any) -> None:
         stepped.update(dict.fromkeys(made.training(module)))
@@ -184,31 +164,23 @@ def _told_of_regions(tell: Callable[[torch.dtype], None]) -> Iterator[None]:
         torch.autocast.__enter__ = original  # type: ignore[method-assign]
 
 
-# What a script's loop runs over, step by step: round after round, and from a checkpoint's place on.
+# -- the items of a script's loop, step by step, over several rounds, and from a checkpoint's position on --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounds:
-    """What the loop runs over. It is ours, so that what it reaches does not count as reached.
+    """The items of the loop. This class is ours, so that what it reaches does not count as reached by user code."""
 
-    Attributes:
-        items: Makes it; None for a `while`.
-        behind: How many of the items it makes were run before the first step.
-        loaders: The DataLoaders among what its header reads.
-        next_round: Told that the loop has come to its end; returns whether it begins anew, as in the next epoch.
-        say: Told where the data may be others than the training's.
-    """
-
-    items: Items | None
-    behind: int
-    loaders: tuple[DataLoader[Any], ...]
-    next_round: Callable[[], bool]
-    say: Callable[[str], None]
+    items: Items | None  # None for a `while`
+    behind: int  # items that were run before the first step
+    loaders: tuple[DataLoader[Any], ...]  # those that the loop's header reads
+    next_round: Callable[[], bool]  # called at the loop's end; returns whether it starts anew, as in the next epoch
+    say: Callable[[str], None]  # gets a sentence if the data may differ from the training's
 
     def drawn(self) -> Iterator[Any]:
-        """Yields the items, round after round; a source that gives nothing the second time was an iterator.
+        """Yields the items, round after round, with `Turn.NEXT_ROUND` before each later round.
 
-        Before the first item of each later round stands `Turn.NEXT_ROUND`.
+        A source without items in the second round was an iterator.
         """
         if self.items is None:
             yield from itertools.repeat(None)
@@ -229,26 +201,17 @@ class Rounds:
 
 
 def loaders_of(read: Sequence[Any], file: str) -> tuple[DataLoader[Any], ...]:
-    """Returns the DataLoaders among what a header reads, whose epochs the user's file tells them.
-
-    Args:
-        read: The objects that the header names.
-        file: The file of the loop: where it speaks of no `set_epoch`, no epoch is told.
-    """
+    """Returns the DataLoaders that a header reads; those with `set_epoch` only if the user's file calls it."""
     told = "set_epoch" in Path(file).read_text(encoding="utf-8", errors="replace")
     found = tuple(value for value in read if isinstance(value, DataLoader))
     return found if told else tuple(loader for loader in found if not epochs_known_by(loader, data=True))
 
 
 def steps(rounds: Rounds, _read: object, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
-    """Yields, for each step, the items that it takes, as the loop draws them.
+    """Yields, for each step, its items, as the loop draws them; `start` optimizer steps are skipped.
 
-    Args:
-        rounds: What the loop runs over.
-        _read: What its header reads, an argument of its own: what that reaches counts as reached by drawing.
-        lesson: How many make a step.
-        over: Has an entry once the loop has ended.
-        start: Optimizer steps whose items are passed over.
+    `_read` is what the header reads, as an argument, so that what it reaches counts as reached by drawing. `over` is
+    not empty after the loop has ended.
     """
     drawn = rounds.drawn()
     if rounds.items is not None:
@@ -264,7 +227,7 @@ def steps(rounds: Rounds, _read: object, lesson: Lesson, over: Sequence[bool], s
 
 
 def _next_items(drawn: Iterator[Any], many: int) -> list[Any]:
-    """Returns the next items, and the turns before them; fewer at the end."""
+    """Returns the next items, with the turns before them; none if there are not enough."""
     taken: list[Any] = []
     while many and (item := next(drawn, Turn)) is not Turn:
         taken.append(item)
@@ -273,7 +236,7 @@ def _next_items(drawn: Iterator[Any], many: int) -> list[Any]:
 
 
 def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) -> int:
-    """Run the iterations before the first that belongs to a step; returns how many a new look at the items repeats."""
+    """Run the iterations before the first step; returns how many of them a new iterator would repeat."""
     if not before:
         return 0
     if items is None:
@@ -285,13 +248,9 @@ def passed(items: Items | None, before: int, run: Callable[[list[Any]], Any]) ->
 
 
 def set_counters(body: Body, saved: Mapping[str, float]) -> dict[str, float]:
-    """Put a checkpoint's numbers into the loop's variables of the same names; returns those that were put.
+    """Set the loop's numeric variables to a checkpoint's numbers of the same names; returns those that were set.
 
-    They are variables that the body uses, or attributes of an object whose method it is, and hold a number already.
-
-    Args:
-        body: The body of the loop.
-        saved: Numbers by name.
+    They are variables that the body uses, or attributes of the object whose method it is.
     """
     put: dict[str, float] = {}
     code, known = body.__code__, body.__globals__
