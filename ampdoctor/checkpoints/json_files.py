@@ -21,17 +21,10 @@ _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 
 
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value of a JSON text in UTF-8; raises ValueError or, if it is too large, LimitExceededError.
 
-    Args:
-        raw: UTF-8.
-        name: The file's name in errors.
-        strict: Refuse what JSON itself does not allow (NaN, infinities), duplicate keys and halves of surrogate pairs.
-
-    Raises:
-        DuplicateKeyError: With `strict`, an object has one key twice.
-        ValueError: It is not JSON, not UTF-8, nested a thousand times, or a number has thousands of digits.
-        LimitExceededError: Its values would take more memory than allowed.
+    `strict` refuses what JSON itself does not allow (NaN, infinities), duplicate keys (DuplicateKeyError) and halves of
+    surrogate pairs.
     """
     # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
     cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)

@@ -94,8 +94,8 @@ def _starved(checkpoint: Checkpoint, zeros: Collection[tuple[str, str, str, str]
         if beside is None or beside.shape != second.shape:
             continue
         if second.dtype not in _FLUSHING:
-            # a third state may be a maximum that divides in place of this one, or mean that this one has another basis
-            # (SOAP)
+            # a third state may be a maximum that divides in place of this one, or mean that this one has another basis,
+            # as in SOAP
             if kept[owner] > len((second, beside)):
                 continue
             if (*owner, second.entry) not in zeros:
@@ -149,12 +149,7 @@ _Update = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """An optimizer's state for one parameter, with the hyperparameters of its group.
-
-    Attributes:
-        state: Entries of the state ("exp_avg", "step").
-        group: Hyperparameters ("lr", "betas").
-    """
+    """An optimizer's state for one parameter ("step"), with the hyperparameters of its group ("lr", "betas")."""
 
     state: Mapping[Any, Any]
     group: Mapping[Any, Any]

@@ -202,12 +202,7 @@ def name_parameters(
 
 
 def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Returns names of an average that was saved as a list in parameter order (`shadow_params`); {} if unsure.
-
-    Args:
-        copies: The list, keyed "0", "1", ...
-        model: The state dict of the model that it averages.
-    """
+    """Returns names for an average saved as a list in parameter order (`shadow_params`); {} if unsure."""
     if list(copies) != [str(index) for index in range(len(copies))]:
         return {}
     weights = _weights(model)

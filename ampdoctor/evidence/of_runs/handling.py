@@ -1,4 +1,4 @@
-"""What a loop's own code has made of its gradients in one step, beside its scaler."""
+"""What a loop's own code did to its gradients in one step, beside its scaler."""
 
 from __future__ import annotations
 
@@ -28,26 +28,18 @@ class Change:
 class Handling:
     """A step on gradients of scaled losses alone.
 
-    Attributes:
-        step: The step.
-        scale: The loss scale.
-        unscaled: A scaler has divided the gradients by it.
-        by_itself: The optimizer divides them in its own step, or may: it is none of torch's, or a fused one.
-        knows_scale: The loop has asked for the scale, and may multiply and divide by it.
-        scaled_again: The line that has scaled a loss of which a part was scaled already; None without one.
-        before: What was done to the gradients before they were unscaled; None where that is not known.
-        after: What was done to them since the backward, or since they were unscaled; None where that is not known.
-        clipped: By which `clip_grad_norm_` has multiplied them, 1.0 without one.
-        source: The line that makes the step.
+    `by_itself` says that the optimizer divides the gradients in its own step, or may: it is none of torch's, or a fused
+    one. `scaled_again` is the line that scaled a loss of which a part was scaled already. `before` and `after` are
+    changes of the gradients before they were unscaled, and since the backward or the unscaling; None if unknown.
     """
 
     step: int
-    scale: float
-    unscaled: bool
+    scale: float  # the loss scale
+    unscaled: bool  # a scaler has divided the gradients by it
     by_itself: bool
-    knows_scale: bool
+    knows_scale: bool  # the loop has asked for it, and may multiply and divide by it
     scaled_again: Source | None
     before: Change | None
     after: Change | None
-    clipped: float
-    source: Source | None
+    clipped: float  # factor of `clip_grad_norm_`; 1.0 without one
+    source: Source | None  # the line that makes the step
