@@ -254,7 +254,7 @@ class Checkpoint:
         return _by_path([(part, part.sections.scalers) for part in self._parts])
 
     def take_log(self, log: tuple[LogEntry, ...], unread: tuple[Skipped, ...] = ()) -> None:
-        """Replace its own log by the run's if that is longer; `unread` are logs without information."""
+        """Replace its own log by the run's if that is longer; `unread` are logs that could not be read."""
         if len(log) > len(self.log):
             self.log = log
         self.skipped = (*self.skipped, *unread)

@@ -38,7 +38,6 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 
 # -- do the pieces of a tensor fill it exactly? --
 
-
 MAX_COMPARISONS = 6_000_000
 """Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces cut in one dimension,
 or 250,000 in three."""
@@ -351,7 +350,6 @@ def _words(shape: tuple[int, ...], dtype: object) -> str:
 # Each rank's file holds its slices under the names of the whole tensors; its metadata say where each slice begins. The
 # size of the whole tensors is not stored, so only the files' numbers show that slices are missing at the end.
 
-
 SLICES = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 """File names of the writer; such a file is read as slices only if its header says so."""
 _WHERE = "DCP_SHARDING_INFO"
@@ -443,7 +441,6 @@ def _missing(names: Sequence[str]) -> list[ErrorNote]:
 
 
 # -- the layout: a folder's own checkpoint, those that accelerate puts into inner folders, and slices --
-
 
 _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Folders where accelerate (and the Trainer through it) puts the model and the optimizer of an FSDP run."""

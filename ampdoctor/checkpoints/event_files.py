@@ -18,7 +18,6 @@ from ampdoctor.evidence.report import Skipped
 
 # -- the wire format of protobuf: a message's fields, without its schema --
 
-
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types; 3 and 4 are groups, which none of the messages read here has."""
 
@@ -247,7 +246,6 @@ def _signed(value: int) -> int:
 
 
 # -- the frame of LevelDB's logs, in which W&B keeps a run: records in blocks, in pieces with checksums --
-
 
 _FRAME_BLOCK = 32 * 1024
 _PIECE = struct.Struct("<IHB")

@@ -29,18 +29,17 @@ from ampdoctor.checkpoints.unpickler import Inert
 from ampdoctor.evidence.checkpoint_stats import LostNumbers, TensorRole
 from ampdoctor.evidence.report import Skipped
 
-# -- what a tree's containers hold, answered once per container, however many places share it --
+# -- the contents of a tree's containers, determined once per container, even if it appears in many places --
 #
-# A tuple of 20,000 numbers costs a file 40 kB and can stand in 200 places for 1 kB more. A walk that enters it at each
+# A tuple of 20,000 numbers costs a file 40 kB and can appear in 200 places for 1 kB more. A walk that enters it at each
 # place takes seconds and finds nothing. Trees are finite and at most `MAX_DEPTH` deep (`require_finite_tree`).
-
 
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 """Types that are never part of a checkpoint. Only the type is tested, because there are millions of such values."""
 
 
 def is_optimizer(node: Any) -> bool:
-    """Is a mapping an optimizer's state dict?"""
+    """Whether a mapping is an optimizer's state dict."""
     return (
         isinstance(node, Mapping)
         and isinstance(node.get("param_groups"), list | tuple)
@@ -116,7 +115,6 @@ def join(path: str, key: object) -> str:
 #
 # A loss, a metric, a list of losses, a learning rate in a schedule, a NumPy array: they are plain values, tensors of
 # one element outside the models and optimizers, or bytes in the pickle.
-
 
 _PLAIN_NUMBERS = frozenset({int, str, bool, bytes, type(None)})
 
@@ -391,7 +389,7 @@ def _visit_entry(key: Any, value: Any, path: str, into: Sections, below: Below) 
 
 
 def _visit_random(node: Any, path: str, into: Sections, below: Below) -> None:
-    """Skip what is named a random state, which holds integers; anything in it that could be trained still counts."""
+    """Skip a random state, recognised by its name; anything in it that could be trained still counts."""
     inner = Sections(search=into.search, places=into.places)
     _visit(node, path, inner, below)
     models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
@@ -507,7 +505,6 @@ def _step_of(tree: Mapping[Any, Any]) -> int | None:
 
 
 # -- averaged weights that share a flat state dict with the weights, under their own prefix --
-
 
 LEAST_PAIRED = 0.5
 """Minimum share of a prefix's names that must also exist without it: a module called `shadow_net` has none."""

@@ -38,8 +38,8 @@ _LONGEST_SHOWN = 200
 class ByteSource(ABC):
     """Bytes that are read by position, from any thread.
 
-    `name` is the name in reports, relative to what the user asked for; `name` and `origin` (the position in the file)
-    together identify a source.
+    `name` is the name in reports, relative to the path that the user gave; `name` and `origin` (the position in the
+    file) together identify a source.
     """
 
     __slots__ = ("name", "origin", "size")
@@ -138,7 +138,7 @@ class RegularFile(ByteSource):
             raise CheckpointError(f"{self.name} changed while it was being read.")
 
     def close(self) -> None:
-        """Close it; harmless when repeated."""
+        """Close it; may be repeated."""
         self._raw.close()
 
     def __enter__(self) -> Self:
@@ -249,7 +249,6 @@ def _reason(error: Exception) -> str:
 
 # -- folders: listed once, then their names are passed on --
 
-
 MAX_FOLDER_ENTRIES = 20_000
 """A checkpoint folder holds hundreds of files; a data set's folder given by mistake holds millions."""
 
@@ -299,7 +298,6 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
 #
 # A descriptor is closed only while nobody reads through it. Its number may belong to another file a moment later, and a
 # read would then return that file's bytes.
-
 
 MAX_OPEN = 128
 """Descriptors of one pool; more are open only while more threads than that read at once."""
@@ -398,7 +396,7 @@ class PooledFile(RegularFile):
         super().close()
 
     def rest(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor until `wake`."""
         self.at_rest = True
         super().close()
 

@@ -33,7 +33,6 @@ from ampdoctor.evidence.report import Skipped
 
 # -- files that name the newest of several checkpoints beside them --
 
-
 _MAX_BYTES = 256
 
 
@@ -82,7 +81,6 @@ def folder_inside(folder: Path, link: str) -> Path | None:
 
 
 # -- the last layout: files that no other layout has taken, each by itself --
-
 
 _OTHER = "not the name of a format that is read"
 TRAINER_STATE = "trainer_state.json"

@@ -22,7 +22,6 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 #
 # Nothing above the named folder is read, whatever it is called.
 
-
 RunLog = tuple[LogEntry, ...]
 
 

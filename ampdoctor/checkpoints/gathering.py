@@ -116,7 +116,7 @@ class Level:
     prefix: str = ""  # of these names in reports ("global_step10/")
     taken: set[str] = field(default_factory=set)  # names that a layout has handled; later ones skip them
     unit: str = ""
-    indexed: bool = False  # an index lists shards, so other numbered files are older
+    indexed: bool = False  # an index lists shards; other numbered files are of another save
 
     @property
     def path(self) -> Path:

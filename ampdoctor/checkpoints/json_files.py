@@ -48,7 +48,6 @@ def _no_constant(token: str) -> NoReturn:
 
 # -- small JSON files beside the tensors: plain data, never configuration to act on --
 
-
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """An index of 100,000 tensors has about 10 MB; a Trainer's log of a million entries about 50 MB."""
 

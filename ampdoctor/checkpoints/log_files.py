@@ -39,8 +39,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024
 _GOLDEN = 0x9E3779B9
-"""2^32 divided by the golden ratio. Its multiples spread evenly over 32 bits and, unlike every n-th line, do not fall
-into step with a period of the log (two lines per step, say)."""
+"""2^32 divided by the golden ratio. Its multiples spread evenly over 32 bits and, unlike every n-th line, do not
+coincide with a period of the log (two lines per step, say)."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     field: tuple(names.split())
@@ -372,7 +372,6 @@ def as_number(value: Any) -> float | None:
 
 # -- the log of `ampdoctor run`: the lines that no rollback or restart undid --
 
-
 MAX_DETAILS = 20_000
 """Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""
 MAX_BYTES = 8 * 1024 * 1024
@@ -393,7 +392,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What was read from a log."""
+    """Steps or details of a log."""
 
     standing: tuple[Entry, ...]  # by step, without those that a rollback or restart undid
     damaged: Counter[str]  # lines by file, without a cut-off last one

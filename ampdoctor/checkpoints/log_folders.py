@@ -31,7 +31,7 @@ def run_logs(folder: Path, names: Iterable[str]) -> list[list[str]]:
 
 
 def has_run_log(folder: Path) -> bool:
-    """Whether a run's log lies in a folder that nobody named."""
+    """Whether a folder holds a run's log; False if it cannot be listed."""
     try:
         return bool(run_logs(folder, list_folder(folder).names))
     except CheckpointError:
@@ -118,7 +118,6 @@ def _now(step: StepLine | None) -> dict[str, float | int]:
 
 # -- the training logs in a folder, and the longest of them --
 
-
 RUNS = "runs"
 """The folder in which the TensorBoard writers of torch and of the Hugging Face Trainer make one per start of a run."""
 MAX_RUNS = 20
@@ -197,7 +196,7 @@ def _unread(shown: str, error: CheckpointError) -> Skipped:
 
 
 def _names(folder: Path) -> list[str]:
-    """Returns the sorted names in a folder; [] if it cannot be listed, because nobody asked for it."""
+    """Returns the sorted names in a folder; [] if it cannot be listed."""
     try:
         return sorted(path.name for path in islice(folder.iterdir(), MAX_RUN_ENTRIES))
     except OSError:

@@ -142,7 +142,6 @@ def _dtype(stored: StoredTensor) -> str:
 # A step is added to the weight and rounded to its format. A step of less than half the distance to the next number is
 # lost, and the next one again.
 
-
 _Update = Callable[..., torch.Tensor]
 """Maps chunks of the moments (float32) to the step that is subtracted from the weight."""
 

@@ -21,7 +21,6 @@ from ampdoctor.evidence.checkpoint_stats import TensorRole
 # must fit. This code computes, over all arrangements that fit, where each parameter can stand. Only a parameter with a
 # single place has its number for certain.
 
-
 MAX_ARRANGEMENTS = 50_000
 """Maximum number of partial arrangements that are tried, over all modules; a dozen children have 4,096."""
 

@@ -126,7 +126,6 @@ def _extent(part: Any, known: dict[int, _Extent], name: str) -> _Extent:
 
 # -- inert records: whole modules saved with `torch.save(model)`, and tensors held by objects of any class --
 
-
 MAX_SEARCHED = 1_000_000
 """Maximum number of values inside a file's objects: a module of 20,000 submodules has about 600,000."""
 _TOO_DEEP = "an object nested more deeply than a checkpoint's is not searched"

@@ -1,4 +1,4 @@
-"""What a replay resumes from: tensors loaded as they are, and the position and random numbers."""
+"""The state from which a replay resumes: tensors loaded as they are, and the position and random numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 #
 # Frameworks and people keep these under names of their own, in the checkpoint or in files beside it. They are
 # recognised by their form, and by name only where the form is ambiguous. Nothing in them is executed.
-
 
 _BESIDE = (
     *("rng_state.pth", "rng_state_0.pth", "random_states_0.pkl"),
@@ -82,7 +81,7 @@ def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
         with file:
             try:
                 found.visit(read_saved(file, sniff(file)).tree, (_stem(file.name),))
-            except CheckpointError:  # a missing state is reported; the checkpoint itself is good
+            except CheckpointError:  # not needed to read the checkpoint; missing state is reported
                 continue
     return found.standing()
 

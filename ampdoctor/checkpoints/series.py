@@ -29,7 +29,6 @@ from ampdoctor.errors import CheckpointError
 # Only the word right before a number says what it counts: `step_100` is a step, `rank_100` a process, `model_1` either
 # the first step or the second of two models. For an uncertain name ("unsure") the caller looks inside.
 
-
 Unit = Literal["step", "epoch", "number", "unsure"]
 """What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps not time at
 all (`model_500`)."""
@@ -71,8 +70,8 @@ _NUMBERED = re.compile(r"([A-Za-z]*)([-_=. ]*)(?<!\d)(?<!\d\.)(\d+)((?:[-_]\d+)?
 _WORD = re.compile(r"[a-z]+")
 _PIECE = re.compile(r"\d+-of-\d+")
 _PADDED = 4
-"""A number right after a word is a step if it has at least this many digits (`model010000`); with fewer it is part
-of the word (`fp16`, `v2`)."""
+"""A number right after a word belongs to a series if it has at least this many digits (`model010000`); with fewer it
+is part of the word (`fp16`, `v2`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +290,7 @@ def contents_of(root: Listing) -> Contents:
         beside = tuple(_beside(name, listing) for name, listing in single)
         return Contents(Family((*members, *beside), root), below=rest)
     if itself:
-        return Contents()  # opening it reads what lies below
+        return Contents()  # opening it also reads the folders below
     if runs:
         ((name, inner, found),) = runs
         apart = _apart(inner, found, name)
@@ -488,7 +487,7 @@ def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _is_series(group: Sequence[_Entry]) -> bool:
-    """Whether the models are equal and the stored steps grow, or else the numbers look like steps."""
+    """Whether the models are equal, and the stored steps grow or, without them, the numbers look like steps."""
     first, last = (_look(Member(name=e.name, path=e.path)) for e in (group[0], group[-1]))
     if first is None or last is None or not first[1] or first[1] != last[1]:
         return False
@@ -551,7 +550,7 @@ def _final(root: Listing, rest: Sequence[_Entry], groups: Sequence[Sequence[_Ent
 
 
 def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: Sequence[str]) -> bool:
-    """Whether a run's folder holds only one checkpoint so far, in a folder of its own."""
+    """Whether a run's folder holds one checkpoint so far, in a folder of its own, and no other file of a checkpoint."""
     return group[0].folder and not rest and not any(name.startswith(_TRAINING_STATE) for name in there)
 
 

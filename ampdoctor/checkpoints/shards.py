@@ -41,7 +41,7 @@ def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
         known = indices.setdefault(identity_of(level.path / name) or name, name)
         if known == name:
             done |= _add_index(into, level.path, name, level.prefix)
-        else:  # its shards would be opened again for each link
+        else:  # otherwise each link would open all shards again
             into.remarks.append(f"{level.prefix}{name} is a link to {known}, and is read once")
     level.indexed = any(map(is_numbered, done))
     level.taken |= done
@@ -87,7 +87,7 @@ def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: s
 
 
 def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
-    """Note missing shards where only the names of the others show that there are more."""
+    """Note missing shards if only the names of the others show that there are more."""
     for matches in _families(names):
         missing = _first_absent(matches)
         if missing is not None:
@@ -172,7 +172,6 @@ def _names_in(part: Part, *, skipped: bool) -> set[str]:
 
 
 # -- files that each rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin` --
-
 
 _FLAT = "_flat_param"
 _BY_RANK = re.compile(r"(?P<stem>.+)_rank(?P<rank>\d{1,6})(?P<suffix>\.(bin|pt|pth))")

@@ -340,14 +340,14 @@ class SparseTensor(Skipped):
 
 
 def unread(reason: str, what: str = "") -> Skipped:
-    """Stands for a tensor (`what`) whose values are not read, so that they may be sick; `reason` is a clause."""
+    """Stands for a tensor (`what`) whose values are not read and may be anything; `reason` is a clause."""
     return Skipped(what=what, reason=reason, kind="unread")
 
 
 def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
     """Stands for a tensor of a dtype that is not read, which may still be known to be finite.
 
-    `where` says in words where it lies.
+    `where` is the place in words.
     """
     name = dtype.removeprefix("torch.")[:40]
     reason = f"dtype {name!r}{where} is not one that is read"

@@ -30,7 +30,6 @@ from ampdoctor.numerics.counting import imap_on_workers
 
 # -- blocks of a tensor: extremes and non-finite values exactly, magnitudes from a sample --
 
-
 FULLY_COUNTED = 1 << 20
 """Up to this many elements, each is sorted by magnitude. Beyond, a sample of at least about that many is sorted: a
 share of 1 % then has a standard error of 0.01 % if the elements are independent, and the scan reads at memory speed."""
@@ -157,7 +156,6 @@ def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *,
 
 # -- reading many tensors once, in bounded memory: one thread waits for bytes while another examines its own --
 
-
 READ_AHEAD_BYTES = 64 * 1024 * 1024
 """How far ahead the system is advised: from a disk that is not in the cache, the bytes arrive while earlier ones are
 counted. It costs no memory of the process."""
@@ -238,7 +236,6 @@ def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
 
 
 # -- counters and tables of positions among the buffers: whole numbers, which a cast to half destroys --
-
 
 MAX_INDICES = 1 << 20
 """Maximum number of elements of an examined table: the longest position tables have about as many."""

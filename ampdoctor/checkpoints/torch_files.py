@@ -204,7 +204,6 @@ def _data_start(file: ByteSource, entry: _Entry, limit: int) -> int:
 
 # -- the structure of a `torch.save` zip --
 
-
 _SMALL = 64
 """Bytes read from a record with a word or a number."""
 
@@ -228,7 +227,7 @@ def read_records(file: ByteSource) -> Records:
     if structure.size > MAX_PICKLE_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, structure.size)
     pickle = file.read(structure.start, structure.size)
-    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: torch was told not to compute checksums
+    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
     version = _small(file, members.get(f"{prefix}/version")) or _small(file, members.get(f"{prefix}/.data/version"))
     folder = f"{prefix}/data/"
@@ -287,7 +286,6 @@ def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
 # A file has five pickles (a magic number, a version, facts about the machine, the object, the keys of its storages) and
 # then the storages, each a length and its bytes.
 
-
 MAGIC = 0x1950A86A20F9469CFC6C
 PICKLED_MAGIC = b"\x8a\x0a" + MAGIC.to_bytes(10, "little")
 """The magic number in the file, after the two bytes of the pickle's protocol."""
@@ -344,8 +342,7 @@ def _places(file: ByteSource, position: int, keys: Any, storages: dict[str, Stor
     return places
 
 
-# -- a file's format by its contents, because anybody can choose an extension --
-
+# -- a file's format by its contents, because a file can have any extension --
 
 Format = Literal["safetensors", "torch-zip", "torch-legacy", "json"]
 

@@ -32,7 +32,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """An object that a pickle asks for, and that is never built."""
+    """An object that a pickle would build; it is never built."""
 
     name: str  # "module.qualified_name" of the callable
     args: tuple[Any, ...] = ()
@@ -102,7 +102,7 @@ class KeyWatch:
         self._probes = 0
 
     def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set `target[key] = value`, with the key replaced where hashing it is not safe."""
+        """Set `target[key] = value`; a key that is not safe to hash is replaced."""
         if isinstance(key, str | bytes | bool | Inert | Global | OpaqueKey) or key is None:
             target[key] = value
         elif isinstance(key, int | float) and (len(target) < _FEW or self._may_hash(target, key)):
@@ -138,7 +138,6 @@ def run_together(numbers: Iterable[int]) -> bool:
 
 
 # -- reading bytes: numbers and text, each charged with the memory that it takes --
-
 
 MAX_PICKLE_BYTES = 64 * 1024 * 1024
 """Maximum size of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
@@ -266,7 +265,6 @@ class PickleBytes:
 # kilobytes can make it hash and fill memory. Here every opcode has a known cost, and a file is refused if the sum
 # exceeds what a checkpoint needs. Opcodes and their meaning: `pickletools` in the standard library.
 
-
 MAX_OPCODES = 5_000_000
 """A tensor takes about 28: enough for an optimizer's state of 60,000 parameters, in about two seconds."""
 
@@ -279,7 +277,7 @@ class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
 
 
 class _Mark:
-    """Marks on the stack where a list of arguments begins."""
+    """The mark on the stack before a list of arguments."""
 
 
 _MARK = _Mark()
@@ -290,7 +288,7 @@ _NOTHING = object()
 class InertMachine(PickleBytes):
     """Runs the pickles in `data`. A call that `builder` does not understand becomes an `Inert`.
 
-    `foreign` holds the names of classes and functions that the builder does not know, in order, once each.
+    `foreign` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class RankState:
     states: tuple[Mapping[str, Any], ...]  # for each flat group: "exp_avg" etc., as long as the partition or padded
     options: tuple[Mapping[str, Any], ...] = ()  # settings of the parameter groups
     per_option: tuple[int, ...] = ()  # number of flat groups of each parameter group
-    slices: tuple[Mapping[str, tuple[int, int]], ...] = ()  # by flat group: parameter -> (start, count) here
+    slices: tuple[Mapping[str, tuple[int, int]], ...] = ()  # by group: parameter -> (start, count) in the partition
     gaps: tuple[tuple[int, ...], ...] = ()  # free elements after each parameter (`parameter_alignment`)
     counts: tuple[int, ...] = ()  # number of ranks that share each flat group
 

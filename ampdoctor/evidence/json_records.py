@@ -285,7 +285,6 @@ def _descriptions(record: type) -> dict[str, str]:
 
 # -- records from unchecked JSON values: a value that does not fit its field's type is refused --
 
-
 _Read = Callable[[Any], Any]
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -19,7 +19,6 @@ from ampdoctor.evidence.report_profile import HistogramValues
 
 # -- lines about single tensors --
 
-
 PLAIN: Mapping[str, bool] = MappingProxyType({"plain": True})
 """Metadata of a field whose value consists of JSON values, and is written as it is."""
 
@@ -94,7 +93,6 @@ class DetailLine:
 
 
 # -- a line of details by columns, which a pipe carries in one piece --
-
 
 MEASURES = (
     "norm",
@@ -429,8 +427,7 @@ class Stamped:
     line: Line | DetailTable
 
 
-# -- the JSON Schema of a line: made from the classes, and shipped as a file beside this one --
-
+# -- the JSON Schema of a line, made from the classes and shipped beside this file --
 
 FILE = "run-log-line.schema.json"
 _ABOUT = (

@@ -67,7 +67,6 @@ def posix(path: str) -> str:
 # Which files a checkpoint consists of is known only once it is open: an index names its shards, a pointer its folder, a
 # link leads elsewhere, a log lies beside it. So each file is checked when it is opened, before anything is written.
 
-
 _promised: Final[dict[Hashable, str]] = {}
 
 
@@ -109,7 +108,6 @@ def file_key(path: str | os.PathLike[str]) -> Hashable:
 # -- names of log files: `log.jsonl` is the running one, `log.1.jsonl` the oldest, and so on --
 #
 # Processes of ranks other than 0 have files of their own, `log.rank3.jsonl`; `run.json` describes the run.
-
 
 _RANK_AND_NUMBER = r"(?:\.rank(?P<rank>[1-9][0-9]{0,8}))?(?:\.(?P<number>[1-9][0-9]{0,8}))?"
 _NAME = re.compile(rf"log{_RANK_AND_NUMBER}\.jsonl")

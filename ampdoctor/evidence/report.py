@@ -389,7 +389,6 @@ def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:
 
 # -- a report with the training's step numbers --
 
-
 _IN_WORDS = re.compile(r"\bstep (\d+)\b")
 """How all our sentences name a step."""
 _RAISED = r"\b\w*(?:Error|Exception|Exit|Interrupt|Warning): [^;]*"

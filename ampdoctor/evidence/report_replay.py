@@ -131,7 +131,6 @@ class ProofSection:
 
 # -- a GradScaler refuses a call although the order of calls is right --
 
-
 HALF_WEIGHTS = (
     "make the trained weights in fp32 (no model.half(); from_pretrained(..., dtype=torch.float32)) and leave half to "
     "autocast; pure half needs no GradScaler"

@@ -74,7 +74,6 @@ class UpdateFacts:
 
 # -- range profiles --
 
-
 SiteKind = Literal["activation_grad", "weight_grad", "activation", "weight"]
 SitePart = Literal["output", "input", "parameter"]
 
@@ -118,7 +117,7 @@ class Site:
 
     @property
     def kind(self) -> SiteKind:
-        """What was measured."""
+        """The kind of measurement."""
         return self.place.kind
 
     @property
@@ -146,7 +145,6 @@ class RangeFigures:
 
 
 # -- the choice of a precision --
-
 
 RunPrecision = Literal["fp16", "bf16", "tf32", "fp8", "fp32"]
 RowPrecision = Literal["fp16", "bf16", "tf32", "fp32", "fp8 e4m3", "fp8 hybrid", "mxfp8"]
@@ -282,7 +280,7 @@ class HalfCounter:
     module: str
     dtype: str
     count: float  # before the first step
-    after: float | None = None  # the optimizer's first step; None if it took none
+    after: float | None = None  # after the optimizer's first step; None if it took none
     widened: float | None = None  # the same, counted in fp32
     betas: tuple[float, ...] = ()  # the optimizer's; () for one without
 

@@ -170,7 +170,6 @@ def target_named(name: str) -> Target:
 
 # -- frameworks --
 
-
 Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron", "fairseq", "fsdp"]
 """`fsdp` is FSDP1's ShardedGradScaler; accelerate, transformers, lightning and fsdp use torch's rules."""
 

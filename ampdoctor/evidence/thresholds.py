@@ -65,7 +65,6 @@ class MovedThreshold:
 
 # -- thresholds of loss scaling; every other is in the file of its rule, in `diagnosis` --
 
-
 FLUSHED = Threshold(
     code="AMP301",
     name="flushed",
@@ -138,7 +137,6 @@ HORIZON = Threshold(
 
 # -- the values in force --
 
-
 Moves = Mapping[str, Mapping[str, float]]
 """Values by code and name, as a configuration has them: {"AMP107": {"saturated": 0.1}}."""
 
@@ -154,7 +152,7 @@ class Thresholds:
 
     def __getitem__(self, threshold: Threshold) -> float:
         """The value in force."""
-        if not self.moved:  # as rules ask at every step
+        if not self.moved:  # fast path: rules read thresholds at every step
             return threshold.default
         return next((value for one, value in self.moved if one.key == threshold.key), threshold.default)
 

@@ -196,7 +196,7 @@ class LeftOut:
     """Something of a trace that is not known, because looking for it failed."""
 
     what: str  # what is not known ("what made the operand")
-    op: str  # where it was looked for ("aten.transpose_")
+    op: str  # where the search failed ("aten.transpose_")
     reason: str  # type and message of the exception
 
 

@@ -9,19 +9,12 @@ from ampdoctor.evidence.location import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What was done to an optimizer's gradients between two moments.
+    """A change of an optimizer's gradients between two moments."""
 
-    Attributes:
-        factor: By which all were multiplied, 1.0 where they are as they were; None where that is not one number.
-        bound: The magnitude to which each was cut, where they were; None else.
-        most: Their largest magnitude before, among the samples.
-        norm: Their L2 norm afterwards, of all of them.
-    """
-
-    factor: float | None
-    bound: float | None
-    most: float
-    norm: float
+    factor: float | None  # of all gradients, 1.0 if unchanged; None if it is not one number
+    bound: float | None  # magnitude to which each was clipped, if any
+    most: float  # largest magnitude before, among the samples
+    norm: float  # L2 norm of all of them afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +30,7 @@ class Handling:
     scale: float  # the loss scale
     unscaled: bool  # a scaler has divided the gradients by it
     by_itself: bool
-    knows_scale: bool  # the loop has asked for it, and may multiply and divide by it
+    knows_scale: bool  # the loop has read it, and may multiply and divide by it
     scaled_again: Source | None
     before: Change | None
     after: Change | None
