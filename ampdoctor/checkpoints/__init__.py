@@ -1,7 +1,7 @@
 """Opens any checkpoint inertly and streams its tensors.
 
-Nothing in a checkpoint is ever executed. Memory is bounded whatever a file claims, and a file that lies about itself
-gives an error, never a number.
+Nothing in a checkpoint is ever executed. Memory is bounded whatever a file claims; a file that contradicts itself is
+refused with an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name on first use: whoever reads a run's log needs files of this room, and no torch."""
+    """Loads a name on first use: reading a run's log needs files of this package, and no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'ampdoctor.checkpoints' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

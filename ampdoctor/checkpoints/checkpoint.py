@@ -1,4 +1,4 @@
-"""A checkpoint: its files, its tensors, and what is known beside them."""
+"""A checkpoint: its files, its tensors, scalers and log."""
 
 from __future__ import annotations
 
@@ -30,24 +30,16 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import RUN_LOG, LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
-# The files of a checkpoint, and which of them belong together: shards form one unit, any other file its own.
+# -- files, and which of them belong together: shards form one unit, any other file its own --
 
 
 @dataclass(slots=True)
 class Part:
-    """One file's content.
-
-    Attributes:
-        file: The open file.
-        sections: The parts of its contents.
-        name: Path relative to what was opened.
-        index: Name of the index that lists it as a shard; "" for a file of its own.
-        beside: Further open files, if its tensors lie there.
-    """
+    """One file's content. `index` names the index that lists it as a shard, `beside` further files with its tensors."""
 
     file: RegularFile
     sections: Sections
-    name: str
+    name: str  # relative to what was opened
     index: str = ""
     beside: tuple[RegularFile, ...] = ()
 
@@ -58,15 +50,10 @@ class Part:
 
 
 class Unit:
-    """Files whose state dicts are parts of the same models.
+    """Files whose state dicts are parts of the same models; `name` is the index's or the file's.
 
-    Attributes:
-        name: The index's or the file's name.
-        parts: The files, in order.
-        models: State dicts by their path in the file, the main one first; those of shards are merged.
-        inner: True if the files lie in a folder inside the one that was opened.
-        main: Path of the main model; None if the unit holds none.
-        ordered: True if the entries are in the order of `named_parameters()`.
+    `models` are state dicts by their path in the file, `main` first, those of shards merged; `inner` is true if the
+    files lie in an inner folder; `ordered` if the entries are in the order of `named_parameters()`.
     """
 
     def __init__(self, name: str, parts: Sequence[Part]) -> None:
@@ -87,7 +74,7 @@ class Unit:
         return self._clean[path][name]
 
     def twin_of(self, other: Unit) -> bool:
-        """Is it just the safetensors of the same model that another format holds beside it?
+        """Whether it is only the safetensors copy of the same model.
 
         safetensors keeps only one name of a tied weight, so it may have fewer names.
         """
@@ -108,7 +95,7 @@ def units_of(parts: Sequence[Part]) -> tuple[Unit, ...]:
 
 
 def chosen_unit(units: Sequence[Unit]) -> Unit | None:
-    """Returns the unit that holds a checkpoint's model; None if there is none, or if there are several different ones.
+    """Returns the unit that holds a checkpoint's model; None if there is none, or several different ones.
 
     Of twins it is the one in safetensors, which loaders prefer. A folder's own model goes before that of an inner
     folder (the Trainer gathers the model of a DeepSpeed run beside the partitions).
@@ -121,7 +108,7 @@ def chosen_unit(units: Sequence[Unit]) -> Unit | None:
 
 
 _SKIPS_SHOWN = 20
-"""Maximum number of places that are named among those left out for one reason; the others are counted."""
+"""Maximum number of places listed for one reason of skipping; the others are counted."""
 _OFTEN = 16
 """Maximum number of names or views per byte, on average."""
 _SMALL_BYTES = 64 * 1024 * 1024
@@ -129,12 +116,7 @@ _SMALL_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """A file of a checkpoint.
-
-    Attributes:
-        path: Relative to what was opened; for a single file, its name.
-        bytes: Its size.
-    """
+    """A file of a checkpoint: its path relative to what was opened (a single file's name), and its size."""
 
     path: str
     bytes: int
@@ -144,23 +126,16 @@ class CheckpointFile:
 class TensorRef:
     """One tensor of a checkpoint, which has not been read yet.
 
-    Attributes:
-        name: Name as in `named_parameters()` or `named_buffers()` of the bare model; for optimizer state the name of
-            its parameter if that is certain, else "param N".
-        role: The tensor's purpose.
-        entry: Last part of the address: "weight", "running_var", "exp_avg_sq".
-        module: Owner, as in `named_modules()`; "" for the root, or if it is unknown.
-        group: Path of its state dict or optimizer if that is not the main one ("ema"), else "".
-        file: File, relative to what was opened.
-        stored: Where its bytes are.
+    `name` is as in `named_parameters()` or `named_buffers()` of the bare model; for optimizer state it is the
+    parameter's name if that is certain, else "param N". `module` is its owner, "" for the root or if unknown.
     """
 
     name: str
     role: TensorRole
-    entry: str
+    entry: str  # last part of the address: "weight", "running_var", "exp_avg_sq"
     module: str
-    group: str
-    file: str
+    group: str  # path of its state dict or optimizer if that is not the main one ("ema")
+    file: str  # relative to what was opened
     stored: StoredTensor
 
     @property
@@ -186,15 +161,14 @@ class Checkpoint:
 
     Attributes:
         path: The path that the user gave.
-        format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names tell it ("hf-trainer",
-            "accelerate", "deepspeed", "torch-dcp", ...), else "folder"; "run-log" for no checkpoint but a run's log.
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names show it ("hf-trainer",
+            "accelerate", "deepspeed", "torch-dcp", ...), else "folder"; "run-log" for a run's log without checkpoint.
         skipped: Parts that are recognised and not read, with the reason.
-        errors: Parts that should be there and are not; a scan is incomplete without them.
+        errors: Missing or unreadable parts; a scan is incomplete without them.
         remarks: Harmless oddities of the layout, in sentences.
         foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
         global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
         log: Training log beside the weights, or the run's; without one, the loss that was saved with the weights.
-        scalers: Loss scalers found.
         lost: Numbers outside of its tensors and scalers that are not finite.
         unread: Its tensors and files of weights whose values are not read, and may be anything.
     """
@@ -232,7 +206,7 @@ class Checkpoint:
             self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
         bound = _OFTEN * sum(file.size for part in parts for file in part.files) + _SMALL_BYTES
-        if self.total_bytes > bound:  # thousands of views of one storage: the size of the files bounds the work
+        if self.total_bytes > bound:  # thousands of views of one storage
             raise LimitExceededError(f"{path}: bytes that its tensors cover", bound, self.total_bytes)
 
     @property
@@ -259,8 +233,7 @@ class Checkpoint:
     def models(self) -> dict[str, dict[str, StoredTensor]]:
         """Returns state dicts by path in the file, the main one first; names as stored.
 
-        Raises:
-            CheckpointError: A folder holds several models, and none of them is the main one.
+        Raises CheckpointError if a folder holds several models and none of them is the main one.
         """
         unit = chosen_unit(self._units)
         if unit is not None:
@@ -281,17 +254,13 @@ class Checkpoint:
         return _by_path([(part, part.sections.scalers) for part in self._parts])
 
     def take_log(self, log: tuple[LogEntry, ...], unread: tuple[Skipped, ...] = ()) -> None:
-        """Replace its own log by the run's if that says more; `unread` are logs without information."""
+        """Replace its own log by the run's if that is longer; `unread` are logs that could not be read."""
         if len(log) > len(self.log):
             self.log = log
         self.skipped = (*self.skipped, *unread)
 
     def require_unchanged(self) -> None:
-        """Refuse a checkpoint whose files changed since they were opened; the log of a run may grow.
-
-        Raises:
-            CheckpointError: A file changed.
-        """
+        """Raises CheckpointError if a file changed since it was opened; the log of a run may grow."""
         if self.format == RUN_LOG:
             return
         for part in self._parts:
@@ -353,7 +322,7 @@ class Checkpoint:
                 yield self._ref(known or f"group {index} param {place}", "weight", MASTER_GROUP, stored)
 
     def _loose(self, path: str, stored: StoredTensor, *, weightless: bool) -> TensorRef:
-        """Returns a tensor outside every state dict; if there is no state dict at all, it counts as a weight."""
+        """Returns a tensor outside every state dict; without any state dict it counts as a weight."""
         if is_master(path) and stored.shape:
             return self._ref(path, "weight", MASTER_GROUP, stored)
         whole = path == "tensor"  # a file that is one number
@@ -419,7 +388,7 @@ class Checkpoint:
 
 
 def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
-    """Yields at most `_SKIPS_SHOWN` places for each reason, and how many more there are."""
+    """Yields at most `_SKIPS_SHOWN` places for each reason, and the number of the others."""
     often = Counter(each.reason for each in skipped)
     seen: Counter[str] = Counter()
     for each in skipped:

@@ -25,7 +25,7 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 LOOKED_INTO = 0.75
 """Share of unchanged elements from which a weight's updates are examined; AMP712 needs at least as much."""
 HORIZON = 1000
-"""Number of steps over which a learning rate should move a weight, unless a schedule has lowered it."""
+"""Number of steps in which a learning rate should move a weight, unless a schedule has lowered it."""
 TAKEN_DOWN = 0.1
 """Below this share of the initial learning rate, a schedule counts as warming up or ending."""
 
@@ -40,8 +40,6 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """Optimizer state of the newer checkpoint by parameter name."""
-
     refs: Mapping[str, list[TensorRef]]
     states: Mapping[int, StoredState]
     alive: frozenset[str]
@@ -51,21 +49,10 @@ class _Moments:
 def measure_change(
     new: Checkpoint, summary: CheckpointSummary, old: Checkpoint, progress: Observer | None = None
 ) -> tuple[CheckpointChange, tuple[Skipped, ...]]:
-    """Compare the floating-point tensors of two checkpoints.
+    """Compare the floating-point tensors of two checkpoints; returns the change, and what could not be compared.
 
     Weights, buffers and averaged copies are compared, and optimizer state that is not finite in the newer one.
-
-    Args:
-        new: The newer checkpoint, open.
-        summary: Its summary.
-        old: The older checkpoint, open.
-        progress: Called before each tensor and at the end.
-
-    Returns:
-        The change, and what could not be compared.
-
-    Raises:
-        CheckpointError: Bytes cannot be read, or a file changed meanwhile.
+    `summary` is the newer one's; `progress` is called before each tensor and at the end.
     """
     sick = {(t.role, t.group, t.name, t.entry) for t in summary.tensors if t.nonfinite}
     newer, older = _by_key(new), _by_key(old)

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch (DCP): pieces of tensors in the files of all ranks."""
+"""Distributed checkpoints of torch (DCP): chunks of tensors in the files of all ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ from ampdoctor.checkpoints.unpickler import Inert
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
-# Checks that the pieces of a tensor fill it, without overlap or hole.
-
+# -- do the pieces of a tensor fill it exactly? --
 
 MAX_COMPARISONS = 6_000_000
-"""Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces that are cut in one
-dimension, or 250,000 in three."""
+"""Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces cut in one dimension,
+or 250,000 in three."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and sizes."""
@@ -49,20 +48,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(slots=True)
 class TilingBudget:
-    """How much may still be compared for a checkpoint: a kilobyte can describe a few pieces of many dimensions.
-
-    Attributes:
-        left: Number of coordinates.
-    """
+    """How many coordinates may still be compared: a kilobyte can describe a few pieces of many dimensions."""
 
     left: int = MAX_COMPARISONS
 
     def spend(self, coordinates: int, name: str) -> None:
-        """Spend coordinates.
-
-        Raises:
-            LimitExceededError: Not that many are left.
-        """
+        """Spend coordinates; raises LimitExceededError if not that many are left."""
         if coordinates > self.left:
             used = MAX_COMPARISONS - self.left
             raise LimitExceededError(f"{name}: comparisons of pieces", MAX_COMPARISONS, used + coordinates)
@@ -70,21 +61,12 @@ class TilingBudget:
 
 
 def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
-    """Returns what is wrong with pieces that should fill a tensor, in words; None if they fill it exactly.
+    """Returns in words why pieces do not fill a tensor of this shape exactly; None if they do.
 
     Pieces fill a tensor if they lie inside, have its volume together, and do not overlap. A few pieces are compared in
     pairs. For many: the boxes' indicator functions sum to that of the whole exactly if their signed corners do (a
     corner's sign is the parity of its upper sides: differences in every dimension, which can be summed up again). That
-    takes n steps for n pieces, instead of n^2 for pairs.
-
-    Args:
-        shape: Sizes of the whole tensor.
-        boxes: The pieces; those without elements are ignored.
-        name: The tensor's name in a limit's error.
-        budget: What the checkpoint may still cost.
-
-    Raises:
-        LimitExceededError: The budget is used up.
+    takes n steps for n pieces, instead of n^2 for pairs. `name` is used in the error where `budget` is used up.
     """
     if any(not _inside(shape, box) for box in boxes):
         return "a piece lies outside it"
@@ -110,7 +92,7 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: Tili
 
 
 def _overlap(one: Box, other: Box, cut: Sequence[int]) -> bool:
-    """Do two boxes share an element? Outside the dimensions `cut`, both are as long as the whole."""
+    """Whether two boxes share an element. Outside the dimensions `cut`, both are as long as the whole."""
     return all(one[0][d] < other[0][d] + other[1][d] and other[0][d] < one[0][d] + one[1][d] for d in cut)
 
 
@@ -122,32 +104,24 @@ def _inside(shape: tuple[int, ...], box: Box) -> bool:
 
 
 _AHEAD = 2048
-"""Bytes that are read at once from each end of an entry; `torch.save` of one tensor takes about 1,500 besides data."""
+"""Bytes read at once from each end of an entry; `torch.save` of one tensor takes about 1,500 besides data."""
 MAX_NOTES = 20
-"""Unreadable entries that are named one by one; the others are counted."""
+"""Unreadable entries that are listed one by one; the others are counted."""
 
 
 @dataclass(slots=True)
 class DistributedContent:
-    """The contents of a distributed checkpoint.
+    """The contents of a distributed checkpoint."""
 
-    Attributes:
-        file: The open `.metadata`.
-        beside: The open files that hold the bytes.
-        sections: The parts.
-        errors: What should be there and is not.
-        remarks: Harmless oddities.
-    """
-
-    file: RegularFile
-    beside: tuple[RegularFile, ...] = ()
+    file: RegularFile  # the open `.metadata`
+    beside: tuple[RegularFile, ...] = ()  # the open data files
     sections: Sections = field(default_factory=Sections)
-    errors: list[ErrorNote] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)  # what is missing or unreadable
+    remarks: list[str] = field(default_factory=list)  # harmless oddities
 
 
 def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names that describe a folder's distributed checkpoint: `.metadata`, or one file per rank."""
+    """Returns a folder's metadata files of a distributed checkpoint: `.metadata`, or one file per rank."""
     if METADATA in names:
         return [] if is_folder(folder / METADATA) else [METADATA]
     ranks = [match for name in names if (match := RANK_METADATA.fullmatch(name))]
@@ -157,14 +131,7 @@ def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
 def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent:
     """Read the structure of a distributed checkpoint; no tensor data are read.
 
-    Args:
-        folder: Where its metadata are.
-        names: The files that are its metadata (`metadata_in`), at least one.
-        prefix: What stands before the names of its files in reports ("optimizer_0/").
-
-    Raises:
-        CheckpointError: The metadata cannot be read or contradict themselves, or none of their files can be read.
-        LimitExceededError: It asks for more than a safe bound.
+    `names` are its metadata files (`metadata_in`), at least one; reports show its files with `prefix` ("optimizer_0/").
     """
     reading = _Reading(folder, names[0], prefix)
     files: list[RegularFile] = []
@@ -182,7 +149,7 @@ def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> Di
 
 
 class _ReadAhead(ByteSource):
-    """Holds the ends of an entry in memory: its zip is read in a dozen small steps, nearly all of them there."""
+    """Holds both ends of an entry in memory, where nearly all of the dozen small reads of its zip fall."""
 
     def __init__(self, window: Window) -> None:
         self.name = window.name
@@ -208,11 +175,7 @@ class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once 
 
 
 class _Reading:
-    """Opens one checkpoint.
-
-    Attributes:
-        files: The data files that could be opened, by name.
-    """
+    """Opens one checkpoint; `files` are the data files that could be opened, by name."""
 
     def __init__(self, folder: Path, name: str, prefix: str) -> None:
         self.files: dict[str, PooledFile] = {}
@@ -257,11 +220,11 @@ class _Reading:
         if unlisted:
             sections.others.update(unlisted)
             remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
-        sections.ordered = len(self.files) == 1  # the plans of several ranks are joined one after the other
+        sections.ordered = len(self.files) == 1  # the tensors of several ranks are listed rank by rank
         return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
 
     def _open(self, places: Iterable[Place]) -> None:
-        """Open every named file, and check the places against its size and against each other."""
+        """Open all data files, and check that the places lie inside them and do not overlap."""
         by_file: dict[str, list[Place]] = {}
         for place in places:
             by_file.setdefault(place.file, []).append(place)
@@ -302,7 +265,7 @@ class _Reading:
         return Window(file, place.offset, place.length)
 
     def _object(self, place: Place | None) -> Any:
-        """Returns a Python object that was saved beside the tensors, with the tensors inside it."""
+        """Returns a Python object that was saved beside the tensors, including tensors inside it."""
         window = self._window(place)
         if place is not None and place.transforms:
             return unread(_transformed(place))
@@ -382,29 +345,19 @@ def _words(shape: tuple[int, ...], dtype: object) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-# Slices in safetensors, as `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` writes them.
+# -- slices in safetensors, by `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` --
 #
-# Each rank's file holds its slices under the names of the whole tensors, and its metadata say where each slice begins.
-# Nothing says how large the whole tensors are, so only the files' numbers show that slices are missing at the end.
-
+# Each rank's file holds its slices under the names of the whole tensors; its metadata say where each slice begins. The
+# size of the whole tensors is not stored, so only the files' numbers show that slices are missing at the end.
 
 SLICES = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 """File names of the writer; such a file is read as slices only if its header says so."""
 _WHERE = "DCP_SHARDING_INFO"
-"""The key of the header's metadata that says where each slice begins."""
+"""The header's metadata key for where each slice begins."""
 
 
 def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent | None:
-    """Join the slices of a folder; None if it has none.
-
-    Args:
-        folder: The folder with the files.
-        names: Names of files in it that match `SLICES`.
-        prefix: The prefix of these names in reports.
-
-    Raises:
-        CheckpointError: A file of slices cannot be read, or slices do not fit together.
-    """
+    """Join the slices in the files `names` (which match `SLICES`); None if they hold none."""
     files: list[RegularFile] = []
     try:
         contents: list[SafetensorsContent] = []
@@ -457,7 +410,7 @@ def _whole(name: str, shards: list[Shard], budget: TilingBudget) -> StoredTensor
     if any(s.stored.dtype != first.dtype or len(s.stored.shape) != len(first.shape) for s in shards):
         raise CheckpointError(f"the slices of {name!r} have different dtypes or numbers of dimensions; refused.")
     by_box: dict[Any, Shard] = {}
-    for shard in shards:  # every rank may have saved a tensor that is not sharded
+    for shard in shards:  # every rank may have saved an unsharded tensor
         by_box.setdefault((shard.at, shard.stored.shape), shard)
     kept = list(by_box.values())
     ends = [[a + n for a, n in zip(_at(s), s.stored.shape, strict=True)] for s in kept]
@@ -478,7 +431,7 @@ def _at(shard: Shard) -> tuple[int, ...]:
 
 
 def _missing(names: Sequence[str]) -> list[ErrorNote]:
-    """Returns a note for each of the first missing numbers before the last file."""
+    """Returns notes for the first missing file numbers."""
     there = {int(match[1]) for name in names if (match := SLICES.fullmatch(name))}
     absent = (n for n in range(1, max(there, default=0)) if n not in there)  # a name can hold any number
     return [
@@ -487,15 +440,14 @@ def _missing(names: Sequence[str]) -> list[ErrorNote]:
     ]
 
 
-# Finds a folder's distributed checkpoints: its own, those that accelerate puts into inner folders, and slices.
-
+# -- the layout: a folder's own checkpoint, those that accelerate puts into inner folders, and slices --
 
 _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Folders into which accelerate (and through it the Trainer) puts the model and the optimizer of an FSDP run."""
+"""Folders where accelerate (and the Trainer through it) puts the model and the optimizer of an FSDP run."""
 
 _DATA = ".distcp"
 _MAX_ENTRIES = 20_000
-"""Maximum number of names that are read in such a folder: one or two for each rank."""
+"""Maximum number of names read in such a folder: one or two for each rank."""
 
 
 _Refusal = tuple[str, CheckpointError]
@@ -516,7 +468,7 @@ def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
 
 
 def _add(into: Gathering, level: Level, inner: str, names: Sequence[str]) -> _Refusal | None:
-    """Open the distributed checkpoint of the folder, or of a folder in it."""
+    """Open the distributed checkpoint of the folder, or of the folder `inner` in it."""
     folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
     if inner:
         names = _names(folder)

@@ -1,4 +1,4 @@
-"""The `.metadata` of `torch.distributed.checkpoint`: what is saved, in which pieces, and where the bytes are.
+"""The `.metadata` of `torch.distributed.checkpoint`: what is saved, in which chunks, and where the bytes are.
 
 It is a pickle of torch's dataclasses. torch's own reader executes it (an unrestricted unpickler). Here the inert
 machine reads it, and records are recognised by their fields. The fields are those of torch 2.0 to 2.13; Megatron's
@@ -57,37 +57,24 @@ _OWN = frozenset(
         "pathlib.PosixPath", "pathlib.WindowsPath",
     }
 )  # fmt: skip
-"""Classes of the format itself, which every `.metadata` names."""
+"""Classes of the format itself, which every `.metadata` uses."""
 
 Path_ = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a piece or an object lies.
+    """Where the bytes of a piece or an object are."""
 
-    Attributes:
-        file: Name of a file beside `.metadata`.
-        offset: Its first byte.
-        length: Its bytes.
-        transforms: The transforms that wrote its bytes ("stream.zstd/1"); empty for plain bytes.
-    """
-
-    file: str
+    file: str  # beside `.metadata`
     offset: int
     length: int
-    transforms: tuple[str, ...] = ()
+    transforms: tuple[str, ...] = ()  # that wrote its bytes ("stream.zstd/1"); () for plain bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor.
-
-    Attributes:
-        at: Index of its first element in each dimension.
-        shape: Its sizes.
-        place: Where its bytes are; None if the file does not say.
-    """
+    """A part of a tensor; `at` is its first element's index in each dimension, `place` None if the file lacks it."""
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
@@ -96,13 +83,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """The description of a tensor.
-
-    Attributes:
-        dtype: Element type; its name if it is not one that is read.
-        shape: Sizes of the whole tensor.
-        pieces: Its parts.
-    """
+    """The description of a whole tensor; `dtype` is a name if it is not one that is read."""
 
     dtype: torch.dtype | str
     shape: tuple[int, ...]
@@ -111,32 +92,18 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class DistributedMetadata:
-    """The contents of a `.metadata`.
-
-    Attributes:
-        tensors: Tensors by their name in the flattened state dict, in order.
-        objects: Places of everything else, by the same kind of name; None if the file does not say.
-        order: All names, in order.
-        paths: Name -> keys of the nested state dict, as far as the file says.
-        foreign: Names of classes in it that are not torch's own.
-        unused: Number of places that belong to no tensor and no object.
-    """
+    """The contents of a `.metadata`, by names in the flattened state dict."""
 
     tensors: dict[str, TensorPlan]
-    objects: dict[str, Place | None]
-    order: tuple[str, ...]
-    paths: dict[str, Path_]
-    foreign: tuple[str, ...]
-    unused: int
+    objects: dict[str, Place | None]  # everything else; None without a place
+    order: tuple[str, ...]  # all names
+    paths: dict[str, Path_]  # name -> keys of the nested state dict, if known
+    foreign: tuple[str, ...]  # names of classes that are not torch's own
+    unused: int  # number of places of nothing
 
 
 def read_metadata(file: RegularFile) -> DistributedMetadata:
-    """Parse and check a `.metadata`.
-
-    Raises:
-        CheckpointError: It is not such a file, malformed, or names a file that is not beside it.
-        LimitExceededError: It is larger than a checkpoint needs.
-    """
+    """Parse and check a `.metadata`; raises CheckpointError if it refers to a file that is not beside it."""
     if file.size > MAX_METADATA_BYTES:
         raise LimitExceededError(f"{file.name}: bytes", MAX_METADATA_BYTES, file.size)
     machine = InertMachine(
@@ -181,14 +148,9 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
 
 
 def joined(ranks: Sequence[DistributedMetadata], name: str) -> DistributedMetadata:
-    """Joins the descriptions of several ranks, each of its own pieces; what all have saved counts once.
+    """Joins the descriptions of several ranks, each of its own pieces; pieces that all have saved count once.
 
-    Args:
-        ranks: At least one description.
-        name: Their name in errors.
-
-    Raises:
-        CheckpointError: They describe one tensor in different ways.
+    Raises CheckpointError if they describe one tensor in different ways. `name` is their name in errors.
     """
     tensors: dict[str, TensorPlan] = {}
     for rank in ranks:

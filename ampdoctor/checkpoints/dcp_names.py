@@ -1,7 +1,7 @@
 """Rebuilds the nested state dict from a distributed checkpoint's entries, and sorts its parts.
 
 The format flattens a state dict to names. The default planner writes the original paths to `.metadata`; others do not
-(Megatron), and some state dicts were flat already (torchtitan's optimizer). This file recognises what a name means:
+(Megatron), and some state dicts were flat already (torchtitan's optimizer). This file recognises the names:
 
 - torch (`flatten_optimizer_state_dict`): `state.<parameter>.<entry>` and `param_groups.<parameter>.<setting>`
 - Megatron: `optimizer.state.<entry>.<parameter>`, `chained_0.optimizer.state...` for one of several optimizers, and
@@ -41,17 +41,11 @@ _HOLDERS_OF_STEP = ("train_state", "trainer_state", "training_state", "common_st
 def sections_of(
     values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], foreign: tuple[str, ...], name: str
 ) -> Sections:
-    """Sort out a distributed checkpoint's entries.
+    """Sort a distributed checkpoint's entries into parts.
 
-    Args:
-        values: Entries by their flattened name: stored tensors, `Skipped`, and objects.
-        paths: Keys of the nested state dict by flattened name, as far as they are known.
-        foreign: Names of the classes of its objects.
-        name: The checkpoint's name in errors.
-
-    Raises:
-        CheckpointError: Two entries claim one place, or an object contains itself.
-        LimitExceededError: It is nested too deeply, or has too many places.
+    `values` are stored tensors, `Skipped` and objects by flattened name, `paths` the known keys of the nested state
+    dict, `foreign` the classes of its objects, `name` its name in errors. Raises CheckpointError if two entries claim
+    one place or an object contains itself, LimitExceededError if it is too deep or too large.
     """
     for key, path in paths.items():
         if len(path) > MAX_DEPTH:
@@ -72,11 +66,7 @@ def sections_of(
 
 
 def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], name: str) -> dict[Any, Any]:
-    """Returns a state dict as it was before flattening; number keys become a list if no number is missing.
-
-    Raises:
-        CheckpointError: Two entries claim one place.
-    """
+    """Returns a state dict as it was before flattening; number keys become a list if no number is missing."""
     root: dict[Any, Any] = {}
     inner: dict[int, dict[Any, Any]] = {id(root): root}
     for key, value in values.items():
@@ -156,7 +146,7 @@ def _tensors_of(node: Mapping[Any, Any]) -> set[Any]:
 
 
 def _is_flat(node: Mapping[Any, Any]) -> bool:
-    """Is a mapping an optimizer's state dict that torch has flattened by parameter and entry?"""
+    """Whether a mapping is an optimizer's state dict that torch has flattened by parameter and entry."""
     kinds = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
     return kinds == {"state", "param_groups"}
 
@@ -164,13 +154,7 @@ def _is_flat(node: Mapping[Any, Any]) -> bool:
 class _Flat:
     """One optimizer whose entries arrive one by one under long names.
 
-    Args:
-        weights: Names of the weights beside it.
-        name: The checkpoint's name in errors.
-
-    Attributes:
-        state: Entries by parameter.
-        masters: Master copies of weights by parameter.
+    `weights` are names of the weights beside it; `state` and `masters` are by parameter.
     """
 
     def __init__(self, weights: set[Any], name: str) -> None:
@@ -234,7 +218,7 @@ def _hashable(value: Any, depth: int = 3) -> Any:
 
 
 def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: Sections) -> None:
-    """Add tensors at the top: they are the model, unless a state dict beside them is; then they belong to nothing.
+    """Add tensors at the top: they are the model, unless another state dict is; then they belong to nothing.
 
     A state dict is the model if it has a usual name or more values than they. Random states in objects do not count.
     """

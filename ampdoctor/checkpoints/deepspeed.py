@@ -2,8 +2,8 @@
 
 `mp_rank_00_model_states.pt` holds the module (with ZeRO 3: a file for each rank, with buffers only).
 `[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt` holds a rank's partition of the fp32 weights and of the moments
-(runtime/engine.py). `zero_partitions` joins the partitions. Partitions that do not add up stay as they are, named after
-their rank and group: a wrong name would send the user to a healthy layer.
+(runtime/engine.py). `zero` joins the partitions. Partitions that do not add up stay as they are, named after their rank
+and group: a wrong name would send the user to a healthy layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ampdoctor.checkpoints.zero import (
     read_rank,
 )
 
-# Finds what no joined tensor of several files uses: it is examined as well.
+# -- tensors that no joined tensor uses --
 #
 # If each rank wrote a file, a checkpoint has copies (buffers, scalers, old files of other settings), and a join needs
 # only one of them. The others can be broken while that one is sound.
@@ -43,9 +43,7 @@ from ampdoctor.checkpoints.zero import (
 def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
     """Add to each part its file's tensors in storages that no part uses, and scalers that differ.
 
-    Args:
-        parts: The joined parts; the new tensors belong to nothing (`Sections.others`), under their paths.
-        saved: The contents of each part's file.
+    `saved` is the content of each part's file. The new tensors belong to nothing (`Sections.others`).
     """
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
@@ -73,7 +71,6 @@ def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _places(tensor: StoredTensor) -> set[object]:
-    """Returns the storages that hold a tensor."""
     shards = tensor.shards if isinstance(tensor, ShardedTensor) else (tensor,)
     pieces = [shard.stored if isinstance(shard, Shard) else shard for shard in shards]
     return {(piece.file_name, piece.file.origin + piece.offset) for piece in pieces if isinstance(piece, StridedTensor)}
@@ -84,13 +81,11 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(
 _MODULE = "module"
 """Key of the weights in a model file, and therefore the model's path."""
 MAX_RANKS = 65_536
-"""No run has more ranks; a file that claims more is not believed."""
+"""No run has more ranks; a larger number in a file is ignored."""
 
 
 @dataclass(slots=True)
 class _File:
-    """One file that was opened."""
-
     name: str
     file: RegularFile
     saved: Saved
@@ -110,7 +105,7 @@ def _claims(name: str) -> bool:
 
 
 def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
-    """Open DeepSpeed's files of a folder and put their partitions together."""
+    """Open DeepSpeed's files of a folder and join their partitions."""
     level.taken |= set(names)
     found: dict[int, dict[tuple[bool, str], list[tuple[int, _File]]]] = {}
     for name in names:
@@ -156,7 +151,7 @@ def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _S
 
 
 def _by_itself(into: Gathering, other: _File) -> Part:
-    """Returns a file that belongs to no rank as a part; its contents are still read, under their paths in the file."""
+    """Returns a file that belongs to no rank as a part of its own, with tensors under their paths in the file."""
     into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
     part = Part(other.file, Sections(foreign=other.saved.foreign), other.name, other.name)
     add_unused([part], [other.saved])
@@ -164,7 +159,7 @@ def _by_itself(into: Gathering, other: _File) -> Part:
 
 
 def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
-    """Returns the joined parts, and what in the files no joined tensor uses."""
+    """Returns the joined parts, with the tensors in the files that no joined tensor uses."""
     files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
     parts = _joined_parts(into, mine, files, number)
     add_unused(parts, [file.saved for file in files])
@@ -203,7 +198,7 @@ def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number:
 
 
 def _model_sections(main: _File) -> Sections:
-    """Returns the model file alone; it names its buffers, and frozen parameters are in the module already (ZeRO 2)."""
+    """Returns the model file alone; it lists its buffers, and frozen parameters are in the module already (ZeRO 2)."""
     sections = sort_out(main.saved)
     sections.models.pop("frozen_param_fragments", None)
     tree = main.saved.tree
@@ -245,13 +240,9 @@ def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
 
 
 class _Joined:
-    """Joined partitions.
+    """Joined partitions, by parameter name; those that could not be mapped (`flat` of them) by rank and group.
 
-    Attributes:
-        masters: fp32 weights by parameter name.
-        loose: fp32 partitions that could not be mapped, by rank and group.
-        optimizer: A state dict whose ids are names of parameters, or of partitions that could not be mapped.
-        flat: Number of partitions that could not be mapped.
+    `masters` are fp32 weights, `loose` unmapped fp32 partitions; `optimizer` is a state dict with names as ids.
     """
 
     def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
@@ -357,7 +348,7 @@ def _shapes(saved: Any) -> list[dict[str, Shape]]:
 
 
 def _is_shape(value: Any) -> bool:
-    """Are these sizes that a tensor can have? A pickle can name one tuple of many sizes for every parameter."""
+    """Whether a tensor can have these sizes. A pickle can use one tuple of many sizes for every parameter."""
     return (
         isinstance(value, tuple)
         and len(value) <= MAX_DIMENSIONS
@@ -367,7 +358,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:
-    """Were a group's parameters dealt out to the ranks in turn before they were concatenated?"""
+    """Whether a group's parameters were dealt out to the ranks in turn before they were concatenated."""
     config = tree.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return not by_parameter and isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True

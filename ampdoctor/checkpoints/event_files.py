@@ -1,4 +1,4 @@
-"""TensorBoard's event files; the protobuf in them, and the frames that W&B's files have as well."""
+"""TensorBoard's event files; the protobuf in them, and the LevelDB frames of W&B's files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import Skipped
 
-# The wire format of protobuf, as far as logs need it: a message's fields, without its schema.
-
+# -- the wire format of protobuf: a message's fields, without its schema --
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types; 3 and 4 are groups, which none of the messages read here has."""
@@ -28,8 +27,7 @@ _Field = tuple[int, int, Any]
 def message_fields(data: bytes) -> Iterator[_Field]:
     """Yields (number, wire type, value) of a message's fields: an int for varints, bytes for all others.
 
-    Raises:
-        ValueError: The bytes are not a message.
+    Raises ValueError if the bytes are not a message.
     """
     at = 0
     while at < len(data):
@@ -52,11 +50,7 @@ def message_fields(data: bytes) -> Iterator[_Field]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns an unsigned number of at most 64 bits, seven in each byte, and where it ends.
-
-    Raises:
-        ValueError: It has more bytes than 64 bits need, or the data end within it.
-    """
+    """Returns an unsigned number of at most 64 bits, seven in each byte, and where it ends."""
     value = 0
     for index, byte in enumerate(data[at : at + 10]):
         value |= (byte & 0x7F) << 7 * index
@@ -67,11 +61,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 PREFIX = "events.out.tfevents."
 MAX_EVENT_BYTES = 1 << 30
-"""For all files of a run; histograms and images take hundreds of megabytes, which are passed over unread."""
+"""For all files of a run; histograms and images take hundreds of megabytes, which are skipped unread."""
 MAX_RECORDS = 2_000_000
 """Maximum number of records of a run's files whose lengths are read."""
 MAX_RECORD = 4096
-"""Maximum number of bytes of a record that is decoded: a scalar with a tag and a description has a few hundred."""
+"""Maximum number of bytes of a decoded record: a scalar with a tag and a description has a few hundred."""
 MAX_READ = 16 * 1024 * 1024
 """Maximum number of bytes of decoded records (200,000 scalars); longer logs are thinned evenly."""
 
@@ -81,17 +75,14 @@ _MASK = 0xA282EAD8
 """Added to a rotated CRC, so that data that hold their own CRC do not look intact by chance (TFRecord)."""
 
 _DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
-"""DataTypes of a TensorProto that a scalar has: how values are packed, and their field if `tensor_content` is empty."""
+"""Scalar DataTypes of a TensorProto: how values are packed, and their field if `tensor_content` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventLog:
-    """The event files of one run as a log.
+    """The event files of one run as a log; `damaged` files are not read to their end.
 
-    Attributes:
-        entries: As those of `log_files.read_log`.
-        damaged: Files that are not read to their end, and why. A truncated last record is not damage: it is being
-            written.
+    A truncated last record is not damage: it is being written.
     """
 
     entries: tuple[LogEntry, ...] = ()
@@ -108,21 +99,14 @@ class Scalars:
 
 
 def is_event_file(name: str) -> bool:
-    """Is a file's name that of a TensorBoard event file?"""
+    """Whether a file of this name is a TensorBoard event file."""
     return name.startswith(PREFIX)
 
 
 def read_events(files: Sequence[ByteSource]) -> EventLog:
-    """Returns the scalars of a run's event files, one file per start of the run, in the order of their times.
+    """Returns the scalars of a folder's event files, one file per start of the run, in the order of their times.
 
-    A scalar that comes after one of a later step belongs to a restart, which undoes that step (`log_files.in_order`).
-
-    Args:
-        files: The event files in one folder.
-
-    Raises:
-        CheckpointError: The bytes cannot be read.
-        LimitExceededError: They are larger than `MAX_EVENT_BYTES`, or have more than `MAX_RECORDS` records.
+    A scalar after one of a later step belongs to a restart, which undoes that step (`log_files.in_order`).
     """
     size = sum(file.size for file in files)
     if files and size > MAX_EVENT_BYTES:
@@ -143,15 +127,7 @@ def read_events(files: Sequence[ByteSource]) -> EventLog:
 
 
 def scalars_in(files: Iterable[ByteSource], damaged: list[Skipped]) -> Iterator[Scalars]:
-    """Yields the events of files, one file after the other as they lie there, however many there are.
-
-    Args:
-        files: The event files in one folder, the oldest first.
-        damaged: Gets the files that are not read to their end, and why.
-
-    Raises:
-        CheckpointError: The bytes cannot be read.
-    """
+    """Yields all events of files (the oldest first) in the order in which they lie there; adds to `damaged`."""
     found = ((file, *record) for file in files for record in _records(file, damaged))
     return _read((one for one in found if one[2] <= MAX_RECORD), damaged)
 
@@ -167,11 +143,11 @@ def _entries(events: Iterable[Scalars]) -> Iterator[LogEntry]:
             yield entry
 
 
-# -- the frames ------------------------------------------------------------------------------------------------------
+# -- the frames --
 
 
 def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, int]]:
-    """Yields (offset, length) of each record's data, as long as the checksums of the lengths hold."""
+    """Yields (offset, length) of each record's data, up to the first wrong checksum of a length."""
     at, start, block = 0, 0, b""
     while at + _HEAD <= file.size:
         if not start <= at <= at + _HEAD <= start + len(block):
@@ -220,15 +196,11 @@ def _remainder(byte: int) -> int:
 _TABLE = tuple(_remainder(byte) for byte in range(256))
 
 
-# -- the messages ----------------------------------------------------------------------------------------------------
+# -- the messages --
 
 
 def _event(data: bytes) -> Scalars:
-    """Returns the scalars of an Event: wall_time 1, step 2, summary 5.
-
-    Raises:
-        ValueError: The bytes are not a message.
-    """
+    """Returns the scalars of an Event: wall_time 1, step 2, summary 5."""
     wall_time, step = 0.0, 0
     values: dict[str, float] = {}
     for number, wire, value in message_fields(data):
@@ -273,8 +245,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-# The frame of LevelDB's logs, in which W&B keeps a run: records in blocks, in pieces that know their checksum.
-
+# -- the frame of LevelDB's logs, in which W&B keeps a run: records in blocks, in pieces with checksums --
 
 _FRAME_BLOCK = 32 * 1024
 _PIECE = struct.Struct("<IHB")
@@ -282,19 +253,14 @@ _PIECE = struct.Struct("<IHB")
 _FRAME_HEAD = _PIECE.size
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 MAX_FRAMED = 16 * 1024 * 1024
-"""Bytes of a record that is put together: a step with 10,000 numbers has a hundredth of it."""
+"""Maximum bytes of a joined record; a step with 10,000 numbers has a hundredth of it."""
 
 
 def framed_records(file: ByteSource, header: int, damaged: list[Skipped]) -> Iterator[bytes]:
-    """Yields the whole records; of a block with a damaged piece those before it, and the next block begins anew.
+    """Yields the whole records; after a damaged piece, reading continues with the next block.
 
-    Args:
-        file: The log.
-        header: Bytes of its first block before the first piece.
-        damaged: Gets how many blocks were not read to their end. A last piece that is cut off is being written.
-
-    Raises:
-        CheckpointError: The bytes cannot be read.
+    `header` bytes precede the first piece. `damaged` receives the number of damaged blocks; a last piece that is cut
+    off is being written.
     """
     parts, bad = _Parts(), 0
     for start in range(0, file.size, _FRAME_BLOCK):
@@ -328,7 +294,7 @@ class _Parts:
     size: int = 0
 
     def add(self, kind: int, data: bytes) -> bytes | None:
-        """Returns the record that is whole with this piece; one that is longer than `MAX_RECORD` never is."""
+        """Returns the record that this piece completes; one longer than `MAX_FRAMED` is dropped."""
         if kind == _WHOLE:
             self.pieces, self.size = [], 0
             return data

@@ -1,4 +1,4 @@
-"""What an object from a file holds: weights, averages, optimizers, loss scalers, and the rest."""
+"""Sorts the contents of a saved object: weights, averages, optimizers, loss scalers, and the rest."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from ampdoctor.checkpoints.unpickler import Inert
 from ampdoctor.evidence.checkpoint_stats import LostNumbers, TensorRole
 from ampdoctor.evidence.report import Skipped
 
-# Tells what lies below the containers of a saved tree, once for each container, however many places share it.
+# -- the contents of a tree's containers, determined once per container, even if it appears in many places --
 #
-# A tuple of 20,000 numbers costs a file 40 kB and can stand in 200 places for 1 kB more. A walk that enters it at each
+# A tuple of 20,000 numbers costs a file 40 kB and can appear in 200 places for 1 kB more. A walk that enters it at each
 # place takes seconds and finds nothing. Trees are finite and at most `MAX_DEPTH` deep (`require_finite_tree`).
 
-
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
-"""Types that are never part of a checkpoint. The type alone decides, because there are millions of such values."""
+"""Types that are never part of a checkpoint. Only the type is tested, because there are millions of such values."""
 
 
 def is_optimizer(node: Any) -> bool:
-    """Is a mapping an optimizer's state dict?"""
+    """Whether a mapping is an optimizer's state dict."""
     return (
         isinstance(node, Mapping)
         and isinstance(node.get("param_groups"), list | tuple)
@@ -55,17 +54,14 @@ def entries_of(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Below:
-    """Answers about the nodes of one tree; containers are known by their address, so the tree has to outlive it."""
+    """Caches whether a container holds tensors, by `id()`: the tree must stay alive."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, bool] = {}
         self._parts: dict[int, bool] = {}
 
     def tensor(self, node: Any) -> bool:
-        """Does a tensor or a whole module lie there?
-
-        The answers are kept: asked at every level of a nest, a search would otherwise take the square of its size.
-        """
+        """Whether it is or holds a tensor or a whole module."""
         if isinstance(node, StoredTensor | Skipped) or is_module(node):
             return True
         if not isinstance(node, Mapping | list | tuple):
@@ -75,7 +71,7 @@ class Below:
         return self._tensors[id(node)]
 
     def part(self, node: Any) -> bool:
-        """Does any reported part lie there: a tensor, an object, an optimizer, a scaler?"""
+        """Whether it is or holds any reported part: a tensor, an object, an optimizer, a scaler."""
         if type(node) in _PLAIN:
             return False
         if isinstance(node, StoredTensor | Skipped | Inert):
@@ -89,12 +85,12 @@ class Below:
 
 
 def leaves(node: Any, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yields every value of these kinds in a tree, with its dotted path, in stored order."""
+    """Yields every value of these kinds in a tree with its dotted path, in stored order."""
     return _leaves(node, path, kinds, set())
 
 
 def _leaves(node: Any, path: str, kinds: tuple[type, ...], barren: set[int]) -> Iterator[tuple[str, Any]]:
-    """Do the same; `barren` holds the addresses of containers in which nothing was found."""
+    """Yields the same; `barren` holds the addresses of containers without such values."""
     if isinstance(node, kinds):
         yield path, node
     elif isinstance(node, Mapping | list | tuple) and id(node) not in barren:
@@ -115,25 +111,18 @@ def join(path: str, key: object) -> str:
     return f"{path}.{text}" if path else text
 
 
-# Finds the numbers of a saved object that are NaN or infinite and belong to no tensor that is examined.
+# -- NaN and infinite numbers that belong to no examined tensor --
 #
-# A loss, a metric, a list of losses, a learning rate in a schedule, an array of NumPy's: they are plain values, tensors
-# of one element outside the models and optimizers, or bytes in the pickle.
-
+# A loss, a metric, a list of losses, a learning rate in a schedule, a NumPy array: they are plain values, tensors of
+# one element outside the models and optimizers, or bytes in the pickle.
 
 _PLAIN_NUMBERS = frozenset({int, str, bool, bytes, type(None)})
 
 
 def lost_numbers(tree: Any, told: Mapping[str, Any], examined: Collection[int]) -> Iterator[LostNumbers]:
-    """Yield the numbers that are not finite, in stored order; a container in several places counts at its first.
+    """Yields the numbers that are not finite, in stored order; a container in several places counts at its first.
 
-    Args:
-        tree: The saved object.
-        told: Entries at its top that are read as something else (the loss), by key.
-        examined: Addresses of the tensors that are examined as such.
-
-    Raises:
-        CheckpointError: A tensor's bytes cannot be read.
+    `told` are entries at the top that are read as something else (the loss), `examined` the `id`s of examined tensors.
     """
     seen: set[int] = set()
     pending: list[tuple[Any, str]] = [(tree, "")]
@@ -167,7 +156,7 @@ def lost_numbers(tree: Any, told: Mapping[str, Any], examined: Collection[int]) 
 
 
 def _parts(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a container's parts with their keys; what an optimizer's groups hold is judged with it (AMP505)."""
+    """Yields a container's parts with their keys, without an optimizer's groups, which AMP505 judges."""
     if isinstance(node, Mapping):
         yield from ((key, part) for key, part in node.items() if key != "param_groups" or not is_optimizer(node))
     elif not isinstance(node, Inert):
@@ -210,7 +199,7 @@ MAIN_KEYS = (
     "ema",
     "ema_state_dict",
 )
-"""Usual keys of the main model's state dict, the most telling first."""
+"""Usual keys of the main model's state dict, the most specific first."""
 
 _STEP_KEYS = ("global_step", "global_steps", "num_updates", "iteration", "iter", "iter_num", "step", "steps")
 _STEP_HOLDERS = ("meta", "train_state", "trainer_state", "training_state", "extra_state", "optimizer_history")
@@ -233,7 +222,7 @@ _AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|polyak|averaged?|averaging)(_|$|cal
 _RANDOM = re.compile(r"(^|_)(rngs?|random(_rng)?_states?)(_|$)")
 
 _MASTERS = ("fp32_groups", "fp32_from_fp16", "fp32_from_fp16_params", "fp32_from_float16_params")
-"""Where half-precision optimizers keep the fp32 copies that they step, group after group: DeepSpeed, Apex, Megatron."""
+"""Where half-precision optimizers keep their fp32 copies, group by group: DeepSpeed, Apex, Megatron."""
 _MEGATRON_MODEL = re.compile(r"model\d*")
 """`model`, or one for each stage of an interleaved pipeline."""
 _MASTER = re.compile(r"(^|_)(fp32|master)_|^fp32$")
@@ -243,41 +232,27 @@ MASTER_GROUP = "fp32"
 
 @dataclass(slots=True)
 class Sections:
-    """The parts of one file.
+    """The parts of one file. Keys are paths in the file ("model"; "" for a flat file), entries in stored order.
 
-    Attributes:
-        models: State dicts by their path in the file ("model", "ema"; "" for a flat file), entries in stored order.
-        optimizers: Optimizer state dicts by path.
-        scalers: Loss scalers by path, as they were saved.
-        masters: fp32 copies of the parameters that an optimizer steps, by the optimizer's path: a list for each group.
-        others: Tensors that belong to none of these, by path.
-        global_step: The stored step counter, if one was found under a usual name.
-        loss: The loss stored beside the weights, if one was found under its usual name.
-        skipped: Tensors that are not read.
-        buffers: Names of a model's buffers by its path, if the file tells them.
-        foreign: Names of the file's classes and functions that `torch.load(weights_only=True)` refuses.
-        ordered: True if `models`' entries are in the order of `named_parameters()`; safetensors sorts them.
-        search: Counts the work of searching its objects.
-        places: Paths in use, each with the number of entries that print like it.
-        tree: The saved object as a whole; None where the file holds tensors alone.
-        lost: Its numbers outside of all these that are not finite.
+    `masters` are the fp32 copies that an optimizer steps, by the optimizer's path: a list for each group. `places` are
+    the paths in use, each with the number of entries that print like it.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     optimizers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    scalers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    scalers: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # as they were saved
     masters: dict[str, list[list[StoredTensor]]] = field(default_factory=dict)
-    others: dict[str, StoredTensor] = field(default_factory=dict)
+    others: dict[str, StoredTensor] = field(default_factory=dict)  # tensors that belong to none of these
     global_step: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # the one stored beside the weights
     skipped: list[Skipped] = field(default_factory=list)
-    foreign: tuple[str, ...] = ()
-    buffers: dict[str, frozenset[str]] = field(default_factory=dict)
-    ordered: bool = True
+    foreign: tuple[str, ...] = ()  # what `torch.load(weights_only=True)` refuses
+    buffers: dict[str, frozenset[str]] = field(default_factory=dict)  # names of a model's buffers, if the file has them
+    ordered: bool = True  # entries in the order of `named_parameters()`; safetensors sorts them
     search: Search = field(default_factory=Search, repr=False)
     places: dict[str, int] = field(default_factory=dict, repr=False)
-    tree: Any = field(default=None, repr=False)
-    lost: tuple[LostNumbers, ...] = ()
+    tree: Any = field(default=None, repr=False)  # the whole object; None for a file of tensors alone
+    lost: tuple[LostNumbers, ...] = ()  # numbers outside of all these that are not finite
 
     def place(self, path: str, key: object) -> str:
         """Returns the path of an entry; keys that print alike (1 and "1", two objects) still get two paths."""
@@ -306,7 +281,6 @@ def sort_out(saved: Saved) -> Sections:
 
 
 def _examined(sections: Sections) -> set[int]:
-    """Returns the addresses of the tensors that belong to a part."""
     masters = (tensor for groups in sections.masters.values() for group in groups for tensor in group)
     models = (tensor for model in sections.models.values() for tensor in model.values())
     states = (tensor for node in sections.optimizers.values() for _, tensor in tensors_in(node["state"]))
@@ -314,7 +288,7 @@ def _examined(sections: Sections) -> set[int]:
 
 
 def main_model(paths: Sequence[str]) -> str | None:
-    """Returns which of several state dicts is the model: the one under the most telling key, else the first."""
+    """Returns which of several state dicts is the model: the one under the most specific key, else the first."""
     by_key = [p for key in ("", *MAIN_KEYS) for p in paths if p.rpartition(".")[2] == key]
     return next(iter([*by_key, *paths]), None)
 
@@ -332,18 +306,18 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def role_of(name: str) -> TensorRole:
-    """Returns `weight` or `buffer`, by the entry's name: a state dict does not say which of its tensors are buffers."""
+    """Guesses `weight` or `buffer` from the entry's name; a state dict does not say which tensors are buffers."""
     entry = name.rpartition(".")[2]
     return "buffer" if entry in _BUFFER_ENTRIES or _MASK_ENTRY.search(entry) else "weight"
 
 
 def is_average(path: str) -> bool:
-    """Does a path name an averaged copy: "ema", "model_ema", "callbacks.EMACallback.state_dict"?"""
+    """Whether a path names an averaged copy: "ema", "model_ema", "callbacks.EMACallback.state_dict"."""
     return any(_AVERAGE.search(part) for part in path.lower().split("."))
 
 
 def is_master(path: str) -> bool:
-    """Does a path name an optimizer's fp32 copies of the weights: "optimizer.fp32_groups_flat"?"""
+    """Whether a path names an optimizer's fp32 copies of the weights: "optimizer.fp32_groups_flat"."""
     return any(_MASTER.search(part) for part in path.split("."))
 
 
@@ -415,7 +389,7 @@ def _visit_entry(key: Any, value: Any, path: str, into: Sections, below: Below) 
 
 
 def _visit_random(node: Any, path: str, into: Sections, below: Below) -> None:
-    """Skip what is named a random state, which holds integers; anything in it that could be trained still counts."""
+    """Skip a random state, recognised by its name; anything in it that could be trained still counts."""
     inner = Sections(search=into.search, places=into.places)
     _visit(node, path, inner, below)
     models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
@@ -441,7 +415,7 @@ def _is_real(tensor: StoredTensor) -> bool:
 
 
 def _visit_object(node: Inert, path: str, into: Sections) -> None:
-    """Visit an object of some class: a whole module is a model; in any other, the tensors count wherever they lie."""
+    """Visit an object: a whole module is a model; in any other object, all tensors count."""
     if is_module(node):
         content = read_module(node, into.search)
         into.models[path] = content.tensors
@@ -498,7 +472,7 @@ def _take_model(node: Mapping[Any, Any], path: str, into: Sections, below: Below
 
 
 def _is_state_dict(node: Mapping[Any, Any], path: str, below: Below) -> bool:
-    """Does a mapping map names to tensors? A container with tensors inside is another part of the checkpoint.
+    """Whether a mapping maps names to tensors. A container with tensors inside is another part of the checkpoint.
 
     A few scalars are a log or a callback's best score, unless a model is expected at this place.
     """
@@ -524,15 +498,13 @@ def _without_nests(tree: Any) -> Any:
 
 
 def _step_of(tree: Mapping[Any, Any]) -> int | None:
-    """Returns the step counter at the top, or at a framework's place for it."""
     holders = [tree, *(tree.get(key) for key in _STEP_HOLDERS)]
     rows = [holder[-1] if isinstance(holder, list) and holder else holder for holder in holders]
     found = (row.get(key) for row in rows if isinstance(row, Mapping) for key in _STEP_KEYS)
     return next((step for step in found if type(step) is int and 0 <= step < 2**63), None)
 
 
-# Averaged copies of the weights that share a flat state dict with them, under their own prefix.
-
+# -- averaged weights that share a flat state dict with the weights, under their own prefix --
 
 LEAST_PAIRED = 0.5
 """Minimum share of a prefix's names that must also exist without it: a module called `shadow_net` has none."""

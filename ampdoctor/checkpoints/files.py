@@ -1,6 +1,6 @@
 """Files of a checkpoint as bytes by position, and the listing of a folder.
 
-A file is opened only if it is a regular one, and an error says so if it changes while it is read.
+Only regular files are opened; a file that changes while it is read is an error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ _LONGEST_SHOWN = 200
 class ByteSource(ABC):
     """Bytes that are read by position, from any thread.
 
-    Attributes:
-        name: Its name in reports (relative to what the user asked for).
-        size: Number of bytes.
-        origin: Its position in its file; name and origin together identify a source.
+    `name` is the name in reports, relative to the path that the user gave; `name` and `origin` (the position in the
+    file) together identify a source.
     """
 
     __slots__ = ("name", "origin", "size")
@@ -52,18 +50,10 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` (writable bytes) from byte `offset`.
-
-        Raises:
-            CheckpointError: The source ends before that, or cannot be read.
-        """
+        """Fill `target` (writable bytes) from byte `offset`; raises CheckpointError if the source ends before that."""
 
     def read(self, offset: int, count: int) -> bytes:
-        """Returns exactly `count` bytes from byte `offset`; the caller bounds `count`.
-
-        Raises:
-            CheckpointError: The source ends before that, or cannot be read.
-        """
+        """Returns exactly `count` bytes from byte `offset`; the caller bounds `count`."""
         data = bytearray(count)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -78,18 +68,11 @@ class ByteSource(ABC):
 
 
 class RegularFile(ByteSource):
-    """Read-only access to one regular file by position.
+    """Read-only access to one regular file by position; raises CheckpointError if there is no such file.
 
     It is opened with `O_NONBLOCK` after a `stat`, and checked again with `fstat`: opening a FIFO would hang, and a
     device has no end. Symbolic links are followed if they end at a regular file (the Hugging Face cache has them).
-
-    Args:
-        path: Path of the file.
-        name: As in `ByteSource`.
-
-    Raises:
-        CheckpointError: It does not exist, may not be read, or is not a regular file.
-        UsageError: The command will write this file.
+    Raises UsageError for a file that the command will write.
     """
 
     __slots__ = ("_lock", "_raw", "_stamp", "path")
@@ -144,22 +127,18 @@ class RegularFile(ByteSource):
             return self._raw.readinto(target) or 0
 
     def will_need(self, offset: int, count: int) -> None:
-        """Tell the system that these bytes are read next, so that it may begin at once."""
+        """Advise the system that these bytes are read next."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._raw.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
-        """Refuse a file whose size or modification time has changed since it was opened.
-
-        Raises:
-            CheckpointError: It changed: what was read may be half old and half new.
-        """
+        """Raises CheckpointError if size or modification time changed: what was read may be half old, half new."""
         now = os.fstat(self._raw.fileno())
         if (now.st_size, now.st_mtime_ns) != self._stamp:
             raise CheckpointError(f"{self.name} changed while it was being read.")
 
     def close(self) -> None:
-        """Close it; harmless when repeated."""
+        """Close it; may be repeated."""
         self._raw.close()
 
     def __enter__(self) -> Self:
@@ -174,10 +153,7 @@ class RegularFile(ByteSource):
 class Window(ByteSource):
     """A part of a file that is complete by itself, such as one entry of a distributed checkpoint.
 
-    Args:
-        file: The file.
-        offset: Where the part begins.
-        size: Its length; the caller has checked that it lies inside the file.
+    The caller has checked that it lies inside the file.
     """
 
     __slots__ = ("file",)
@@ -196,8 +172,6 @@ class Window(ByteSource):
 
 
 class _Stream(io.RawIOBase):
-    """A byte source as a raw stream."""
-
     def __init__(self, source: ByteSource) -> None:
         self._source = source
         self._at = 0
@@ -233,7 +207,7 @@ def shown(name: object) -> str:
 
 
 def is_folder(path: Path) -> bool:
-    """Is it a folder? A path without permission counts as none; it is opened next, and the error says why."""
+    """Whether it is a folder; False without permission: opening it then reports the error."""
     try:
         return path.is_dir()
     except OSError:
@@ -241,7 +215,7 @@ def is_folder(path: Path) -> bool:
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:
-    """Returns what identifies a file or folder, whatever links lead to it; None if it may not be read."""
+    """Returns a key of a file or folder that is equal for all links to it; None if it may not be read."""
     try:
         found = path.stat()
     except OSError:
@@ -250,18 +224,10 @@ def identity_of(path: Path) -> tuple[int, int] | None:
 
 
 def plain_name(name: object, owner: str, what: str = "shard") -> str:
-    """Returns `name` if it names a file right beside its owner; the check is lexical.
+    """Returns `name` if it names a file right beside `owner`, the file that holds the name; the check is lexical.
 
     Resolving and comparing folders would refuse the Hugging Face cache, whose files are links out of their folder, and
     a comparison of strings with `startswith` lets `model-evil/` pass for `model`.
-
-    Args:
-        name: A file name inside a checkpoint.
-        owner: The file that holds the name.
-        what: What it names, in a word.
-
-    Raises:
-        CheckpointError: It is not a plain relative name.
     """
     if not isinstance(name, str):
         raise CheckpointError(f"{owner} names a {what} that is not a string.")
@@ -281,8 +247,7 @@ def _reason(error: Exception) -> str:
     return (text or str(error)).lower()
 
 
-# A folder that is listed once; its names are passed on and not read again.
-
+# -- folders: listed once, then their names are passed on --
 
 MAX_FOLDER_ENTRIES = 20_000
 """A checkpoint folder holds hundreds of files; a data set's folder given by mistake holds millions."""
@@ -290,13 +255,7 @@ MAX_FOLDER_ENTRIES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The names in a folder.
-
-    Attributes:
-        path: The folder.
-        names: All names in it, sorted.
-        folders: The names of folders, and of links to folders.
-    """
+    """The sorted names in a folder; `folders` are those of folders and of links to folders."""
 
     path: Path
     names: tuple[str, ...]
@@ -304,7 +263,7 @@ class Listing:
 
     @property
     def files(self) -> list[str]:
-        """The names in it that are not folders."""
+        """The names that are no folders."""
         return [name for name in self.names if name not in self.folders]
 
     def only(self, names: Iterable[str]) -> Listing:
@@ -314,12 +273,7 @@ class Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """List a folder.
-
-    Raises:
-        CheckpointError: It cannot be listed.
-        LimitExceededError: It holds more than `MAX_FOLDER_ENTRIES` entries.
-    """
+    """List a folder; raises LimitExceededError for more than `MAX_FOLDER_ENTRIES` entries."""
     there: dict[str, bool] = {}
     try:
         with os.scandir(folder) as entries:
@@ -333,29 +287,24 @@ def list_folder(folder: Path) -> Listing:
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Is it a folder or a link to one? A link to itself is neither; opening it gives an error."""
+    """Whether it is a folder or a link to one; False for a link to itself, which fails when opened."""
     try:
         return entry.is_dir()
     except OSError:
         return False
 
 
-# Shares a few descriptors among many files of a checkpoint: a thousand ranks write thousands, a process may open 1024.
+# -- few descriptors for many files: a thousand ranks write thousands, a process may open 1024 --
 #
 # A descriptor is closed only while nobody reads through it. Its number may belong to another file a moment later, and a
 # read would then return that file's bytes.
 
-
 MAX_OPEN = 128
-"""Descriptors of one pool; there are more only while more threads than that read at once."""
+"""Descriptors of one pool; more are open only while more threads than that read at once."""
 
 
 class FilePool:
-    """The open descriptors of a checkpoint's files, the longest unused first.
-
-    Args:
-        limit: Number of descriptors that are kept open.
-    """
+    """The open descriptors of a checkpoint's files, least recently used first; at most `limit` are kept open."""
 
     def __init__(self, limit: int = MAX_OPEN) -> None:
         self._limit = limit
@@ -364,7 +313,7 @@ class FilePool:
         self._busy = 0
 
     def enter(self, file: PooledFile) -> None:
-        """Open a file, if it is not open, until `leave`."""
+        """Open a file, if it is closed, until `leave`."""
         with self._lock:
             self._idle.pop(id(file), None)
             file.users += 1
@@ -402,17 +351,7 @@ class FilePool:
 class PooledFile(RegularFile):
     """A regular file that may be closed between reads; when it is opened again, it must be unchanged.
 
-    Args:
-        path: Path of the file.
-        name: As in `ByteSource`.
-        pool: The pool whose descriptors it uses.
-
-    Attributes:
-        users: Number of reads under way.
-        at_rest: True while it has no descriptor.
-
-    Raises:
-        CheckpointError: As for `RegularFile`.
+    `users` is the number of reads in progress; `at_rest` is true while it has no descriptor.
     """
 
     __slots__ = ("_closed", "_pool", "at_rest", "users")
@@ -427,11 +366,7 @@ class PooledFile(RegularFile):
         pool.leave(self)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """As in `ByteSource`.
-
-        Raises:
-            CheckpointError: As there, or it changed while it was closed.
-        """
+        """As in `ByteSource`."""
         self._pool.enter(self)
         try:
             super().read_into(offset, target)
@@ -461,16 +396,12 @@ class PooledFile(RegularFile):
         super().close()
 
     def rest(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor until `wake`."""
         self.at_rest = True
         super().close()
 
     def wake(self) -> None:
-        """Open it again.
-
-        Raises:
-            CheckpointError: It is gone, or has changed.
-        """
+        """Open it again; raises CheckpointError if it has changed."""
         if self._closed:
             raise CheckpointError(f"{self.name} is closed.")
         before, origin = self._stamp, self.origin

@@ -1,4 +1,4 @@
-"""Opens a folder or a file as a checkpoint: the first layout that claims it reads it."""
+"""Opens a folder or a file as a checkpoint: each layout reads the files that it claims."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from ampdoctor.checkpoints.torch_files import sniff
 from ampdoctor.errors import CheckpointError, NoCheckpointError
 from ampdoctor.evidence.report import Skipped
 
-# Files that name the newest of several checkpoints beside them.
-
+# -- files that name the newest of several checkpoints beside them --
 
 _MAX_BYTES = 256
 
@@ -44,25 +43,21 @@ def _iteration(text: str) -> str:
 _POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {"latest": str, "latest_checkpointed_iteration.txt": _iteration}
 )
-"""Pointers and how they name it: DeepSpeed by its folder, Megatron by its iteration or "release"."""
+"""Pointer files and how they name a folder: DeepSpeed by its name, Megatron by its iteration or "release"."""
 
 
 def is_pointer(name: str) -> bool:
-    """Does a file of this name point to the newest checkpoint beside it?"""
+    """Whether a file of this name points to the newest checkpoint beside it."""
     return name in _POINTERS
 
 
 def pointer_in(listing: Listing) -> str | None:
-    """The name of the pointer among a folder's files; None where there is none."""
+    """Returns the pointer among a folder's files, or None."""
     return next((name for name in _POINTERS if name in listing.names and name not in listing.folders), None)
 
 
 def target_of(folder: Path, pointer: str) -> str:
-    """Returns the folder beside a pointer that the pointer names; it need not exist.
-
-    Raises:
-        CheckpointError: The pointer cannot be read, or its text is not a plain name.
-    """
+    """Returns the folder that a pointer names, which need not exist."""
     with RegularFile(folder / pointer, pointer) as file:
         if file.size > _MAX_BYTES:
             raise CheckpointError(f"{pointer} is {file.size} bytes long, which is no folder's name.")
@@ -77,20 +72,15 @@ def folder_inside(folder: Path, link: str) -> Path | None:
     """Returns where a link in a folder leads, if that is a folder below this one; None for anything else.
 
     Open the returned path, not the link: the link may lead elsewhere by then.
-
-    Args:
-        folder: The folder that was named.
-        link: The link's name in it.
     """
     try:
         root, target = folder.resolve(strict=True), (folder / link).resolve(strict=True)
-    except (OSError, RuntimeError):  # it leads to nothing, or in circles (a RuntimeError before Python 3.13)
+    except (OSError, RuntimeError):  # a broken or circular link (a RuntimeError before Python 3.13)
         return None
     return target if target != root and target.is_relative_to(root) and is_folder(target) else None
 
 
-# The last layout: reads the files that no other layout has taken, each by itself.
-
+# -- the last layout: files that no other layout has taken, each by itself --
 
 _OTHER = "not the name of a format that is read"
 TRAINER_STATE = "trainer_state.json"
@@ -115,17 +105,17 @@ _OTHER_WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
     re.IGNORECASE,
 )
-"""Names of files that hold weights, in a format that is not read or as a copy that no loader takes. Reports name such
-files: what was not examined must not pass for healthy."""
+"""Names of files with weights in a format that is not read, or of copies that no loader takes. Reports list them,
+because what was not examined must not pass for healthy."""
 
 
 def may_hold_tensors(name: str) -> bool:
-    """Is a file of this name opened inside a folder, rather than known to hold something else?"""
+    """Whether a file of this name is opened inside a folder; others are known to hold something else."""
     return name.lower().endswith(_TENSOR_SUFFIXES) and neighbour(name) is None
 
 
 def neighbour(name: str) -> str | None:
-    """Returns the contents of a file with the name of a usual neighbour of checkpoints; None for any other name."""
+    """Returns what a usual neighbour of checkpoints holds, by its name; None for any other name."""
     return next((what for pattern, what in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
 
 
@@ -177,7 +167,7 @@ def _left_alone(name: str, *, indexed: bool) -> str | None:
 
 
 def _take_step(into: Gathering, path: Path, name: str) -> None:
-    """Take the step that Accelerate keeps beside the random state; a file that cannot be read has none.
+    """Take the step that Accelerate keeps beside the random state, if it can be read.
 
     It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
     """
@@ -200,17 +190,16 @@ LAYOUTS: tuple[Layout, ...] = (
     DEEPSPEED,
     LOOSE_FILES,
 )
-"""How a checkpoint may lie in a folder. Each reads what it claims and those before it have left, so that the one that
-takes any file of weights is the last."""
+"""The layouts of a folder, in order. Each reads the files that it claims and that those before it have left."""
 
 _LOGS_SEARCHED = 20
-"""Folders in a folder that holds nothing else, the last by name, in which a run's log is looked for."""
+"""Number of inner folders (the last by name) that are searched for a run's log where a folder holds nothing else."""
 _FOLDERS_BELOW = 100
-"""Folders in a folder that are looked through for checkpoints, at most; a data set's folder has thousands."""
+"""Maximum number of inner folders that are searched for checkpoints; a data set's folder has thousands."""
 _LEVELS_BELOW = 3
-"""How deep they are looked for: a run's folder with `version_0/checkpoints/last.ckpt/`."""
+"""How deep they are searched: a run's folder with `version_0/checkpoints/last.ckpt/`."""
 _BUNDLE = frozenset({"manifest.json", "calls.safetensors"})
-"""Files of a step that `ampdoctor run` has recorded: inputs and gradients of a sick step, and no checkpoint."""
+"""Files of a step that `ampdoctor run` has recorded: inputs and gradients of a sick step, no checkpoint."""
 _MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
 _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".metadata", "meta.pt"), "lightning-fsdp"),
@@ -221,16 +210,12 @@ _WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("mp_rank_*",), "megatron"),
     (("*.index.json",), "sharded"),
 )
-"""What the names in a folder say of who wrote it, the most telling first. Only reports say it: what is read is decided
-by the layouts."""
+"""Which tool wrote a folder, by the names in it, the most specific first. Used in reports only; the layouts decide
+what is read."""
 
 
 def open_file(path: Path) -> Checkpoint:
-    """Returns a checkpoint that is one file, or the index of a sharded one.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
+    """Returns a checkpoint that is one file, or the index of a sharded one."""
     file = RegularFile(path, path.name)
     if is_run_log(file):
         file.close()
@@ -255,7 +240,7 @@ def open_file(path: Path) -> Checkpoint:
 
 
 def _open_run_log(path: Path) -> Checkpoint:
-    """One file of a run's log, whatever its name."""
+    """Opens one file of a run's log, whatever its name."""
     gathering = Gathering()
     try:
         gathering.log = steps_of(path.parent, [path.name], "", gathering.skipped)
@@ -267,19 +252,11 @@ def _open_run_log(path: Path) -> Checkpoint:
 
 
 def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
-    """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
+    """Opens a folder: weights, and optimizer, scaler and the Trainer's log where they exist; or the log of a run.
 
-    A folder that holds no more than the log of a run is that log.
-
-    A run's folder with a file that names the latest of its checkpoints is read as that checkpoint.
-
-    Args:
-        listing: The folder, and the names in it that belong to the checkpoint.
-        below: Read the files in folders below with it, which a pipeline of several models has (`unet/`): to judge the
-            folder, all of it counts; to resume from it, its own files.
-
-    Raises:
-        CheckpointError: Nothing in it can be read.
+    A run's folder with a file that names its latest checkpoint is read as that checkpoint. `listing` has the names that
+    belong to the checkpoint. `below` reads the files in inner folders too, as of a pipeline of several models
+    (`unet/`): needed to judge the folder, but not to resume from it.
     """
     gathering = Gathering()
     try:
@@ -298,7 +275,7 @@ def open_folder(listing: Listing, *, below: bool = False) -> Checkpoint:
 
 
 def may_be_read(name: str) -> bool:
-    """Whether a file of this name is part of its folder: read with it, or telling what the folder is."""
+    """Whether a file of this name is read with its folder, or shows what the folder is."""
     telling = (pattern for patterns, _ in _WRITERS for pattern in patterns)
     return (
         any(layout.claims(name) for layout in LAYOUTS)
@@ -309,36 +286,25 @@ def may_be_read(name: str) -> bool:
 
 
 def says_checkpoint(name: str) -> bool:
-    """Whether a checkpoint lies where a file of this name does."""
+    """Whether a file of this name shows that its folder holds a checkpoint."""
     return may_hold_tensors(name) or any(layout.claims(name) for layout in LAYOUTS if layout is not LOOSE_FILES)
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """What lies in the folders below one.
+    """What lies in the folders below a folder."""
 
-    Attributes:
-        folders: Those with files of a checkpoint: their names from the first folder on, and they. Of a folder with such
-            files nothing further below is listed.
-        skipped: What was passed over, and why.
-        unlisted: Names of folders that cannot be listed, and the errors.
-    """
-
-    folders: tuple[tuple[str, Listing], ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    unlisted: tuple[tuple[str, CheckpointError], ...] = ()
+    folders: tuple[tuple[str, Listing], ...] = ()  # those with files of a checkpoint, by path from the first folder
+    skipped: tuple[Skipped, ...] = ()  # what was not searched, and why
+    unlisted: tuple[tuple[str, CheckpointError], ...] = ()  # folders that cannot be listed
 
 
 def search_below(root: Listing, apart: Collection[str], is_run: Callable[[Listing], bool] = lambda _: False) -> Below:
-    """Look through the folders below one for files of checkpoints. A folder to which two ways lead is listed once.
+    """Search the folders below `root` for files of checkpoints; below a folder with such files the search stops.
 
-    Hidden folders are another tool's and are not looked through, nor are those of a folder with very many; a step that
-    `ampdoctor run` has recorded is no checkpoint.
-
-    Args:
-        root: The folder.
-        apart: Names of folders in it that are known.
-        is_run: Whether a folder is that of a run, whose checkpoints lie in folders: it is named as one.
+    Each folder is listed once, even if two links lead to it. Hidden folders (of other tools), folders with very many
+    inner folders, and steps that `ampdoctor run` has recorded are not searched. `apart` are names of known folders; a
+    folder for which `is_run` is true is returned as one.
     """
     folders: list[tuple[str, Listing]] = []
     skipped: list[Skipped] = []
@@ -378,7 +344,7 @@ def _searched(listing: Listing, apart: Collection[str]) -> list[str]:
 
 
 def parts_in(listing: Listing) -> set[str]:
-    """Returns the names of the folders in a checkpoint's that are read with it.
+    """Returns the names of inner folders that are read with a checkpoint.
 
     They are those of ranks, of parts that are saved apart, and the one that a file names as the latest.
     """
@@ -387,12 +353,12 @@ def parts_in(listing: Listing) -> set[str]:
     pointer = pointer_in(listing)
     try:
         return own | ({target_of(listing.path, pointer)} if pointer is not None else set())
-    except CheckpointError:  # following it says why
+    except CheckpointError:  # following it reports the error
         return own
 
 
 def _add_below(into: Gathering, listing: Listing, followed: str | None) -> None:
-    """Open the files in the folders below, which no other part of the checkpoint has taken."""
+    """Open the files in the folders below that no other part of the checkpoint has taken."""
     taken = parts_in(listing) | ({followed} if followed is not None else set())
     below = search_below(listing, taken)
     into.skipped += below.skipped
@@ -412,9 +378,9 @@ def _writer(names: Sequence[str]) -> str:
 
 
 def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
-    """Open what belongs to a checkpoint in a folder and in the folders of its ranks, each of them once.
+    """Open a folder's checkpoint files and those in the folders of its ranks, each once.
 
-    Otherwise links could lead the walk round in circles, or through one large folder a thousand times.
+    Otherwise links could lead in circles, or through one large folder a thousand times.
     """
     folder = listing.path
     _add_folder(into, listing, prefix)
@@ -435,7 +401,7 @@ def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
 
 
 def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
-    """Open the checkpoint files among a folder's files; `prefix` is the prefix of their names in reports."""
+    """Open the checkpoint files among a folder's files; reports show them with `prefix`."""
     level = Level(listing, prefix)
     before = len(into.parts)
     for layout in LAYOUTS:
@@ -449,7 +415,7 @@ def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
 
 
 def _follow(into: Gathering, listing: Listing) -> str | None:
-    """Open the folder that a run's folder says is its latest checkpoint; returns its name.
+    """Open the folder that a pointer names as the latest checkpoint; returns its name.
 
     If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
     target is only a remark: people delete the optimizer's state to save space.
@@ -488,10 +454,7 @@ def _follow(into: Gathering, listing: Listing) -> str | None:
 
 
 def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:
-    """Take the longest log of the folder, unless the Trainer's own was read.
-
-    A log that cannot be read does not harm the checkpoint.
-    """
+    """Take the longest log of the folder, unless the Trainer's own was read; an unreadable log is no error."""
     if into.own_log:
         return
     log, unread = longest_log(listing.path, listing.names, prefix)
@@ -543,19 +506,15 @@ def _nothing(name: str, listing: Listing | None) -> str:
     )
 
 
-# The entry point: opens the checkpoint at a path.
+# -- the entry point --
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint's structure; the result holds files open, so use it as a context manager.
 
-    Args:
-        path: A `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these or of
-            `torch.distributed.checkpoint`. The contents decide the format.
-
-    Raises:
-        CheckpointError: It does not exist, is refused, or nothing in it can be read; one sentence says why.
-        LimitExceededError: It asks for more than a safe bound.
+    `path` is a `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these or of
+    `torch.distributed.checkpoint`; the contents decide the format. Raises CheckpointError if it does not exist, is
+    refused, or nothing in it can be read, LimitExceededError if it asks for more than a safe bound.
     """
     target = Path(path)
     return open_folder(list_folder(target)) if is_folder(target) else open_file(target)

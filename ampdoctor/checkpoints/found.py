@@ -1,4 +1,4 @@
-"""What lies at a path: a checkpoint, several, a run's log; and the log beside a checkpoint."""
+"""Examines a path: a checkpoint, several, or a run's log; and finds the log beside a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,21 +18,15 @@ from ampdoctor.errors import CheckpointError, SeveralRunsError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
-# A run's training log, which is beside the checkpoints, or in the named folder above the checkpoints' own.
+# -- a run's training log: beside the checkpoints, or in the named folder above theirs --
 #
-# Nothing above the named folder is read, whatever it is called: nobody asked for it.
-
+# Nothing above the named folder is read, whatever it is called.
 
 RunLog = tuple[LogEntry, ...]
 
 
 def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]:
-    """Returns the longest of a run's logs, as for a single checkpoint, and the logs that could not be read.
-
-    Args:
-        root: The folder that was named.
-        family: The checkpoints in it, or in a folder in it.
-    """
+    """Returns the longest of a run's logs, and the logs that could not be read; `root` is the folder that was named."""
     longest: RunLog = ()
     skipped: list[Skipped] = []
     for folder in (family.home, root) if family.home is not root else (root,):
@@ -44,7 +38,7 @@ def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]
 
 
 def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
-    """Returns the last loss logged up to a step, and after an earlier step; None if there is none."""
+    """Returns the last loss logged up to a step and after an earlier step, or None."""
     for entry in reversed(log[: bisect.bisect_right(log, step, key=lambda e: e.step)]):
         if entry.step <= after:
             return None
@@ -59,19 +53,12 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of examining a path.
-
-    Attributes:
-        typed: The path as it was typed.
-        is_file: True for a regular file, or a link to one.
-        listing: The listed folder; None if the path is not a folder.
-        contents: The checkpoints in that folder.
-    """
+    """The result of examining a path, kept as it was typed."""
 
     typed: str
-    is_file: bool = False
-    listing: Listing | None = None
-    contents: Contents = field(default_factory=Contents)
+    is_file: bool = False  # a regular file, or a link to one
+    listing: Listing | None = None  # None unless the path is a folder
+    contents: Contents = field(default_factory=Contents)  # the checkpoints in that folder
 
     @property
     def family(self) -> Family | None:
@@ -80,7 +67,7 @@ class Found:
 
     @property
     def several(self) -> tuple[Series, ...]:
-        """The runs in the folder, where there is more than one."""
+        """The runs in the folder, if there are several."""
         return self.contents.several
 
     @property
@@ -106,11 +93,7 @@ class Found:
         )
 
     def require_one_run(self) -> None:
-        """Refuse a folder with several runs: which of them is meant is not known, and none is passed over.
-
-        Raises:
-            CheckpointError: There are several; the sentence lists them and says what to name.
-        """
+        """Raises CheckpointError for a folder with several runs; the error lists them and the paths to use."""
         if len(self.several) < 2:
             return
         told = [str(one) for one in self.several]
@@ -130,8 +113,7 @@ class Found:
     def open(self) -> Checkpoint:
         """Read the structure of the only checkpoint at the path, and the log of its run.
 
-        Raises:
-            CheckpointError: It cannot be read, or is a folder of several; the sentence names the last of them.
+        Raises CheckpointError for a folder of several, with the last of them as an example.
         """
         if self.listing is None:
             return open_file(self.path)
@@ -151,19 +133,14 @@ class Found:
 
 
 def find(path: str | os.PathLike[str]) -> Found:
-    """Examine a path; a file is not opened yet.
+    """Examine a path, which may be anything; a file is not opened yet.
 
-    Args:
-        path: A checkpoint as for `open_checkpoint`, a run's folder with one or many of them, or anything else.
-
-    Raises:
-        CheckpointError: The path is a folder that cannot be listed.
-        LimitExceededError: The path is a folder with too many entries.
+    Raises CheckpointError for a folder that cannot be listed, LimitExceededError for one with too many entries.
     """
     typed = os.fspath(path)
     try:
         mode = Path(path).stat().st_mode
-    except (OSError, ValueError):  # opening it says why
+    except (OSError, ValueError):  # opening it reports the error
         return Found(typed)
     if not stat.S_ISDIR(mode):
         return Found(typed, is_file=stat.S_ISREG(mode))

@@ -1,4 +1,4 @@
-"""Gathers the parts of a checkpoint; and what a layout is: names that it claims, and how they are read."""
+"""Gathers the parts of a checkpoint, and defines a layout: the names that it claims, and how they are read."""
 
 from __future__ import annotations
 
@@ -20,23 +20,16 @@ from ampdoctor.evidence.run_facts import PROFILE_MARK
 
 @dataclass(slots=True)
 class Gathering:
-    """A checkpoint that is being opened.
+    """A checkpoint that is being opened; most fields are as in `Checkpoint`."""
 
-    Attributes:
-        layout: Name of the layout, as in `Checkpoint.format`.
-        parts, skipped, errors, remarks, log, global_step, spare_step: As in `Checkpoint`.
-        own_log: True if `log` is the trainer's own log with the checkpoint, so that no other log counts.
-        refusals: Why files were refused; the first one is raised if nothing can be read.
-    """
-
-    layout: str = "folder"
+    layout: str = "folder"  # as in `Checkpoint.format`
     parts: list[Part] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    refusals: list[CheckpointError] = field(default_factory=list)
+    refusals: list[CheckpointError] = field(default_factory=list)  # the first is raised if nothing can be read
     log: tuple[LogEntry, ...] = ()
-    own_log: bool = False
+    own_log: bool = False  # `log` is the trainer's own, so that no other counts
     global_step: int | None = None
     spare_step: int | None = None
 
@@ -50,7 +43,7 @@ class Gathering:
         self.errors.append(ErrorNote(what=name, kind=kind, message=str(error)))
 
     def lack(self, name: str, message: str) -> None:
-        """Note a file that should be there and is not."""
+        """Note a missing file."""
         self.errors.append(ErrorNote(what=name, kind="missing", message=message))
 
     def open(self, path: Path, name: str) -> tuple[RegularFile, Saved] | None:
@@ -71,12 +64,7 @@ class Gathering:
         return None
 
     def add(self, file: RegularFile, index: str = "") -> Part | None:
-        """Add a file that is a part by itself; None if it was refused, which is noted.
-
-        Args:
-            file: The open file; it is closed again if it is refused.
-            index: As in `Part`.
-        """
+        """Add a file that is a part by itself; if it is refused, it is noted and closed, and None is returned."""
         try:
             part = Part(file, read_sections(file, sniff(file)), file.name, index)
         except CheckpointError as error:
@@ -94,23 +82,14 @@ class Gathering:
 
 
 def read_saved(file: RegularFile, found: Format) -> Saved:
-    """Returns the object in a file of `torch.save`.
-
-    Raises:
-        CheckpointError: The file is in another format, or corrupted.
-    """
+    """Returns the object in a file of `torch.save`; raises CheckpointError for another format."""
     if found not in {"torch-zip", "torch-legacy"}:
         raise CheckpointError(f"{file.name} should be a file of torch.save, and is not.")
     return read_torch_legacy(file) if found == "torch-legacy" else read_torch_zip(file)
 
 
 def read_sections(file: RegularFile, found: Format) -> Sections:
-    """Returns the parts of a file that is a checkpoint by itself.
-
-    Raises:
-        CheckpointError: It is not a checkpoint, or corrupted.
-        OtherFormatError: It is a saved profile.
-    """
+    """Returns the parts of a file that is a checkpoint by itself; raises OtherFormatError for a saved profile."""
     if found == "json":
         raise CheckpointError(f"{file.name} is a JSON file, not a checkpoint.")
     if found == "safetensors":
@@ -123,26 +102,21 @@ def read_sections(file: RegularFile, found: Format) -> Sections:
     return sort_out(read_saved(file, found))
 
 
-# The interface between the walk through a checkpoint's folders and the layouts of frameworks.
+# -- the interface between the walk through a checkpoint's folders and the layouts of frameworks --
 
 
 @dataclass(slots=True)
 class Level:
     """A folder of a checkpoint while it is being read.
 
-    Attributes:
-        listing: The folder, and the names in it that belong to the checkpoint.
-        prefix: The prefix of these names in reports ("global_step10/").
-        taken: Names that a layout has handled; later layouts skip them.
-        unit: The unit of all its parts that no index lists, as in `Part.index`; "" if each is its own.
-        indexed: True if an index lists numbered shards, so that other numbered files are left from another save.
+    Files of this folder without an index belong together under the name `unit`; with "" each stands alone.
     """
 
-    listing: Listing
-    prefix: str = ""
-    taken: set[str] = field(default_factory=set)
+    listing: Listing  # only names that belong to the checkpoint
+    prefix: str = ""  # of these names in reports ("global_step10/")
+    taken: set[str] = field(default_factory=set)  # names that a layout has handled; later ones skip them
     unit: str = ""
-    indexed: bool = False
+    indexed: bool = False  # an index lists shards; other numbered files are of another save
 
     @property
     def path(self) -> Path:
@@ -154,13 +128,10 @@ class Level:
 class Layout:
     """A framework's way of spreading a checkpoint over the files of a folder.
 
-    Attributes:
-        name: The format of a checkpoint with a part that it has read (`Checkpoint.format`); "" if several frameworks
-            use the layout, and other files in the folder tell which.
-        claims: Does it read a file or folder of this name? It is also asked about names that reports may get, because
-            none of them may be a part of what the next run reads.
-        read: Adds the contents of the claimed names to the `Gathering`, and the handled names to `Level.taken`. What
-            cannot be read is noted in the `Gathering`, and never raised.
+    `name` is the resulting `Checkpoint.format`; "" if several frameworks use the layout, and other files in the folder
+    decide. `claims` says whether it reads a file or folder of this name; names of reports are checked with it too,
+    because none of them may be a part of what the next run reads. `read` adds the contents of the claimed names to the
+    `Gathering`, and the handled names to `Level.taken`; it notes errors in the `Gathering` and never raises them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: read within limits; an index of shards, a trainer's state."""
+"""JSON files of a checkpoint, read within limits: an index of shards, a trainer's state."""
 
 from __future__ import annotations
 
@@ -13,25 +13,18 @@ from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.json_records import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
-"""Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of 200,000
-entries."""
+"""Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of
+200,000 entries."""
 
 _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 """Bytes of memory for each mark of objects, lists and items. Marks in strings count, too; names hold few."""
 
 
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value of a JSON text in UTF-8; raises ValueError or, if it is too large, LimitExceededError.
 
-    Args:
-        raw: UTF-8.
-        name: The file's name in errors.
-        strict: Refuse what JSON itself does not allow (NaN, infinities), duplicate keys and halves of surrogate pairs.
-
-    Raises:
-        DuplicateKeyError: With `strict`, an object has one key twice.
-        ValueError: It is not JSON, not UTF-8, nested a thousand times, or a number has thousands of digits.
-        LimitExceededError: Its values would take more memory than allowed.
+    `strict` refuses what JSON itself does not allow (NaN, infinities), duplicate keys (DuplicateKeyError) and halves of
+    surrogate pairs.
     """
     # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
     cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)
@@ -53,22 +46,14 @@ def _no_constant(token: str) -> NoReturn:
     raise ValueError(token)
 
 
-# Small JSON files beside the tensors: the index of a sharded model and the Hugging Face Trainer's log.
-#
-# They are plain data, never configuration to act on.
-
+# -- small JSON files beside the tensors: plain data, never configuration to act on --
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """An index of 100,000 tensors has about 10 MB; a Trainer's log of a million entries about 50 MB."""
 
 
 def read_json(file: RegularFile) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-        CheckpointError: It is not JSON, or not an object.
-        LimitExceededError: It is larger than `MAX_JSON_BYTES`.
-    """
+    """Returns the object in a JSON file."""
     if file.size > MAX_JSON_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of JSON", MAX_JSON_BYTES, file.size)
     try:
@@ -81,11 +66,7 @@ def read_json(file: RegularFile) -> dict[str, Any]:
 
 
 def read_weight_map(file: RegularFile) -> dict[str, str] | None:
-    """Maps tensor names to shard names, from a sharded model's index; None if the JSON is not an index.
-
-    Raises:
-        CheckpointError: A shard's name is not a plain file name, or the file is malformed.
-    """
+    """Maps tensor names to shard names, from a sharded model's index; None if the JSON is not an index."""
     content = read_json(file)
     table = content.get("weight_map")
     if not isinstance(table, dict):
@@ -96,11 +77,7 @@ def read_weight_map(file: RegularFile) -> dict[str, str] | None:
 
 
 def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, ...]]:
-    """Returns global step and log of a `trainer_state.json`; a longer log is thinned evenly to `MAX_PARSED` lines.
-
-    Raises:
-        CheckpointError: The file is malformed.
-    """
+    """Returns global step and log of a `trainer_state.json`; a longer log is thinned evenly to `MAX_PARSED` lines."""
     content = read_json(file)
     step = content.get("global_step")
     history = content.get("log_history")

@@ -22,9 +22,9 @@ from ampdoctor.evidence.log_text import kind_of, line_of
 MAX_LOG_BYTES = 64 * 1024 * 1024
 """A log of a million lines has about this size; a larger file of JSON lines is a data set."""
 MAX_LINE = 1024 * 1024
-"""Maximum number of characters of a line; a longer one does not belong to a log."""
+"""Maximum number of characters of a line; no log has longer ones."""
 MAX_LINES = 4_000_000
-"""Maximum number of lines that are counted: as many as fit into the size above with a step and a loss each."""
+"""Maximum number of lines: as many as fit into the size above with a step and a loss each."""
 MAX_PARSED = 100_000
 """Maximum number of lines of a log that are parsed; a longer log is thinned evenly."""
 MAX_COLUMNS = 10_000
@@ -32,15 +32,15 @@ MAX_CELLS = 1_000_000
 """Maximum number of values that are parsed: the lines above with ten values each, or fewer lines with more values."""
 
 MAX_LINES_OF_A_ROW = 100
-"""Lines that one row of a table may take, a text in quotes; a stray quote would take all that follow."""
+"""Lines that one row of a table (a text in quotes) may take; a stray quote would take all the rest."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""With which some editors and spreadsheets begin a text; no part of what it says."""
+"""Some editors and spreadsheets write it at the beginning of a text."""
 
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024
 _GOLDEN = 0x9E3779B9
-"""2^32 divided by the golden ratio. Its multiples spread evenly over 32 bits and, unlike every n-th line, do not fall
-into step with a period of the log (two lines per step, say)."""
+"""2^32 divided by the golden ratio. Its multiples spread evenly over 32 bits and, unlike every n-th line, do not
+coincide with a period of the log (two lines per step, say)."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     field: tuple(names.split())
@@ -63,13 +63,13 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "skips": "skipped_steps_total/overflow",
     }.items()
 }
-"""Fields and the names of their columns, the most telling first; `_plain` normalises a column's name."""
+"""Fields and the names of their columns, the most specific first; `_plain` normalises a column's name."""
 _OF_A_STEP, _OF_AN_EPOCH = "train_loss_step", "train_loss_epoch"
 """What Lightning calls a loss that is logged with `on_step` and `on_epoch`, in columns side by side."""
 _RATE_OF_ONE = ("lr_", "lr/")
-"""How a column begins in which Lightning's LearningRateMonitor, or Ultralytics, puts one rate."""
+"""Prefix of the columns where Lightning's LearningRateMonitor, or Ultralytics, puts one rate each."""
 _OURS = "ampdoctor/"
-"""How a tag of ampdoctor's own exports begins."""
+"""Prefix of a tag in ampdoctor's own exports."""
 
 _FIELD_OF = {name: field for field, names in _NAMES.items() for name in names}
 _Fields = dict[str, float]
@@ -77,22 +77,15 @@ _Fields = dict[str, float]
 
 @dataclass(slots=True)
 class Left:
-    """What of a file's lines was left out.
+    """Counts the lines of a file that were left out."""
 
-    Attributes:
-        damaged: How many cannot be read.
-        too_long: How many are longer than a line of a log.
-        other_version: How many of ampdoctor's own log have a form that another version writes.
-        unfinished: The last line where nothing ends it: it may be cut off, in the midst of a number.
-    """
-
-    damaged: int = 0
-    too_long: int = 0
-    other_version: int = 0
-    unfinished: bytes = b""
+    damaged: int = 0  # cannot be read
+    too_long: int = 0  # longer than a line of a log
+    other_version: int = 0  # lines of ampdoctor's own log in a form of another version
+    unfinished: bytes = b""  # the last line if no newline ends it: it may be cut off inside a number
 
     def said(self) -> str:
-        """What was lost in a clause; "" for nothing. A last line that is not finished is not lost yet."""
+        """Returns the lost lines as a clause, or "". An unfinished last line is not lost yet."""
         counts = (
             (self.damaged, "that is damaged", "that are damaged"),
             (self.too_long, "that is too long", "that are too long"),
@@ -103,21 +96,16 @@ class Left:
 
 
 def is_log(name: str) -> bool:
-    """Is a file's name that of a log that is read here?"""
+    """Whether a file of this name is a log that is read here."""
     return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
 
 
 def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     """Returns a log's entries in the order of their steps; () if the file is not a training log.
 
-    A longer log is thinned evenly to `MAX_PARSED` lines. A table's last row counts once its line has an end: until then
-    its last number may be half of one. A value that a line lacks is None. Lines of one step become
-    one entry. If the step falls back, as after a restart from an earlier checkpoint, what was logged from there on is
-    dropped: it is not this run's past.
-
-    Raises:
-        CheckpointError: The bytes cannot be read.
-        LimitExceededError: It is larger than `MAX_LOG_BYTES`, or has more than `MAX_LINES` lines.
+    A longer log is thinned evenly to `MAX_PARSED` lines. A table's last row counts only once a newline ends it. Lines
+    of one step become one entry. If the step falls back, as after a restart from an earlier checkpoint, later steps
+    logged before that are dropped.
     """
     if file.size > MAX_LOG_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
@@ -157,16 +145,9 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def lines_in(file: RegularFile, longest: int = MAX_LINE, left: Left | None = None) -> Iterator[bytes]:
-    """Yields the non-empty lines of a file that are no longer than `longest`.
+    """Yields the non-empty lines of a file that are no longer than `longest` bytes.
 
-    Args:
-        file: The file.
-        longest: Bytes.
-        left: Gets what is left out, and the last line where nothing ends it; without it that line is one of the others.
-
-    Raises:
-        CheckpointError: The bytes cannot be read.
-        LimitExceededError: There are more than `MAX_LINES` lines.
+    `left` receives what is left out, and the last line if no newline ends it; without `left` that line is yielded.
     """
     rest, count = b"", 0
     left, last_too = left or Left(), left is None
@@ -189,10 +170,10 @@ def lines_in(file: RegularFile, longest: int = MAX_LINE, left: Left | None = Non
 
 
 def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
-    """Returns entries by ascending step, lines of one step as one, without what a restart from an earlier step undid.
+    """Returns entries by ascending step, one for each step, without those that a restart from an earlier step undid.
 
     A late line (a norm written after the next step's loss) is not a restart: it only adds to its step. A counter that
-    starts anew counts as a restart from the beginning, and what came before is dropped.
+    starts anew counts as a restart from the beginning, and earlier entries are dropped.
     """
     kept: list[LogEntry] = []
     for entry in entries:
@@ -209,7 +190,7 @@ def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
 
 
 def _adds(known: LogEntry, late: LogEntry) -> bool:
-    """Does a line add new values for its step, and contradict none?"""
+    """Whether a line adds new values for its step, and contradicts none."""
     fields = ("loss", "grad_norm", "learning_rate", "scale")
     pairs = [(getattr(known, name), getattr(late, name)) for name in fields]
     told = [(old, new) for old, new in pairs if new is not None]
@@ -257,16 +238,9 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
 def csv_rows(
     lines: Iterable[bytes], name: str, *, delimiter: str = ",", left: Left | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields the rows of a table by the names in its first line.
+    """Yields the rows of a table by the names in its first line. `name` is used in errors.
 
-    Args:
-        lines: Of the table.
-        name: Of the table, for the error's sentence.
-        delimiter: Between cells.
-        left: Gets how many lines are of no row: a quote that nothing closes, or a cell beyond the csv module's limit.
-
-    Raises:
-        LimitExceededError: It has more than `MAX_COLUMNS` columns.
+    `left` counts lines that form no row: a quote that nothing closes, or a cell beyond the csv module's limit.
     """
     left = left or Left()
     taken = _LinesOfARow(lines)
@@ -292,14 +266,14 @@ def csv_rows(
 
 
 class _LinesOfARow:
-    """Gives a csv reader the lines of one row after the other, and of none too many."""
+    """Gives a csv reader the lines of one row, and no more than the limit."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._texts = _texts(lines)
         self.begin()
 
     def begin(self) -> None:
-        """The next line is the first of a row."""
+        """Start a new row."""
         self.count, self.lacking = 0, False
 
     def __iter__(self) -> _LinesOfARow:
@@ -308,14 +282,14 @@ class _LinesOfARow:
     def __next__(self) -> str:
         line = next(self._texts, None) if self.count < MAX_LINES_OF_A_ROW else None
         if line is None:
-            self.lacking = True  # the reader stops here, and goes on with the next row when it is asked again
+            self.lacking = True  # the reader stops here, and continues with the next row when asked again
             raise StopIteration
         self.count += 1
         return line
 
 
 def json_rows(lines: Iterable[bytes], left: Left | None = None) -> Iterator[Mapping[str, Any]]:
-    """Yields the objects among lines; what is none is passed over, and counted where it begins like one."""
+    """Yields the objects among lines; other lines are skipped, and count as damaged if they begin like an object."""
     left = left or Left()
     for line in _texts(lines):
         try:
@@ -334,7 +308,7 @@ def step_of(fields: Mapping[str, float]) -> int | None:
 
 
 def known_fields(row: Mapping[str, Any]) -> _Fields:
-    """Returns those of a row's numbers that have a meaning here, by the names of `LogEntry` and of a log's steps."""
+    """Returns the numbers of a row that have a meaning here, by the names of `LogEntry` and of a log's steps."""
     columns: dict[str, float] = {}
     for key, value in row.items():
         found = as_number(value)
@@ -343,7 +317,7 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
     if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
         columns.pop("train_loss", None)
     if _OF_AN_EPOCH in columns and any(isinstance(key, str) and _plain(key) == _OF_A_STEP for key in row):
-        del columns[_OF_AN_EPOCH]  # the mean of losses that the log has step by step, and no loss of the step it is at
+        del columns[_OF_AN_EPOCH]  # a mean over the epoch beside the losses of its steps
     known = {
         field: columns[name]
         for field, names in _NAMES.items()
@@ -356,12 +330,12 @@ def known_fields(row: Mapping[str, Any]) -> _Fields:
 
 
 def unread_in(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yields the fields that a row has columns for and no number in any of them, each with whether all are empty."""
+    """Yields the fields whose columns in this row hold no number, each with whether all are empty."""
     unread: dict[str, bool] = {}
     read: set[str] = set()
     for key, value in row.items():
         field = field_of(key) if isinstance(key, str) else None
-        if field is None or (value in (None, "") and _plain(key) == _OF_AN_EPOCH):  # it comes when the epoch ends
+        if field is None or (value in (None, "") and _plain(key) == _OF_AN_EPOCH):  # written when the epoch ends
             continue
         if as_number(value) is not None:
             read.add(field)
@@ -372,7 +346,7 @@ def unread_in(row: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def field_of(column: str) -> str | None:
-    """Returns the field that a column of this name has; None for a column that has no meaning here."""
+    """Returns the field of a column of this name; None if it has no meaning here."""
     return _FIELD_OF.get(_plain(column))
 
 
@@ -387,7 +361,7 @@ def _plain(column: str) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """Returns a number, even if it was written as a string ("nan"): some trainers write numbers as strings."""
+    """Returns a number, even one in a string ("nan"), as some trainers write them."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -396,27 +370,20 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-# The log that ampdoctor writes while a training runs: the lines of its files that stand in the end.
-
+# -- the log of `ampdoctor run`: the lines that no rollback or restart undid --
 
 MAX_DETAILS = 20_000
 """Lines of details that are parsed: with 64 tensors each, 300 details of 4,000 tensors. More are thinned evenly."""
 MAX_BYTES = 8 * 1024 * 1024
-"""Of a line: a table of 100,000 names."""
+"""Maximum length of a line: a table of 100,000 names."""
 HEAD = 64
-"""Bytes by which its first line is known."""
+"""Bytes from which the first line of a run's log is recognised."""
 _TAIL = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line, with what its file says before it.
-
-    Attributes:
-        run: What its indices refer to.
-        stamp: As of the line.
-        line: A step or a detail.
-    """
+    """A step or detail with the header (`run`) of its file, which its indices refer to."""
 
     run: RunLine
     stamp: Stamp
@@ -425,56 +392,34 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What was read of a log.
+    """Steps or details of a log."""
 
-    Attributes:
-        standing: By step; without what a rollback, or a restart from an earlier checkpoint, has undone.
-        damaged: By name of a file, how many of its lines cannot be read, but for a last one that was cut off.
-    """
-
-    standing: tuple[Entry, ...]
-    damaged: Counter[str]
+    standing: tuple[Entry, ...]  # by step, without those that a rollback or restart undid
+    damaged: Counter[str]  # lines by file, without a cut-off last one
 
 
 def is_run_log(file: RegularFile) -> bool:
-    """Does a file begin like a log that ampdoctor writes?"""
+    """Whether a file begins like a log that ampdoctor writes."""
     return begins_run_log(file.head(HEAD))
 
 
 def begins_run_log(head: bytes) -> bool:
-    """Is this, of `HEAD` bytes, how a log begins that ampdoctor writes?"""
+    """Whether a log that ampdoctor writes begins with these `HEAD` bytes."""
     return kind_of(head.removeprefix(BYTE_ORDER_MARK)) == "run"
 
 
 def read_steps(files: Sequence[RegularFile]) -> Entries:
-    """Returns the steps of a log; of more than `MAX_PARSED`, evenly chosen ones.
-
-    Args:
-        files: Of one rank, the oldest first.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
-        LimitExceededError: There are more than `MAX_LINES` lines.
-    """
+    """Returns the steps of one rank's log, the oldest file first; of more than `MAX_PARSED`, evenly chosen ones."""
     return _entries_of_kind(files, "step", MAX_PARSED)
 
 
 def read_details(files: Sequence[RegularFile]) -> Entries:
-    """Returns the details of a log; of more than `MAX_DETAILS` lines, evenly chosen ones.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
-        LimitExceededError: There are more than `MAX_LINES` lines.
-    """
+    """Returns the details of a log; of more than `MAX_DETAILS` lines, evenly chosen ones."""
     return _entries_of_kind(files, "detail", MAX_DETAILS)
 
 
 def last_state(files: Sequence[RegularFile]) -> tuple[RunLine, StepLine | None] | None:
-    """Returns the last file's header, and the last whole step near its end; None if there is no such header.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
-    """
+    """Returns the last file's header, and the last whole step near its end; None without such a header."""
     last = files[-1]
     header = _whole(next(lines_in(last, MAX_BYTES), b""))
     if header is None or not isinstance(header.line, RunLine):
@@ -487,7 +432,7 @@ def last_state(files: Sequence[RegularFile]) -> tuple[RunLine, StepLine | None] 
 
 
 def log_entry_of(step: StepLine) -> LogEntry:
-    """Returns a step as the rules on training logs know it: the norm unscaled, and none that was clipped."""
+    """Returns a step as the rules on training logs expect it: the norm unscaled, and None if it was clipped."""
     norm = None if step.norm_clipped else step.gradient_norm
     if norm is not None and step.norm_scaled:
         norm = norm / step.loss_scale if step.loss_scale else None
@@ -545,9 +490,9 @@ def _whole(text: bytes) -> Stamped | None:
 
 
 def standing(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Returns the lines that count in the end, by step.
+    """Drops the steps that a rollback or restart repeated, and returns the rest by step.
 
-    A later attempt, restart or run in the same folder undoes what came before it from its own first step on.
+    A later attempt, restart or run in the same folder replaces earlier steps from its own first step on.
     """
     groups: dict[tuple[int, int, int], list[Entry]] = {}
     runs: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Logs in a folder: the one of `ampdoctor run`, and those that lie beside a checkpoint."""
+"""Logs in a folder: those of `ampdoctor run`, and those that lie beside a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ampdoctor.evidence.report import Skipped
 def run_logs(folder: Path, names: Iterable[str]) -> list[list[str]]:
     """Returns the logs of a run among a folder's files: the files of each rank, the oldest first.
 
-    A file that cannot be opened is one of a log's by its name, so that whoever reads that log says why.
+    A file that cannot be opened is included because of its name: reading that log then reports the error.
     """
     known = [{name: _is_ours(folder / name) for name in files} for files in logs_in(names).values()]
     return [[name for name, ours in files.items() if ours is not False] for files in known if any(files.values())]
 
 
 def has_run_log(folder: Path) -> bool:
-    """Is there a run's log in a folder that nobody named?"""
+    """Whether a folder holds a run's log; False if it cannot be listed."""
     try:
         return bool(run_logs(folder, list_folder(folder).names))
     except CheckpointError:
@@ -39,13 +39,9 @@ def has_run_log(folder: Path) -> bool:
 
 
 def steps_of(folder: Path, names: Sequence[str], prefix: str, skipped: list[Skipped]) -> tuple[LogEntry, ...]:
-    """Returns what a log says of each step; of several optimizers, what it says of the first one's.
+    """Returns a log's entries by step (of several optimizers, the first one's); `names` has the oldest file first.
 
-    Args:
-        folder: Of the log.
-        names: Its files, the oldest first.
-        prefix: The prefix of these names in reports.
-        skipped: Gets what cannot be read.
+    `skipped` receives what cannot be read.
     """
     with ExitStack() as stack:
         files = []
@@ -69,12 +65,9 @@ def steps_of(folder: Path, names: Sequence[str], prefix: str, skipped: list[Skip
 
 
 def add_run_log(into: Gathering, folder: Path, names: Sequence[str]) -> None:
-    """Makes a run's log what is examined: its files are the parts, with the scaler as it stood in the end.
+    """Makes a run's log the examined object: its files become the parts, with the scaler as it was in the end.
 
-    Args:
-        into: Has no part, and the log's steps already.
-        folder: Of the log.
-        names: Its files, the oldest first.
+    `into` has no part, and the log's steps already; `names` has the oldest file first.
     """
     into.layout = RUN_LOG
     for name in names:
@@ -101,17 +94,13 @@ def add_run_log(into: Gathering, folder: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def opened(folder: Path, names: Sequence[str], prefix: str = "") -> Iterator[list[RegularFile]]:
-    """The files are open inside.
-
-    Raises:
-        CheckpointError: One of them cannot be opened.
-    """
+    """The files are open inside; raises CheckpointError if one cannot be opened."""
     with ExitStack() as stack:
         yield [stack.enter_context(RegularFile(folder / name, prefix + name)) for name in names]
 
 
 def _is_ours(path: Path) -> bool | None:
-    """Does a file begin like a log of ours? None where it cannot be opened."""
+    """Whether a file begins like a log of ours; None if it cannot be opened."""
     try:
         with RegularFile(path, path.name) as file:
             return is_run_log(file)
@@ -120,15 +109,14 @@ def _is_ours(path: Path) -> bool | None:
 
 
 def _now(step: StepLine | None) -> dict[str, float | int]:
-    """What of a scaler's state has changed since the run began."""
+    """Returns the entries of a scaler's state that have changed since the run began."""
     if step is None:
         return {}
     now = {"scale": step.loss_scale, "_growth_tracker": step.growth_tracker}
     return {key: value for key, value in now.items() if value is not None}
 
 
-# Finds the training logs in a folder, and the longest of them.
-
+# -- the training logs in a folder, and the longest of them --
 
 RUNS = "runs"
 """The folder in which the TensorBoard writers of torch and of the Hugging Face Trainer make one per start of a run."""
@@ -142,7 +130,7 @@ Log = tuple[LogEntry, ...]
 
 
 def may_be_log(name: str) -> bool:
-    """Is a file's name that of a log that is read?"""
+    """Whether a file of this name is a log that is read."""
     return is_log(name) or is_event_file(name)
 
 
@@ -150,11 +138,6 @@ def longest_log(folder: Path, names: Iterable[str], prefix: str) -> tuple[Log, l
     """Returns the longest of a folder's logs, () if there is none, and the files that could not be read completely.
 
     The event files of one folder form one log, and so do the files of a log that ampdoctor has written.
-
-    Args:
-        folder: The folder.
-        names: The names in it.
-        prefix: The prefix of these names in reports.
     """
     there = sorted(names)
     skipped: list[Skipped] = []
@@ -213,7 +196,7 @@ def _unread(shown: str, error: CheckpointError) -> Skipped:
 
 
 def _names(folder: Path) -> list[str]:
-    """Returns the sorted names in a folder; [] if it cannot be listed, because nobody asked for it."""
+    """Returns the sorted names in a folder; [] if it cannot be listed."""
     try:
         return sorted(path.name for path in islice(folder.iterdir(), MAX_RUN_ENTRIES))
     except OSError:

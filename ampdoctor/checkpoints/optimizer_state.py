@@ -1,4 +1,4 @@
-"""What a checkpoint's optimizers hold, and what their next update would reach."""
+"""The settings, counters and moments of a checkpoint's optimizers, and the effect of their next update."""
 
 from __future__ import annotations
 
@@ -33,22 +33,15 @@ _FLUSHING = frozenset(
     {torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 )
 """Formats in which the square of an ordinary gradient becomes zero. bf16 and wider flush squares of gradients below
-2^-62, too small for any epsilon to notice: larger ones are zero there only after a conversion."""
+2^-62, too small for any epsilon to matter: larger ones are zero there only after a conversion."""
 
 
 def optimizer_facts(checkpoint: Checkpoint, tensors: Sequence[TensorSummary]) -> tuple[OptimizerSummary, ...]:
-    """Returns every optimizer of a checkpoint in numbers, in stored order.
+    """Returns every optimizer of a checkpoint in numbers, in stored order; `tensors` are the checkpoint's.
 
     Second moments in a 16- or 8-bit format with too few exponents are read, and the first moments beside them; in a
     wider format only those that hold zeros, in an optimizer that keeps nothing but these two for each element.
     Otherwise only single numbers are read.
-
-    Args:
-        checkpoint: An open checkpoint.
-        tensors: Its tensors in numbers.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
     """
     zeros = {(t.file, t.group, t.name, t.entry) for t in tensors if t.role == "moment" and t.zeros}
     starved = tuple(_starved(checkpoint, zeros))
@@ -101,18 +94,18 @@ def _starved(checkpoint: Checkpoint, zeros: Collection[tuple[str, str, str, str]
         if beside is None or beside.shape != second.shape:
             continue
         if second.dtype not in _FLUSHING:
-            # a third state may be a maximum that divides in place of this, or say that this has another basis (SOAP)
+            # a third state may be a maximum that divides in place of this one, or mean that this one has another basis,
+            # as in SOAP
             if kept[owner] > len((second, beside)):
                 continue
             if (*owner, second.entry) not in zeros:
                 yield _described(second, starved=0, examined=second.stored.numel, largest=0.0)
                 continue
-        with suppress(LimitExceededError):  # different orders, and too large to be loaded: not judged
+        with suppress(LimitExceededError):  # too large to load in different orders: not judged
             yield _compare(second, beside)
 
 
 def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment:
-    """Returns counts over both, read side by side."""
     starved = examined = 0
     largest = 0.0
     for squares, means in side_by_side(second.stored, first.stored):
@@ -144,11 +137,10 @@ def _dtype(stored: StoredTensor) -> str:
     return str(stored.dtype).removeprefix("torch.")
 
 
-# Computes what an optimizer's next update does to a stored weight: has its format room for it?
+# -- does the next update change a stored weight, given its format? --
 #
 # A step is added to the weight and rounded to its format. A step of less than half the distance to the next number is
 # lost, and the next one again.
-
 
 _Update = Callable[..., torch.Tensor]
 """Maps chunks of the moments (float32) to the step that is subtracted from the weight."""
@@ -156,12 +148,7 @@ _Update = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """An optimizer's state for one parameter, with the hyperparameters of its group.
-
-    Attributes:
-        state: Entries of the state ("exp_avg", "step").
-        group: Hyperparameters ("lr", "betas").
-    """
+    """An optimizer's state for one parameter ("step"), with the hyperparameters of its group ("lr", "betas")."""
 
     state: Mapping[Any, Any]
     group: Mapping[Any, Any]
@@ -194,16 +181,9 @@ def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
 
 
 def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps: int) -> UpdateReach | None:
-    """Returns what an update does to a weight's elements; None if the optimizer's rule is unknown.
+    """Returns what an update does to a real weight's elements; None if the optimizer's rule is unknown.
 
-    Args:
-        weight: The weight; real.
-        stored: Its optimizer state.
-        learning_rate: The learning rate of the computation.
-        steps: Number of updates that are added up.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
+    `steps` is the number of equal updates that are added up.
     """
     rule = _rule(stored, weight.shape)
     if rule is None or weight.dtype.is_complex or not weight.numel:

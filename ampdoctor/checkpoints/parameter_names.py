@@ -13,14 +13,13 @@ from ampdoctor.checkpoints.stored_tensor import StoredTensor
 from ampdoctor.checkpoints.unpickler import run_together
 from ampdoctor.evidence.checkpoint_stats import TensorRole
 
-# Names an optimizer's numbered parameters if the weights were saved in another order (safetensors sorts them).
+# -- names if the weights were saved in another order (safetensors sorts them) --
 #
 # An optimizer over `model.parameters()` numbers them as `named_parameters()` walks: a module's own parameters, then
 # child after child, each child completely. The order in which children were registered is not saved, but little freedom
 # is left: numbered names (`layers.0`, `ln_1`) were registered in that order, `weight` before `bias`, and the shapes
-# must fit. This file computes, over all arrangements that fit, where each parameter can stand. Only a parameter with a
+# must fit. This code computes, over all arrangements that fit, where each parameter can stand. Only a parameter with a
 # single place has its number for certain.
-
 
 MAX_ARRANGEMENTS = 50_000
 """Maximum number of partial arrangements that are tried, over all modules; a dozen children have 4,096."""
@@ -35,32 +34,20 @@ class _TooManyError(Exception):
 
 @dataclass(slots=True)
 class _Node:
-    """A module, or a parameter (which has no children).
+    """A module, or a parameter (which has a shape and no children)."""
 
-    Attributes:
-        name: Full name.
-        shape: A parameter's shape.
-        own: A module's own parameters.
-        modules: Its children.
-        size: Number of parameters in it.
-    """
-
-    name: str
+    name: str  # full name
     shape: _Shape | None = None
-    own: dict[str, _Node] = field(default_factory=dict)
+    own: dict[str, _Node] = field(default_factory=dict)  # a module's own parameters
     modules: dict[str, _Node] = field(default_factory=dict)
-    size: int = 0
+    size: int = 0  # number of parameters in it
 
 
 def place_names(weights: Sequence[tuple[str, _Shape]], shapes: Sequence[_Shape | None]) -> dict[int, str] | None:
-    """Maps places in the optimizer's sequence to the parameters that stand there, for every place that is certain.
+    """Maps each certain place in the optimizer's sequence of shapes to the parameter's name.
 
-    Args:
-        weights: Names and shapes of the parameters, in any order.
-        shapes: The optimizer's sequence of shapes; None for an unknown one.
-
-    Returns:
-        The names; None if no arrangement fits, because the optimizer holds other parameters.
+    `weights` come in any order; an unknown shape is None. Returns None if no arrangement fits, because the optimizer
+    holds other parameters.
     """
     if len(weights) != len(shapes):
         return None
@@ -84,8 +71,6 @@ def _tree(weights: Sequence[tuple[str, _Shape]]) -> _Node:
 
 
 class _Search:
-    """Searches the arrangements of a tree that fit a sequence of shapes."""
-
     def __init__(self, shapes: Sequence[_Shape | None]) -> None:
         self._shapes = shapes
         self._fits: dict[tuple[int, int], bool] = {}
@@ -162,7 +147,7 @@ def _open(count: int, chosen: int, before: Mapping[int, int]) -> Iterator[int]:
 
 
 def _predecessors(names: list[str]) -> dict[int, int]:
-    """Maps each child to the one that was registered before it, if their names tell."""
+    """Maps each child to the one that was registered before it, as far as names show."""
     chains: dict[str, list[tuple[int, int]]] = {}
     for index, name in enumerate(names):
         match = _NUMBERED.fullmatch(name)
@@ -197,10 +182,8 @@ def name_parameters(
 ) -> dict[Any, str]:
     """Maps the parameter ids of an optimizer's state to parameter names, for every id whose name is certain.
 
-    Args:
-        optimizer: An optimizer's state dict.
-        models: State dicts that it may belong to, the most likely first.
-        ordered: True if their entries are in the order of `named_parameters()`.
+    `models` are state dicts that it may belong to, the most likely first; `ordered` says that their entries are in the
+    order of `named_parameters()`.
     """
     groups = [_ids(group) for group in optimizer["param_groups"]]
     shapes = {pid: _shape_of(optimizer["state"].get(pid)) for ids in groups for pid in ids}
@@ -218,12 +201,7 @@ def name_parameters(
 
 
 def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Returns names of an average that was saved as a list in parameter order (`shadow_params`); {} if unsure.
-
-    Args:
-        copies: The list, keyed "0", "1", ...
-        model: The state dict of the model that it averages.
-    """
+    """Returns names for an average saved as a list in parameter order (`shadow_params`); {} if unsure."""
     if list(copies) != [str(index) for index in range(len(copies))]:
         return {}
     weights = _weights(model)
@@ -233,11 +211,7 @@ def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTe
 
 
 def role_of_state(entry: str) -> TensorRole:
-    """Returns `moment`, or `other` for an entry without a value for each of the parameter's elements.
-
-    Args:
-        entry: Dotted path inside a parameter's state: "exp_avg", "step".
-    """
+    """Returns `other` for an entry without a value for each of the parameter's elements ("step"), else `moment`."""
     return "other" if _NO_MOMENTS.fullmatch(entry.rpartition(".")[2]) else "moment"
 
 
@@ -260,7 +234,7 @@ def _given_names(optimizer: Mapping[str, Any], groups: list[list[Any]]) -> dict[
 
 
 def _shape_of(state: Any) -> _Shape | None:
-    """Returns the shape of the parameter behind a state entry, or None if the state does not tell it."""
+    """Returns the shape of the parameter behind a state entry, or None if the state does not show it."""
     if not isinstance(state, Mapping):
         return None
     whole = next((t.shape for t in (state.get(key) for key in _ELEMENTWISE) if isinstance(t, StoredTensor)), None)
@@ -368,7 +342,7 @@ def _two(weights: _Named, first: Callable[[str, _Shape], bool]) -> list[_Named]:
 
 
 def _decayed_by_name(name: str, _shape: _Shape) -> bool:
-    """Does the Hugging Face Trainer's rule, judged by names, decay it? Norms and biases are not decayed."""
+    """Whether the Hugging Face Trainer's rule by names decays it: all but norms and biases."""
     lowered = name.lower()
     return not lowered.endswith("bias") and not any(part in lowered for part in ("norm", "ln_", ".ln"))
 
@@ -380,5 +354,5 @@ _SPLITS: tuple[Callable[[_Named], list[_Named]], ...] = (
     lambda weights: list(reversed(_two(weights, lambda _, shape: len(shape) >= 2))),
     lambda weights: list(reversed(_two(weights, _decayed_by_name))),
 )
-"""Usual splits of parameters into groups: none, matrices from vectors, by name, and the latter two with the groups
+"""Usual splits of parameters into groups: none, matrices from vectors, by name, and the latter two with groups
 swapped."""

@@ -1,4 +1,4 @@
-"""What a pickle has made, as a tree: walked within limits, and searched for attributes of modules."""
+"""The tree of objects from a pickle: checked for its size, and searched for modules and tensors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,7 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved object after reading.
-
-    Attributes:
-        tree: The object.
-        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses, in order.
-    """
+    """A saved object; `foreign` are the names in it that `torch.load(weights_only=True)` refuses, in order."""
 
     tree: Tree
     foreign: tuple[str, ...] = ()
@@ -46,39 +41,28 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The contents of a container; a shared part counts at each of its places.
+    """The size of a container; a shared part counts at each of its places."""
 
-    Attributes:
-        height: Levels of nesting.
-        nodes: Number of places.
-        tensors: Number of places of tensors and objects.
-        chars: Number of characters of the paths to those, from here.
-        longest: Number of characters of the longest path to any place.
-    """
-
-    height: int
-    nodes: int
-    tensors: int
-    chars: int
-    longest: int
+    height: int  # levels of nesting
+    nodes: int  # number of places
+    tensors: int  # number of places of tensors and objects
+    chars: int  # characters of the paths to those, from here
+    longest: int  # characters of the longest path to any place
 
 
 _VALUE = _Extent(0, 1, 0, 0, 0)
 _TENSOR = _Extent(0, 1, 1, 0, 0)
 _INDEX_CHARS = 7
 _SMALL = 4
-"""A container with fewer parts is counted anew at each of its places: that is cheaper than to remember it."""
+"""A smaller container is counted again at each of its places: that is cheaper than a table."""
 
 
 def require_finite_tree(root: Tree, name: str) -> None:
     """Refuse a tree over whose dicts, lists and tuples a walk would not end.
 
     A pickle of some kilobytes can hold 60 levels of `x = [x, x]`, a list that contains itself, or tensors under names
-    of megabytes. Inert records are leaves here: whoever searches one counts for himself (`objects.Search`).
-
-    Raises:
-        CheckpointError: A container contains itself.
-        LimitExceededError: It is nested too deeply, or has too many places, or their paths are too long.
+    of megabytes. Inert records are leaves here: a search of one counts for itself (`Search`). Raises CheckpointError if
+    a container contains itself, LimitExceededError if it is too deep or too large.
     """
     known: dict[int, _Extent] = {}
     open_: set[int] = set()
@@ -104,7 +88,7 @@ def require_finite_tree(root: Tree, name: str) -> None:
 
 
 def _is_nest(node: Any) -> bool:
-    """Is it a container, other than a small one of plain values?"""
+    """Whether it is a container, other than a small one of plain values."""
     if not isinstance(node, dict | list | tuple):
         return False
     parts = node.values() if isinstance(node, dict) else node
@@ -140,8 +124,7 @@ def _extent(part: Any, known: dict[int, _Extent], name: str) -> _Extent:
     return _TENSOR if isinstance(part, StoredTensor | Skipped | Inert) else _VALUE
 
 
-# Searches inert records: whole modules saved with `torch.save(model)`, and tensors held by objects of any class.
-
+# -- inert records: whole modules saved with `torch.save(model)`, and tensors held by objects of any class --
 
 MAX_SEARCHED = 1_000_000
 """Maximum number of values inside a file's objects: a module of 20,000 submodules has about 600,000."""
@@ -150,44 +133,28 @@ _TOO_DEEP = "an object nested more deeply than a checkpoint's is not searched"
 _NUMPY_RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
 _NUMPY_FROM_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
 _NUMPY_DTYPE = re.compile(r"[fciub]\d{1,2}")
-"""Of numbers; arrays of objects, texts and records are not built."""
+"""Dtypes of numbers; arrays of objects, texts and records are not built."""
 
 
 @dataclass(slots=True)
 class ModuleContent:
-    """A whole `nn.Module` that was pickled.
-
-    Attributes:
-        tensors: Parameters and buffers by the names of `state_dict()`, in its order.
-        buffers: The names among them that are buffers.
-        skipped: Tensors that are not read.
-    """
+    """A whole `nn.Module` that was pickled: `tensors` by the names of `state_dict()`, in its order."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    buffers: frozenset[str] = frozenset()
-    skipped: list[Skipped] = field(default_factory=list)
+    buffers: frozenset[str] = frozenset()  # names in `tensors`
+    skipped: list[Skipped] = field(default_factory=list)  # tensors that are not read
 
 
 @dataclass(slots=True)
 class Search:
-    """The work of searching one file's objects so far; a shared object is searched at each of its places.
+    """The work of searching one file's objects so far; a shared object is searched at each of its places."""
 
-    Attributes:
-        places: Number of visited values.
-        tensors: Number of tensors found.
-        chars: Number of characters of the paths to them.
-    """
-
-    places: int = 0
-    tensors: int = 0
-    chars: int = 0
+    places: int = 0  # visited values
+    tensors: int = 0  # tensors found
+    chars: int = 0  # characters of the paths to them
 
     def look(self, places: int, path: str, tensors: int = 0) -> None:
-        """Count what is visited next.
-
-        Raises:
-            LimitExceededError: It is more than a checkpoint needs.
-        """
+        """Count what is visited next; raises LimitExceededError if it is more than a checkpoint needs."""
         self.places += places
         self.tensors += tensors
         self.chars += places * len(path)
@@ -201,7 +168,7 @@ class Search:
 
 
 def is_module(node: Any) -> bool:
-    """Is a record that of an `nn.Module`, whatever its class?"""
+    """Whether a record is that of an `nn.Module`, whatever its class."""
     state = node.state if isinstance(node, Inert) else None
     return isinstance(state, dict) and all(
         isinstance(state.get(key), dict) for key in ("_parameters", "_buffers", "_modules")
@@ -209,11 +176,7 @@ def is_module(node: Any) -> bool:
 
 
 def read_module(root: Inert, search: Search) -> ModuleContent:
-    """Returns the tensors of a pickled module and its children; a module that is held twice counts at its first place.
-
-    Raises:
-        LimitExceededError: The search takes more than a checkpoint needs.
-    """
+    """Returns the tensors of a pickled module and its children; a module held twice counts at its first place."""
     content = ModuleContent()
     buffers: set[str] = set()
     seen: set[int] = set()
@@ -251,9 +214,6 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
     """Yields every tensor in an object, with a dotted path; a shared tensor comes once.
 
     NumPy arrays come as `Skipped`: `numpy_array` has their numbers.
-
-    Raises:
-        LimitExceededError: The search takes more than a checkpoint needs.
     """
     seen: set[int] = set()
     pending: list[tuple[Any, str, int]] = [(root, "", 0)]
@@ -294,7 +254,7 @@ def numpy_array(node: Inert) -> NDArray[Any] | None:
         return None
     try:
         return np.frombuffer(raw, dtype=f"{'>' if big else '<'}{dtype.args[0]}")
-    except (TypeError, ValueError):  # no such width, or bytes that are no whole number of elements
+    except (TypeError, ValueError):  # no such width, or incomplete elements
         return None
 
 
@@ -303,9 +263,6 @@ def optimizer_fields(node: Inert, search: Search) -> dict[str, Any] | None:
 
     The object's state is keyed by the parameters themselves; they get the numbers that `Optimizer.state_dict()` gives.
     A state of more than numbers, tensors and lists of these is None, too: walks over a state dict are complete.
-
-    Raises:
-        LimitExceededError: The file's objects hold more than a checkpoint needs.
     """
     fields = fields_of(node)
     state, groups = fields.get("state"), fields.get("param_groups")
@@ -332,7 +289,7 @@ def _is_group(group: Any) -> bool:
 
 
 def _is_flat(value: Any) -> bool:
-    """Is it not a container, or a container without containers in it?"""
+    """Whether it is no container, or a container without containers in it."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return not any(isinstance(part, dict | list | tuple) for part in parts)
 
@@ -363,7 +320,7 @@ def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]
 
 
 def parts_of(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a record or a container, with a word for each."""
+    """Yields the parts of a record or a container, with a word for each."""
     if isinstance(node, Inert):
         yield from parts_of(fields_of(node) or [node.state])
         yield from parts_of(node.args)

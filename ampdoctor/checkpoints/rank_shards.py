@@ -22,21 +22,16 @@ _SHARDED = "torch.distributed._shard.sharded_tensor."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard(StridedTensor):
-    """A rank's piece; as a tensor it has the piece's shape.
+    """A rank's piece; as a tensor it has the piece's shape."""
 
-    Attributes:
-        whole: Sizes of the whole tensor.
-        at: Index of the piece's first element in the whole, for each dimension.
-    """
-
-    whole: tuple[int, ...]
-    at: tuple[int, ...]
+    whole: tuple[int, ...]  # sizes of the whole tensor
+    at: tuple[int, ...]  # index of the piece's first element in the whole
 
 
 def with_local_shards(tree: Any) -> Any:
     """Returns a tree with the pieces in place of their objects; an object without a piece is left out.
 
-    Containers without pieces stay the same objects; a container that stands in several places is visited once.
+    Containers without pieces stay the same objects; a container in several places is visited once.
     """
     return _replaced(tree, {})
 
@@ -60,11 +55,7 @@ def _replaced(node: Any, done: dict[int, Any]) -> Any:
 
 
 def join_shards(pieces: Sequence[StoredTensor | None]) -> StoredTensor | None:
-    """Joins the ranks' pieces, or takes the first of equal copies; None if neither is possible.
-
-    Args:
-        pieces: The tensor of this name in each rank's file; None if the file has none.
-    """
+    """Joins the ranks' pieces of one name, or takes the first of equal copies; None if neither is possible."""
     there = [piece for piece in pieces if piece is not None]
     local = [piece for piece in there if isinstance(piece, LocalShard)]
     if not local:
@@ -86,7 +77,7 @@ def join_shards(pieces: Sequence[StoredTensor | None]) -> StoredTensor | None:
 
 
 def _apart(pieces: Sequence[LocalShard]) -> bool:
-    """Do all pieces lie inside the whole, without overlap? There are few enough ranks to check every pair."""
+    """Whether all pieces lie inside the whole, without overlap. There are few enough ranks to check every pair."""
     for index, one in enumerate(pieces):
         if any(a < 0 or a + n > size for a, n, size in zip(one.at, one.shape, one.whole, strict=True)):
             return False

@@ -1,4 +1,4 @@
-"""What a replay resumes from: tensors loaded as they are, and the position and random numbers."""
+"""The state from which a replay resumes: tensors loaded as they are, and the position and random numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint_stats import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
-# Where a training stood when it was saved, beside its weights, moments and scaler: random numbers, schedules, data.
+# -- random numbers, schedules and data loaders --
 #
 # Frameworks and people keep these under names of their own, in the checkpoint or in files beside it. They are
-# recognised by their form, and by name only where the form says nothing. Nothing in them is executed.
-
+# recognised by their form, and by name only where the form is ambiguous. Nothing in them is executed.
 
 _BESIDE = (
     *("rng_state.pth", "rng_state_0.pth", "random_states_0.pkl"),
@@ -41,9 +40,9 @@ _OF_A_DEVICE = re.compile(r"cuda|gpu|xpu|npu|mps|hpu|generator", re.IGNORECASE)
 """Parts of a path whose random state is not that of torch's generator for the CPU."""
 _DEPTH = 8
 _TOP = 2
-"""Length of the path of what lies at the top of a file, whose name comes first."""
+"""Length of the path of an entry at the top of a file; the path begins with the file's name."""
 _ITEMS = 64
-"""Items of a list that are searched at most: those of a loop's history are many, and nothing of these."""
+"""A longer list is not searched: a loop's history is long and holds nothing of these."""
 _PYTHON_VERSION = 3
 _PYTHON_WORDS = 625
 _NUMPY_WORDS = 624
@@ -51,30 +50,20 @@ _NUMPY_WORDS = 624
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomNumbers:
-    """The generators' saved states; None for those that were not saved.
+    """The generators' saved states; None for those that were not saved."""
 
-    Attributes:
-        torch: torch's generator for the CPU.
-        python: Python's, as `random.setstate` takes it.
-        numpy: numpy's global one, as `numpy.random.set_state` takes it.
-        of_devices: States of a GPU's generators were saved as well.
-    """
-
-    torch: torch.Tensor | None = None
-    python: tuple[Any, ...] | None = None
-    numpy: tuple[Any, ...] | None = None
-    of_devices: bool = False
+    torch: torch.Tensor | None = None  # the CPU generator's
+    python: tuple[Any, ...] | None = None  # for `random.setstate`
+    numpy: tuple[Any, ...] | None = None  # for `numpy.random.set_state`
+    of_devices: bool = False  # a GPU's generators were saved as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a training stood.
+    """Random numbers, schedules and data loaders of a training when it was saved.
 
-    Attributes:
-        random: The random numbers that it had come to.
-        schedulers: State dicts of learning-rate schedulers, in stored order.
-        loaders: State dicts of data loaders, in stored order.
-        numbers: Plain numbers at the top of a file, by name: counters, a best loss.
+    `schedulers` and `loaders` are state dicts in stored order; `numbers` are plain numbers at the top of a file by
+    name: counters, a best loss.
     """
 
     random: RandomNumbers = field(default_factory=RandomNumbers)
@@ -84,12 +73,7 @@ class Standing:
 
 
 def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
-    """Returns where the training stood, as far as the checkpoint and the files beside it tell.
-
-    Args:
-        checkpoint: The open checkpoint.
-        path: Where it lies.
-    """
+    """Returns what the open checkpoint and the files beside it (at `path`) hold."""
     found = _Found()
     for part in checkpoint.parts:
         found.visit(part.sections.tree, (_stem(part.name),))
@@ -97,7 +81,7 @@ def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
         with file:
             try:
                 found.visit(read_saved(file, sniff(file)).tree, (_stem(file.name),))
-            except CheckpointError:  # it is worth less than the checkpoint beside it: what it lacks is said
+            except CheckpointError:  # not needed to read the checkpoint; missing state is reported
                 continue
     return found.standing()
 
@@ -184,7 +168,7 @@ def _is_scheduler(node: Mapping[Any, Any]) -> bool:
 
 
 def _is_plain(node: Any) -> bool:
-    """Is all of it read: is there no object in it that only its class could make?"""
+    """Whether it holds no object that only its class could make."""
     if isinstance(node, Mapping):
         return all(map(_is_plain, node.values()))
     if isinstance(node, list | tuple):
@@ -228,18 +212,9 @@ def _is_number(value: Any) -> bool:
 class LoadedCheckpoint:
     """The contents of a checkpoint as plain dicts of tensors; names as stored.
 
-    Attributes:
-        model: The main model's state dict; None if there is none.
-        models: All state dicts by their path in the file ("model", "ema"; "" for a flat file), the main one first.
-        optimizers: Optimizer state dicts by path, in the form that `Optimizer.load_state_dict` takes.
-        scaler: State dict of the first loss scaler; None if there is none.
-        global_step: Training step, if stored.
-        standing: Random numbers, schedules and places in the data, as far as they were saved.
-        log: Training log stored beside the weights.
-        format: The recognised layout.
-        files: Files that were read, relative to `path`.
-        skipped: What is recognised and not read.
-        errors: What should be there and could not be read.
+    `models` are all state dicts by their path in the file ("model", "ema"; "" for a flat file), the main one, `model`,
+    first. `optimizers` are by path, in the form that `Optimizer.load_state_dict` takes. `scaler` is the state dict of
+    the first loss scaler. `log` is the training log stored beside the weights. `files` are relative to the loaded path.
     """
 
     model: dict[str, torch.Tensor] | None
@@ -261,14 +236,7 @@ class LoadedCheckpoint:
 
 
 def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
-    """Read a checkpoint into memory, as inertly as a scan does.
-
-    Args:
-        path: As for `open_checkpoint`.
-
-    Raises:
-        CheckpointError: It cannot be read, or is refused.
-    """
+    """Read a checkpoint into memory without executing anything; `path` is as for `open_checkpoint`."""
     with open_checkpoint(path) as checkpoint:
         loaded: dict[object, torch.Tensor] = {}
         models = {
@@ -296,11 +264,9 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
 def _load(node: Any, loaded: dict[object, torch.Tensor] | None) -> Any:
     """Returns a tree with its stored tensors in memory.
 
-    Args:
-        node: The tree.
-        loaded: Loaded tensors by identity: two names of one tensor (tied weights) stay one tensor. None for an
-            optimizer's state, where a shared tensor would be stepped once for each parameter: ZeRO keeps one counter
-            for a group, torch one for each parameter.
+    `loaded` holds loaded tensors by identity: two names of one tensor (tied weights) stay one tensor. It is None for an
+    optimizer's state, where a shared tensor would be stepped once for each parameter: ZeRO keeps one counter for a
+    group, torch one for each parameter.
     """
     if isinstance(node, StoredTensor):
         if loaded is None or node.numel == 0:

@@ -29,7 +29,7 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.numerics.tensors import E8M0
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit; `bounded_json` refuses most headers close to it."""
+"""The format's own limit; `parse_json` refuses most headers close to it."""
 MAX_TENSORS = 250_000
 """The largest published models have fewer than 100,000 tensors."""
 
@@ -58,19 +58,12 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsContent:
-    """What a header describes.
+    """The contents of a header."""
 
-    Attributes:
-        tensors: Readable tensors by name, in the order of their bytes.
-        skipped: Tensors of a dtype that is not read, with the reason.
-        names: All names, skipped ones too.
-        metadata: The header's `__metadata__`: a writer's notes beside the tensors.
-    """
-
-    tensors: dict[str, StoredTensor]
-    skipped: tuple[Skipped, ...]
-    names: frozenset[str]
-    metadata: dict[str, str]
+    tensors: dict[str, StoredTensor]  # readable ones in the order of their bytes
+    skipped: tuple[Skipped, ...]  # of a dtype that is not read
+    names: frozenset[str]  # all names, skipped ones too
+    metadata: dict[str, str]  # the header's `__metadata__`: notes beside the tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +76,14 @@ class _Entry:
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Does a file start like this format: a plausible length, then an opening brace?"""
+    """Whether a file starts like this format: a plausible length, then an opening brace."""
     return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40
 
 
 def read_safetensors(file: ByteSource) -> SafetensorsContent:
     """Parse and check the header; no tensor data are read.
 
-    Raises:
-        CheckpointError: The header is malformed, or its offsets overlap, leave holes or pass the end of the file.
-        LimitExceededError: The header or the number of tensors is beyond the limits above.
+    Raises CheckpointError if it is malformed, or its offsets overlap, leave holes or pass the end of the file.
     """
     if file.size < 8:
         raise CheckpointError(f"{file.name} is truncated: {file.size} bytes cannot hold a safetensors header.")

@@ -33,7 +33,7 @@ _OWN_KEYS = frozenset[str]().union(*_FORMS, _DEEPSPEED_SETTINGS, MEGATRON_DEFAUL
 
 
 def is_own_field(key: Any, value: Any) -> bool:
-    """Is an entry beside a scaler's one of its numbers, rather than something else saved into the same dict?"""
+    """Whether an entry beside a scaler's is one of its numbers, rather than something else in the same dict."""
     return isinstance(key, str) and key in _OWN_KEYS and isinstance(value, StoredTensor) and value.numel == 1
 
 
@@ -55,11 +55,7 @@ def scaler_fields(node: Any) -> Mapping[str, Any] | None:
 
 
 def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | None:
-    """Returns a saved scaler as numbers; None if one of its values is not a number.
-
-    Raises:
-        KeyError: The scaler has none of the known forms.
-    """
+    """Returns a saved scaler as numbers; None if one of its values is not a number."""
     if saved.keys() >= _APEX_KEYS:
         return _state(saved, key, file, scale="loss_scale", tracker="unskipped")
     if "cur_scale" in saved:
@@ -80,17 +76,13 @@ def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState |
 
 
 def not_numbers(saved: Mapping[str, Any]) -> str:
-    """Names the values for which `scaler_state` returns None: "scale"."""
+    """Lists the values for which `scaler_state` returns None: "scale"."""
     numbers = _OWN_KEYS - {"dynamic"}  # DeepSpeed's flag
     return ", ".join(key for key, value in saved.items() if key in numbers and number(value) is None)
 
 
 def number(value: Any) -> float | None:
-    """Returns a Python number or a one-element stored tensor as a float; None for anything else.
-
-    Raises:
-        CheckpointError: The tensor's bytes cannot be read.
-    """
+    """Returns a Python number or a one-element stored tensor as a float; None for anything else."""
     if isinstance(value, StoredTensor):
         return float(value.load().double().item()) if value.numel == 1 and not value.dtype.is_complex else None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -99,7 +91,6 @@ def number(value: Any) -> float | None:
 
 
 def _state(saved: Mapping[str, Any], key: str, file: str, **entries: str) -> ScalerState | None:
-    """Returns a scaler from the entries that hold its scale, tracker and so on."""
     values = {role: number(saved[entry]) for role, entry in entries.items()}
     if any(v is None for v in values.values()):
         return None

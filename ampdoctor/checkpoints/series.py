@@ -1,4 +1,4 @@
-"""Checkpoints of one run, in the order of their steps; and the step that a name tells."""
+"""Checkpoints of one run in the order of their steps, and the step in a file's or folder's name."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ from ampdoctor.checkpoints.folder import (
 )
 from ampdoctor.errors import CheckpointError
 
-# Reads from a file's or folder's name at which moment of a training it was saved.
+# -- the step in a name --
 #
-# Only the word right before a number tells what it counts: `step_100` is a moment, `rank_100` a process, `model_1`
-# either the first step or the second of two models. An uncertain name is reported as "unsure", and the caller looks
-# inside.
-
+# Only the word right before a number says what it counts: `step_100` is a step, `rank_100` a process, `model_1` either
+# the first step or the second of two models. For an uncertain name ("unsure") the caller looks inside.
 
 Unit = Literal["step", "epoch", "number", "unsure"]
-"""What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps something other
-than time (`model_500`)."""
+"""What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps not time at
+all (`model_500`)."""
 
 _STEP_WORDS = frozenset({"step", "steps", "iter", "iters", "iteration", "iterations", "update", "updates"})
 _EPOCH_WORDS = frozenset({"epoch", "epochs", "ep"})
@@ -49,7 +47,7 @@ _NO_TIME = frozenset(
 """A number next to one of these words, or beside one, counts pieces of one checkpoint."""
 
 _PIECES = frozenset({"rank", "ranks", "shard", "part", "worker", "node", "gpu", "mp", "tp", "pp", "dp", "fsdp", "zero"})
-"""A number behind one of these words counts pieces of one checkpoint, also where the name tells its step."""
+"""A number after one of these words counts pieces of one checkpoint, even where the name has a step."""
 _COMPONENTS = frozenset(
     {
         "model", "net", "network", "module", "weights", "params", "state", "optimizer", "optim", "opt", "optimizers",
@@ -59,11 +57,11 @@ _COMPONENTS = frozenset(
         "backbone", "embedding", "embeddings",
     }
 )  # fmt: skip
-"""Words for what of a training a file holds: files that differ in them alone are of one training."""
+"""Words for the part of a training that a file holds: files that differ only in these belong to one training."""
 _RUN = re.compile(
     r"(?<![A-Za-z])(exp|experiment|run|trial|seed|fold|job)[-_=]?([A-Z]|\d+)(?![A-Za-z\d])", re.IGNORECASE | re.ASCII
 )
-"""What tells one training from another in a name: `exp1`, `seed=2`, `runB`."""
+"""The part of a name that says which training it belongs to: `exp1`, `seed=2`, `runB`."""
 _TOKEN = re.compile(r"\d+\.\d+|[A-Za-z]+|\d+|#")
 
 _SUFFIX = re.compile(r"(\.pth\.tar|\.[a-z]+)$")
@@ -72,36 +70,23 @@ _NUMBERED = re.compile(r"([A-Za-z]*)([-_=. ]*)(?<!\d)(?<!\d\.)(\d+)((?:[-_]\d+)?
 _WORD = re.compile(r"[a-z]+")
 _PIECE = re.compile(r"\d+-of-\d+")
 _PADDED = 4
-"""A number right after a word with at least this many digits belongs to a series (`model010000`); with fewer it is part
-of the word (`fp16`, `v2`)."""
+"""A number right after a word belongs to a series if it has at least this many digits (`model010000`); with fewer it
+is part of the word (`fp16`, `v2`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The moment that a name tells.
-
-    Attributes:
-        unit: What `number` counts.
-        number: The number; of several, the finest.
-        epoch: The epoch, if the name has it beside the step.
-        stem: The name without these numbers: equal for the files of one series.
-        version: Distinguishes files of one moment: the number that Lightning adds (`-v1`), else 0.
-    """
+    """When a checkpoint was saved, as its name says."""
 
     unit: Unit
-    number: int
-    epoch: int | None
-    stem: str
-    version: int = 0
+    number: int  # the finest, if the name has several
+    epoch: int | None  # if the name has it beside the step
+    stem: str  # the name without these numbers: equal for the files of one series
+    version: int = 0  # the number that Lightning adds to files of one step (`-v1`)
 
 
 def moment_of(name: str, *, folder: bool) -> Moment | None:
-    """Returns the moment that a name tells; None if it tells none.
-
-    Args:
-        name: Name of a file, with its suffix, or of a folder.
-        folder: True for a folder, False for a file.
-    """
+    """Returns what a name says about the time of the save, or None. `name` has its suffix."""
     base = name.removesuffix(".ckpt") if folder else _SUFFIX.sub("", name)
     found = _VERSION.search(base)
     base = _VERSION.sub("", base)
@@ -131,20 +116,17 @@ def moment_of(name: str, *, folder: bool) -> Moment | None:
 
 
 def step_in(path: Path) -> int | None:
-    """Returns the training step in a file's or folder's name; None if its number may count something else."""
+    """Returns the step in a file's or folder's name; None if its number may count something else."""
     moment = moment_of(path.name, folder=path.is_dir())
     return moment.number if moment is not None and moment.unit == "step" else None
 
 
 def run_of(stem: str, *, settings: bool = False) -> str:
-    """Returns what a stem says beside the step: equal for the files of one training, as far as names tell.
+    """Returns the rest of a stem (see `Moment`): equal for the files of one training, as far as names show.
 
-    What a file holds (`model`, `optimizer`, `ema_0.999`), which piece it is (`rank0`) and which checkpoint is the best
-    are left out.
-
-    Args:
-        stem: As in `Moment`.
-        settings: Numbers with a decimal point are settings (`lr0.1`), and not metrics, which each save has its own of.
+    It leaves out what a file holds (`model`, `optimizer`, `ema_0.999`), which piece it is (`rank0`) and which
+    checkpoint is best. With `settings`, numbers with a decimal point count as settings (`lr0.1`); without, as metrics,
+    which differ from save to save.
     """
     told: list[str] = []
     before = ""
@@ -158,7 +140,7 @@ def run_of(stem: str, *, settings: bool = False) -> str:
 
 
 def names_run(stem: str) -> str | None:
-    """Returns the part of a stem that names one of several trainings (`exp1`); None where there is none."""
+    """Returns the part of a stem that names one of several trainings (`exp1`), or None."""
     match = _RUN.search(stem)
     return match.group(0).lower() if match is not None else None
 
@@ -173,7 +155,7 @@ def alias_of(name: str, *, folder: bool) -> Literal["last", "chosen"] | None:
 
 
 def without_alias(name: str) -> str:
-    """Returns a name without the words that `alias_of` understands."""
+    """Returns a name in lower case without the words that `alias_of` recognises."""
     return _WORD.sub(lambda word: "" if word.group(0) in _LAST_WORDS | _CHOSEN_WORDS else word.group(0), name.lower())
 
 
@@ -196,52 +178,39 @@ def _unit_of_name(match: re.Match[str], base: str, *, folder: bool) -> Unit | No
 
 _FINAL = "(final model)"
 _EVENLY = 5
-"""Smallest common distance of numbers that count as saves although no word in the name says so; several models of one
-training are numbered 0, 1, 2."""
+"""Smallest common distance at which numbers count as saves although no word in the name says so; several models of
+one training are numbered 0, 1, 2."""
 _TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "random_states", "scaler", "latest", "zero_to_fp32")
-"""Files that only a checkpoint made during training has: a folder with one of them and a single folder that looks like
-a step (`global_step500/`) is one checkpoint on two levels."""
+"""Files that only a checkpoint made during training has. A folder with one of them and a single folder that looks
+like a step (`global_step500/`) is one checkpoint on two levels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One checkpoint of a family.
 
-    Attributes:
-        name: Relative to the family's folder; `(final model)` for the files that lie there beside the checkpoints.
-        inside: Folder of its files, relative to the family's folder; "" for that folder itself.
-        path: What is opened; a folder with other things in it where `files` is not empty.
-        files: Names of the files in `path` that are the checkpoint; () for all of it.
-        unit: What `step` counts; "number" where that is not known.
-        step: Number in the name, or the step stored inside where the name has none; None where neither tells.
-        placed: False where nothing tells when it was saved; such members come last.
-        beside: It lies in a folder beside the series, and is no part of it.
-        alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
-        listing: The folder of its files as it was found; None for a file, and for a folder that cannot be listed.
+    `name` and `inside` (the folder of its files) are relative to the family's folder. `path` is what is opened: all of
+    it, or only `files`.
     """
 
-    name: str
+    name: str  # `(final model)` for files that lie beside the checkpoints
     path: Path
     inside: str = ""
     files: tuple[str, ...] = ()
-    unit: Literal["step", "epoch", "number"] = "step"
-    step: int | None = None
-    placed: bool = True
-    alias: bool = False
-    beside: bool = False
+    unit: Literal["step", "epoch", "number"] = "step"  # "number" if unknown
+    step: int | None = None  # from the name, else the one stored inside
+    placed: bool = True  # False if its time is unknown; such members come last
+    alias: bool = False  # named by a word instead of a number: `last.ckpt`, `model_best.pth`
+    beside: bool = False  # in a folder beside the series, and no part of it
     listing: Listing | None = field(default=None, compare=False, repr=False)
 
     @property
     def final(self) -> bool:
-        """Is it the model that a training leaves beside its checkpoints?"""
+        """Whether it is the model that a training leaves beside its checkpoints."""
         return self.name == _FINAL
 
     def open(self) -> Checkpoint:
-        """Read its structure.
-
-        Raises:
-            CheckpointError: It cannot be read.
-        """
+        """Read its structure."""
         if self.listing is None:
             return open_checkpoint(self.path)
         return open_folder(self.listing.only(self.files) if self.files else self.listing, below=True)
@@ -249,12 +218,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The checkpoints of a run.
-
-    Attributes:
-        members: They, in the order in which they were saved; at least one.
-        home: The folder in which they lie.
-    """
+    """The checkpoints of a run, at least one, in the order in which they were saved; `home` is their folder."""
 
     members: tuple[Member, ...]
     home: Listing
@@ -262,20 +226,14 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One of several runs, or checkpoints, that lie in a folder.
+    """One of several runs, or checkpoints, that lie in a folder."""
 
-    Attributes:
-        name: Relative to the folder; "" for what lies in the folder itself.
-        names: Of its checkpoints, in order.
-        paths: What to name for it alone, relative to the folder; a pattern where it lies in the folder itself.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    paths: tuple[str, ...]
+    name: str  # relative to the folder; "" for the folder's own files
+    names: tuple[str, ...]  # its checkpoints, in order
+    paths: tuple[str, ...]  # arguments that select only it, relative to the folder; may be a pattern
 
     def __str__(self) -> str:
-        """What it is, for a list."""
+        """One line for a list."""
         if not self.name:
             return f"{self.names[0]} to {self.names[-1]}" if len(self.names) > 1 else self.names[0]
         if len(self.names) > 1:
@@ -285,22 +243,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The checkpoints in a folder.
+    """The checkpoints in a folder."""
 
-    Attributes:
-        family: Those of the only run; None where the folder is a single checkpoint, or holds none.
-        several: The runs, and checkpoints beside them, where there is more than one run; () otherwise.
-        below: What was passed over below the folder, and what cannot be listed.
-    """
-
-    family: Family | None = None
-    several: tuple[Series, ...] = ()
-    below: Below = field(default_factory=Below)
+    family: Family | None = None  # those of the only run; None for a single checkpoint or none
+    several: tuple[Series, ...] = ()  # the runs, and checkpoints beside them, if there are several
+    below: Below = field(default_factory=Below)  # what was skipped below the folder
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A file or a folder that may be a checkpoint; the folder's content, where it has been listed."""
+    """A file or folder that may be a checkpoint; `listing` is set once the folder has been listed."""
 
     name: str
     path: Path
@@ -311,13 +263,13 @@ class _Entry:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Epoch if the name has it beside the step, number, and version."""
+        """Epoch (if the name has it beside the step), number, and version."""
         moment = self.moment
         return (moment.epoch or 0, moment.number, moment.version) if moment is not None else (0, 0, 0)
 
 
 def contents_of(root: Listing) -> Contents:
-    """The checkpoints in a folder, and in folders in it (Lightning's `version_0/checkpoints`)."""
+    """Returns the checkpoints in a folder, and in folders in it (Lightning's `version_0/checkpoints`)."""
     groups = _groups(root)
     members = () if groups is None else _ordered(root, groups)
     parts = parts_in(root)
@@ -338,7 +290,7 @@ def contents_of(root: Listing) -> Contents:
         beside = tuple(_beside(name, listing) for name, listing in single)
         return Contents(Family((*members, *beside), root), below=rest)
     if itself:
-        return Contents()  # opening it reads what lies below
+        return Contents()  # opening it also reads the folders below
     if runs:
         ((name, inner, found),) = runs
         apart = _apart(inner, found, name)
@@ -355,16 +307,16 @@ def contents_of(root: Listing) -> Contents:
 
 
 def _is_run(listing: Listing) -> bool:
-    """Whether a folder's names alone say that a series of checkpoints lies in it."""
+    """Whether the names in a folder alone show a series of checkpoints."""
     found = _groups(listing, sure=True)
     return found is not None and found.count > 1
 
 
 def _apart(root: Listing, groups: _Groups | None, inside: str = "") -> tuple[Series, ...]:
-    """The trainings whose checkpoints lie side by side in a folder, where there is more than one.
+    """Returns the trainings whose checkpoints lie side by side in a folder; () unless there are several.
 
-    Names tell them apart (`exp1_step100.pt`, `exp2_step100.pt`), or else what is in the files: two lines of saves, or
-    two files of one step, with the same model and as much beside it are of two trainings, not two parts of one.
+    Names distinguish them (`exp1_step100.pt`, `exp2_step100.pt`), or else contents: two lines of saves, or two files of
+    one step, belong to two trainings if their models are equal and both or neither have optimizers.
     """
     entries = [entry for group in groups.series for entry in group] if groups is not None else []
     entries = [entry for entry in entries if entry.alias is None]
@@ -405,7 +357,7 @@ def _of_two_runs(one: Sequence[_Entry], other: Sequence[_Entry]) -> bool:
 
 
 def _only(name: str, listing: Listing) -> Family:
-    """The family of the only folder with checkpoints: its files may still be a series, by what is in them."""
+    """Returns the family of the only folder with checkpoints; its files may form a series themselves."""
     groups = _groups(listing)
     members = () if groups is None else _ordered(listing, groups)
     if not members:
@@ -426,7 +378,7 @@ def _several(
     runs: Sequence[tuple[str, Listing, _Groups]],
     single: Sequence[tuple[str, Listing]],
 ) -> Iterator[Series]:
-    """The runs in a folder, that of the folder itself first."""
+    """Yields the runs in a folder, that of the folder itself first."""
     own = [m.name for m in members if not m.final] or [name for name in root.files if may_hold_tensors(name)]
     own = own or sorted(parts_in(root))
     if own:
@@ -438,7 +390,7 @@ def _several(
 
 
 def _pattern(names: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
-    """What a shell is given for some of the names in a folder: a pattern that means just these, or they."""
+    """Returns shell arguments for some of the names in a folder: a pattern that matches exactly these, or the names."""
     short = min(map(len, names))
     alike = [len({name[:n] for name in names}) == 1 for n in range(1, short + 1)]
     tails = [len({name[-n:] for name in names}) == 1 for n in range(1, short + 1)]
@@ -449,14 +401,7 @@ def _pattern(names: Sequence[str], there: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The checkpoints among the names in a folder, before they are in order.
-
-    Attributes:
-        series: Those with a moment in their names, by checkpoint.
-        aliases: Those with a word in its place.
-        final: The model beside them.
-        rest: Files that are none of these.
-    """
+    """The checkpoints among the names in a folder, not yet ordered."""
 
     series: list[list[_Entry]]
     aliases: list[_Entry]
@@ -469,12 +414,6 @@ class _Groups:
 
 
 def _groups(root: Listing, *, sure: bool = False) -> _Groups | None:
-    """The checkpoints in a folder; None where it is no run's.
-
-    Args:
-        root: The folder.
-        sure: By the names alone: no file is opened.
-    """
     entries = [_entry(root, name) for name in root.names]
     candidates = [seen for e in entries if (seen := _candidate(e)) is not None]
     series = [e for e in candidates if e.moment is not None and e.moment.unit != "unsure"]
@@ -495,7 +434,7 @@ def _groups(root: Listing, *, sure: bool = False) -> _Groups | None:
 
 
 def _stand_for_a_series(aliases: Sequence[_Entry]) -> bool:
-    """Whether words alone name checkpoints of one training: `best.pt` and `last.pt`, which differ in them alone."""
+    """Whether words alone name checkpoints of one training: `best.pt` and `last.pt`, which differ only in those."""
     said = {without_alias(entry.name) for entry in aliases}
     return len(aliases) > 1 and len(said) == 1 and any(entry.alias == "last" for entry in aliases)
 
@@ -506,7 +445,7 @@ def _entry(root: Listing, name: str) -> _Entry:
 
 
 def _candidate(entry: _Entry) -> _Entry | None:
-    """The entry if it may be a checkpoint, by its name and, of a folder, by what lies in it."""
+    """Returns the entry if its name, and the contents of a folder, allow a checkpoint."""
     if not entry.folder:
         return entry if may_hold_tensors(entry.name) else None
     if entry.moment is None and entry.alias is None:
@@ -514,7 +453,7 @@ def _candidate(entry: _Entry) -> _Entry | None:
     try:
         listing = list_folder(entry.path)
     except CheckpointError:
-        return entry  # it is a member that cannot be read, and said to be one
+        return entry  # opening it reports the error
     if not _holds_checkpoint(listing):
         return None
     inner = _groups(listing, sure=True)  # a folder with a series of its own is a run, whatever its number
@@ -522,7 +461,7 @@ def _candidate(entry: _Entry) -> _Entry | None:
 
 
 def _holds_checkpoint(listing: Listing, levels: int = 2) -> bool:
-    """Whether a checkpoint lies in a folder, or in one inside it."""
+    """Whether a checkpoint lies in a folder or in one inside it."""
     if any(map(says_checkpoint, listing.files)):
         return True
     return levels > 1 and any(_may_hold(listing.path / name, levels - 1) for name in sorted(listing.folders))
@@ -536,7 +475,7 @@ def _may_hold(folder: Path, levels: int) -> bool:
 
 
 def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Returns names with a number and no word for time that are still moments of one training."""
+    """Returns those of the unsure entries that are saves of one training."""
     stems: dict[str, list[_Entry]] = {}
     for entry in sorted(unsure, key=lambda e: e.key):
         if entry.moment is not None:
@@ -548,7 +487,7 @@ def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _is_series(group: Sequence[_Entry]) -> bool:
-    """Are the models the same and do the stored steps grow, or do at least the numbers look like steps?"""
+    """Whether the models are equal, and the stored steps grow or, without them, the numbers look like steps."""
     first, last = (_look(Member(name=e.name, path=e.path)) for e in (group[0], group[-1]))
     if first is None or last is None or not first[1] or first[1] != last[1]:
         return False
@@ -560,7 +499,7 @@ def _is_series(group: Sequence[_Entry]) -> bool:
 
 
 def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]], bool] | None:
-    """Returns the stored step, the outline of the weights, and if optimizers are there; None if it is unreadable."""
+    """Returns the stored step, names and shapes of the weights, and whether optimizers exist; None if unreadable."""
     try:
         with member.open() as checkpoint:
             outline = frozenset((r.name, r.shape) for r in checkpoint if r.role == "weight")
@@ -578,7 +517,7 @@ def _stems(entries: Iterable[_Entry]) -> dict[str, list[_Entry]]:
 
 
 def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
-    """Group entries of one moment that form one checkpoint: series of files that share all their moments.
+    """Groups the entries of one step that form one checkpoint: series of files with exactly the same steps.
 
     `model_100.pt` and `optimizer_100.pt` do; `epoch=1-step=100.ckpt` and its `-v1` do not, nor do a folder and a file.
     """
@@ -601,7 +540,7 @@ def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
 
 
 def _final(root: Listing, rest: Sequence[_Entry], groups: Sequence[Sequence[_Entry]]) -> Member | None:
-    """The model that a training leaves beside the folders of its checkpoints."""
+    """Returns the model that a training leaves beside the folders of its checkpoints."""
     if not rest or not all(e.folder for group in groups for e in group):
         return None
     if len(groups) == 1 and any(name.startswith(_TRAINING_STATE) for name in root.names):
@@ -611,12 +550,12 @@ def _final(root: Listing, rest: Sequence[_Entry], groups: Sequence[Sequence[_Ent
 
 
 def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: Sequence[str]) -> bool:
-    """Whether a folder of a run holds one checkpoint so far, in a folder of its own, and says nothing else of it."""
+    """Whether a run's folder holds one checkpoint so far, in a folder of its own, and no other file of a checkpoint."""
     return group[0].folder and not rest and not any(name.startswith(_TRAINING_STATE) for name in there)
 
 
 def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Returns the aliases that are not links to a member under its own name."""
+    """Returns the aliases that are not links to another member."""
     known = {identity_of(e.path) for e in series}
     return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 
@@ -667,14 +606,14 @@ def _unit(groups: Sequence[Sequence[_Entry]]) -> Literal["step", "epoch", "numbe
 
 
 def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:
-    """Do steps grow with the epochs of the names? If not, they are counted anew in each epoch."""
+    """Whether steps grow with the epochs in the names. If not, steps restart in each epoch."""
     both = [m for group in groups if (m := group[0].moment) is not None and m.epoch is not None]
     steps = [m.number for m in sorted(both, key=lambda m: (m.epoch or 0, m.number))]
     return steps == sorted(steps)
 
 
 def _counts_steps(placed: Sequence[tuple[tuple[int, ...], Member]]) -> bool:
-    """Are numbers without a word for steps (`checkpoint-500`) the steps stored inside?"""
+    """Whether numbers without a word for steps (`checkpoint-500`) equal the steps stored inside."""
     last = max(placed, key=lambda pair: pair[0], default=None)
     return last is not None and _stored_step(last[1]) == last[1].step
 

@@ -1,4 +1,4 @@
-"""Weights over several files: an index that names them, or a file for each rank."""
+"""Weights over several files: an index that lists them, or a file for each rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})(
 
 
 def is_numbered(name: str) -> bool:
-    """Is a file's name that of a shard?"""
+    """Whether a file of this name is a shard."""
     return _NUMBERED.fullmatch(name) is not None
 
 
 def numbered_family(name: str) -> str:
-    """Returns the common part of the names of a model's shards: "model-of-00003.safetensors"; "" for any other file."""
+    """Returns the common part of the names of a model's shards ("model-of-00003.safetensors"), or ""."""
     match = _NUMBERED.fullmatch(name)
     return f"{match['stem']}-of-{match['total']}{match['suffix']}" if match else ""
 
@@ -41,7 +41,7 @@ def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
         known = indices.setdefault(identity_of(level.path / name) or name, name)
         if known == name:
             done |= _add_index(into, level.path, name, level.prefix)
-        else:  # a thousand links to one index would open all its shards a thousand times
+        else:  # otherwise each link would open all shards again
             into.remarks.append(f"{level.prefix}{name} is a link to {known}, and is read once")
     level.indexed = any(map(is_numbered, done))
     level.taken |= done
@@ -66,14 +66,7 @@ def _add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozens
 
 
 def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: str) -> frozenset[str]:
-    """Open the shards of an index's table and compare both; returns the shards' names.
-
-    Args:
-        into: The result to which they are added.
-        index: The index.
-        table: Tensor name -> shard name.
-        prefix: The prefix of their names in reports.
-    """
+    """Open the shards of an index's table (tensor -> shard) and compare both; returns the shards' names."""
     shards = sorted(set(table.values()))
     opened: list[Part] = []
     for shard in shards:
@@ -94,13 +87,7 @@ def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: s
 
 
 def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
-    """Note shards that are missing among those that only their names show.
-
-    Args:
-        into: The result to which the notes are added.
-        names: Names of such shards in one folder.
-        prefix: The prefix of their names in reports.
-    """
+    """Note missing shards if only the names of the others show that there are more."""
     for matches in _families(names):
         missing = _first_absent(matches)
         if missing is not None:
@@ -131,7 +118,7 @@ def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
 
 
 def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
-    """Returns the name of the first missing shard of a model; None if all are there."""
+    """Returns the name of the first missing shard of a model, or None."""
     there = {int(match["number"]) for match in family}
     total = int(family[0]["total"])
     first = 0 if 0 in there else 1
@@ -184,8 +171,7 @@ def _names_in(part: Part, *, skipped: bool) -> set[str]:
     return names | {s.what for s in part.sections.skipped} if skipped else names
 
 
-# Files of one checkpoint that each rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin`.
-
+# -- files that each rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin` --
 
 _FLAT = "_flat_param"
 _BY_RANK = re.compile(r"(?P<stem>.+)_rank(?P<rank>\d{1,6})(?P<suffix>\.(bin|pt|pth))")
@@ -318,7 +304,7 @@ def _join_optimizers(parts: Sequence[Part]) -> int:
 
 
 def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[Part], path: str) -> int:
-    """Join the ranks' tensors of each name in the first rank; for what is not a tensor, the first rank's value stays.
+    """Join the ranks' tensors of each name in the first rank; other values are the first rank's.
 
     Further copies of uncut tensors then belong to nothing, but are examined: one can be broken while another is sound.
     """

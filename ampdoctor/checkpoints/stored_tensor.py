@@ -17,8 +17,8 @@ from ampdoctor.evidence.report import Skipped
 from ampdoctor.numerics.tensors import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
-"""Number of elements that are read and examined at a time: few enough to be still in the processor's cache when they
-are counted, and enough that the calls cost nothing (`benchmarks/scan.py`)."""
+"""Elements read and examined at a time: few enough to be still in the processor's cache when they are counted, and
+enough that the calls cost nothing (`benchmarks/scan.py`)."""
 
 READ_DTYPES = frozenset(
     {
@@ -33,16 +33,15 @@ READ_DTYPES = frozenset(
 """Element types whose values can be examined; torch only moves the bytes of the others (`float4_e2m1fn_x2`)."""
 
 _FINITE_DTYPE = re.compile(r"q?u?int\d|bits\d|[IU]\d|bool|float4_|F4|F6_", re.ASCII | re.IGNORECASE)
-"""How dtypes without NaN and Inf are named, by torch and by safetensors: integers, E2M1, E2M3, E3M2."""
+"""Names of dtypes without NaN and Inf, in torch and in safetensors: integers, E2M1, E2M3, E3M2."""
 
 MAX_DIMENSIONS = 64
 """Maximum for a tensor: as many as most of torch's own operations take."""
 MAX_STRIDED_BYTES = 1024 * 1024 * 1024
-"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes, and then without; a larger
-one is refused."""
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes; a larger one is refused."""
 OVERLAPPING_BYTES = 1024 * 1024
-"""A larger view with holes that names elements more than once is refused: nothing saves one, and to find the elements
-that it touches takes a pass over it for each doubling of each dimension."""
+"""A larger view with holes that names elements more than once is refused: no tool saves one, and finding the
+elements that it touches takes a pass over it for each doubling of each dimension."""
 HOLED_BYTES = 16 * 1024 * 1024
 """Bytes of a view with holes that a scan reads at a time."""
 
@@ -63,18 +62,11 @@ class ReadBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive elements of a tensor in a file.
-
-    Attributes:
-        file: The file.
-        offset: Byte position of the first element.
-        count: Number of elements.
-        dtype: Element type.
-    """
+    """Consecutive elements of a tensor in a file."""
 
     file: ByteSource
-    offset: int
-    count: int
+    offset: int  # byte position of the first element
+    count: int  # of elements
     dtype: torch.dtype
 
     @property
@@ -83,22 +75,14 @@ class Block:
         return self.count * self.dtype.itemsize
 
     def read(self, buffer: ReadBuffer) -> torch.Tensor:
-        """Returns the elements as a 1-D view of the buffer, which the buffer's next use overwrites.
-
-        Raises:
-            CheckpointError: The bytes cannot be read.
-        """
+        """Returns the elements as a 1-D view of the buffer, which the buffer's next use overwrites."""
         data = buffer.fill(self.file, self.offset, self.nbytes)
         return torch.frombuffer(data, dtype=self.dtype, count=self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class HoledBlock:
-    """Elements of a view with holes: elements and holes have to be read together.
-
-    Attributes:
-        tensor: The view.
-    """
+    """Elements of a view with holes: elements and holes have to be read together."""
 
     tensor: StridedTensor
 
@@ -108,22 +92,12 @@ class HoledBlock:
         return self.tensor.nbytes
 
     def read(self, _buffer: ReadBuffer) -> torch.Tensor:
-        """Returns the elements, 1-D, in new memory.
-
-        Raises:
-            CheckpointError: The bytes cannot be read.
-            LimitExceededError: They and the holes take more than `MAX_STRIDED_BYTES`.
-        """
+        """Returns the elements, 1-D, in new memory; raises LimitExceededError beyond `MAX_STRIDED_BYTES`."""
         return self.tensor.load().flatten() if self.tensor.is_apart() else self.tensor.load_distinct()
 
 
 class StoredTensor(ABC):
-    """A tensor inside a checkpoint, in one place or in several.
-
-    Attributes:
-        dtype: Element type.
-        shape: Sizes.
-    """
+    """A tensor inside a checkpoint, in one place or in several."""
 
     __slots__ = ()
 
@@ -158,45 +132,26 @@ class StoredTensor(ABC):
         """
 
     def chunks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
-        """Yields the same as 1-D tensors of the stored dtype; the next overwrites each.
-
-        Raises:
-            CheckpointError: The bytes cannot be read.
-        """
+        """Yields the same as 1-D tensors of the stored dtype; the next overwrites each."""
         buffer = ReadBuffer()
         return (block.read(buffer) for block in self.blocks(elements))
 
     @abstractmethod
     def load(self) -> torch.Tensor:
-        """Returns the tensor itself, in new memory, with its logical shape and dtype.
-
-        Raises:
-            CheckpointError: The bytes cannot be read.
-            LimitExceededError: A view with holes needs more than `MAX_STRIDED_BYTES`.
-        """
+        """Returns the tensor in new memory; raises LimitExceededError for a view with more than `MAX_STRIDED_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StridedTensor(StoredTensor):
-    """A strided view of one storage.
-
-    Attributes:
-        file: The file.
-        offset: Byte position of its storage in the file.
-        storage_bytes: Length of that storage; the reader has checked that it lies inside the file.
-        dtype: Element type.
-        shape: Sizes.
-        stride: Strides in elements.
-        start: Index of the first element in the storage, in elements.
-    """
+    """A strided view of one storage; the reader has checked that the storage lies inside the file."""
 
     file: ByteSource
-    offset: int
+    offset: int  # byte position of the storage in the file
     storage_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int = 0
+    stride: tuple[int, ...]  # in elements
+    start: int = 0  # the first element's index in the storage
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +169,7 @@ class StridedTensor(StoredTensor):
         return self.file.name
 
     def within_storage(self) -> bool:
-        """Is every element inside the storage? With a lying size or stride, reads would get a neighbour's bytes."""
+        """Whether every element is inside the storage; otherwise reads would get a neighbour's bytes."""
         if self.start < 0 or len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
             return False
         return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
@@ -265,7 +220,7 @@ class StridedTensor(StoredTensor):
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     def is_apart(self) -> bool:
-        """Does each dimension step over everything below it, so that no element has two indices?
+        """Whether no element has two indices: each dimension steps over everything below it.
 
         Repetitions in an expanded view do not count.
         """
@@ -277,12 +232,7 @@ class StridedTensor(StoredTensor):
         return True
 
     def load_distinct(self) -> torch.Tensor:
-        """Returns the elements that the view touches, 1-D, each once.
-
-        Raises:
-            CheckpointError: The bytes cannot be read.
-            LimitExceededError: They and the holes take more than `OVERLAPPING_BYTES`.
-        """
+        """Returns the elements that the view touches, 1-D, each once; LimitExceededError beyond `OVERLAPPING_BYTES`."""
         if self.nbytes > OVERLAPPING_BYTES:
             raise LimitExceededError(f"{self.file.name}: bytes of an overlapping view", OVERLAPPING_BYTES, self.nbytes)
         data = bytearray(self.nbytes)
@@ -306,7 +256,7 @@ class StridedTensor(StoredTensor):
         return sorted(sizes.items())
 
     def _has_holes(self) -> bool:
-        """Does some element between the first and the last not belong to the view?
+        """Whether some element between the first and the last does not belong to the view.
 
         The smaller strides reach every element up to some point. The next dimension leaves no gap only if its stride is
         not larger than that, and no later dimension can fill a gap.
@@ -325,10 +275,8 @@ class StridedTensor(StoredTensor):
 class Shard:
     """A piece of a tensor.
 
-    Attributes:
-        stored: Its elements.
-        at: Its place in the whole: its first element's index in each dimension; or one number, that element's index in
-            the flattened whole, for pieces that are cut regardless of rows.
+    `at` is its first element's index in each dimension of the whole, or in the flattened whole for pieces that are cut
+    regardless of rows.
     """
 
     stored: StridedTensor
@@ -337,13 +285,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor(StoredTensor):
-    """A tensor whose pieces are in several places; the reader has checked that they fill it without overlap.
-
-    Attributes:
-        dtype: Element type, that of every piece.
-        shape: Sizes of the whole.
-        shards: The pieces, at least one.
-    """
+    """A tensor whose pieces (at least one) lie in several places; they have been checked to fill it without overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -392,32 +334,20 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseTensor(Skipped):
-    """A sparse tensor: it is not built, and its stored values are a tensor of their own.
-
-    Attributes:
-        values: They.
-    """
+    """A sparse tensor: it is not built; its stored `values` are a tensor of their own."""
 
     values: StoredTensor
 
 
 def unread(reason: str, what: str = "") -> Skipped:
-    """Stands for a tensor whose values are not read: they may be anything, so that its file may be sick.
-
-    Args:
-        reason: Why, a clause.
-        what: Its name, where that is known.
-    """
+    """Stands for a tensor (`what`) whose values are not read and may be anything; `reason` is a clause."""
     return Skipped(what=what, reason=reason, kind="unread")
 
 
 def unread_dtype(dtype: str, what: str = "", where: str = "") -> Skipped:
     """Stands for a tensor of a dtype that is not read, which may still be known to be finite.
 
-    Args:
-        dtype: Its name, as the file has it.
-        what: The tensor's name, where that is known.
-        where: Words for where it lies.
+    `where` is the place in words.
     """
     name = dtype.removeprefix("torch.")[:40]
     reason = f"dtype {name!r}{where} is not one that is read"

@@ -12,12 +12,12 @@ from ampdoctor.checkpoints.stored_tensor import ShardedTensor, StoredTensor, Str
 from ampdoctor.errors import LimitExceededError
 
 MAX_LOADED_BYTES = 256 * 1024 * 1024
-"""Tensors with different orders of elements (pieces of a distributed checkpoint beside a whole tensor) are loaded to be
-compared, but only up to this many bytes."""
+"""Tensors with different orders of elements (pieces of a distributed checkpoint beside a whole tensor) are loaded to
+be compared, but only up to this many bytes."""
 
 
 PAIRED_ELEMENTS = 1 << 17
-"""Number of elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
+"""Elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
 SAFE_TO_SQUARE = (2.0**-40, 2.0**50)
 """Magnitudes whose squares, and the sum of a million of them, are normal float32 numbers."""
 
@@ -27,32 +27,22 @@ LARGEST_TO_SUBTRACT = 2.0**127
 
 @dataclass(slots=True)
 class Difference:
-    """The comparison of a newer and an older tensor's elements.
+    """The comparison of a newer and an older tensor's elements."""
 
-    Attributes:
-        elements: Pairs that were compared.
-        unchanged: Pairs of equal values; NaN counts as equal to NaN.
-        squared_change, squared_old: Sums of squares of new - old and of old, over pairs of finite values.
-        amax, old_amax: Largest finite magnitudes.
-        nonfinite, old_nonfinite: NaNs and infinities.
-    """
-
-    elements: int = 0
-    unchanged: int = 0
-    squared_change: float = 0.0
-    squared_old: float = 0.0
-    amax: float = 0.0
+    elements: int = 0  # pairs
+    unchanged: int = 0  # pairs of equal values; NaN equals NaN
+    squared_change: float = 0.0  # sum of (new - old)^2 over pairs of finite values
+    squared_old: float = 0.0  # sum of old^2 over the same pairs
+    amax: float = 0.0  # largest finite magnitude
     old_amax: float = 0.0
-    nonfinite: int = 0
+    nonfinite: int = 0  # NaNs and infinities
     old_nonfinite: int = 0
 
 
 def difference(new: StoredTensor, old: StoredTensor) -> Difference:
     """Compare two tensors of one shape; their values are first widened exactly.
 
-    Raises:
-        CheckpointError: Bytes cannot be read.
-        LimitExceededError: Their orders of elements differ, and they are too large to be loaded.
+    Raises LimitExceededError if their orders of elements differ and they are too large to be loaded.
     """
     found = Difference()
     for newer, older in side_by_side(new, old):
@@ -63,11 +53,7 @@ def difference(new: StoredTensor, old: StoredTensor) -> Difference:
 def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yields the same elements of several tensors of one shape, as 1-D tensors of the stored dtypes.
 
-    Each tuple is overwritten by the next.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
-        LimitExceededError: As for `difference`.
+    Each tuple is overwritten by the next. Raises LimitExceededError as `difference`.
     """
     first, *others = tensors
     if all(_aligned(first, other) for other in others):
@@ -88,7 +74,7 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
-    """Are both streamed in the same order of elements?"""
+    """Whether both are streamed in the same order of elements."""
     if isinstance(one, StridedTensor) and isinstance(other, StridedTensor):
         return _order(one) == _order(other) is not None
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and len(one.shards) == len(other.shards):

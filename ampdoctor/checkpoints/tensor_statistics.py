@@ -1,4 +1,4 @@
-"""Streams a checkpoint's tensors through statistics, block by block, within bounded memory."""
+"""Streams a checkpoint's tensors through statistics, block by block, in bounded memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from ampdoctor.evidence.checkpoint_stats import (
 from ampdoctor.numerics import FORMATS, Histogram
 from ampdoctor.numerics.counting import imap_on_workers
 
-# Facts about blocks of a tensor: extremes and non-finite values exactly, magnitudes from a sample.
-
+# -- blocks of a tensor: extremes and non-finite values exactly, magnitudes from a sample --
 
 FULLY_COUNTED = 1 << 20
 """Up to this many elements, each is sorted by magnitude. Beyond, a sample of at least about that many is sorted: a
@@ -43,26 +42,17 @@ sample, and enough to fill cache lines."""
 
 @dataclass(slots=True)
 class BlockFacts:
-    """Facts about the blocks of one tensor so far.
+    """Facts about the blocks of one tensor so far; all but `histogram` are exact."""
 
-    Attributes:
-        histogram: Magnitudes of the counted elements.
-        low, high: Smallest and largest finite element, exact.
-        examined: Number of all elements.
-        nans, pos_infs, neg_infs: Exact counts.
-        negatives: Number of elements below zero, exact; 0 unless asked for.
-        at_max: Number of elements whose magnitude is the format's largest number, exact.
-    """
-
-    histogram: Histogram = field(default_factory=Histogram.empty)
-    low: float = math.inf
+    histogram: Histogram = field(default_factory=Histogram.empty)  # magnitudes of the counted elements
+    low: float = math.inf  # smallest finite element
     high: float = -math.inf
-    examined: int = 0
+    examined: int = 0  # number of all elements
     nans: int = 0
     pos_infs: int = 0
     neg_infs: int = 0
-    negatives: int = 0
-    at_max: int = 0
+    negatives: int = 0  # elements below zero; 0 unless asked for
+    at_max: int = 0  # elements of the format's largest magnitude
 
     @property
     def constant(self) -> float | None:
@@ -86,7 +76,7 @@ class BlockFacts:
         return self.histogram + self._extremes(dtype)
 
     def of_all(self, dtype: torch.dtype) -> Histogram:
-        """Returns the histogram as if all elements had been counted: each counted one stands for its share."""
+        """Returns the histogram scaled up as if all elements had been counted."""
         counted = self.histogram.numel
         every = self.histogram.repeated(round(self.examined / counted)) if counted else self.histogram
         return every + self._extremes(dtype)
@@ -99,20 +89,17 @@ class BlockFacts:
 
 
 def one_in_of(elements: int) -> int:
-    """Returns among how many elements of a tensor of this size one is counted."""
+    """Returns the n of "one in n elements is counted" for a tensor of this size."""
     return max(1, min(MOST_SPARSE, elements // FULLY_COUNTED))
 
 
 def examine(
     blocks: Iterable[tuple[int, torch.Tensor]], one_in: int, tensor: int, *, never_negative: bool = False
 ) -> BlockFacts:
-    """Examine blocks of one tensor.
+    """Examine blocks of one tensor: their numbers and elements, 1-D, floating-point or complex; none is kept.
 
-    Args:
-        blocks: Numbers of blocks in it, and their elements, 1-D, floating-point or complex; none is kept.
-        one_in: One among this many elements is counted.
-        tensor: The tensor's number, which chooses the sample together with the block's.
-        never_negative: Count the elements below zero.
+    One element in `one_in` is counted; the numbers of tensor and block choose the sample. `never_negative` counts the
+    elements below zero.
     """
     facts = BlockFacts()
     sampled: list[torch.Tensor] = []
@@ -136,7 +123,8 @@ def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.T
     """Returns one run of neighbours from each group of `one_in` runs, chosen by a fixed pseudo-random rule.
 
     The runs are spread over the whole block, so that no part of a tensor is left out, and their distance is not fixed,
-    so that no structure (heads, experts, rows) falls into step with it. What follows the last full group is left out.
+    so that it cannot match a period of the structure (heads, experts, rows). Elements after the last full group are
+    left out.
     """
     groups = values.numel() // (RUN * one_in)
     if one_in == 1 or groups == 0:
@@ -148,7 +136,7 @@ def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.T
 
 
 def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *, never_negative: bool) -> None:
-    """Add what is exact about a block to the facts; `largest` is its format's largest number."""
+    """Add the exact facts about a block; `largest` is its format's largest number."""
     facts.examined += values.numel()
     if values.dtype.itemsize == 1:  # 8-bit formats lack reductions
         values = values.to(torch.float32)
@@ -166,12 +154,11 @@ def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *,
     facts.low, facts.high = min(facts.low, low), max(facts.high, high)
 
 
-# Reads many tensors once, in bounded memory: while one thread waits for bytes, another examines its own.
-
+# -- reading many tensors once, in bounded memory: one thread waits for bytes while another examines its own --
 
 READ_AHEAD_BYTES = 64 * 1024 * 1024
-"""How far ahead the system is told what will be read: from a disk that is not in the cache, the bytes arrive while
-earlier ones are counted. It costs no memory of the process."""
+"""How far ahead the system is advised: from a disk that is not in the cache, the bytes arrive while earlier ones are
+counted. It costs no memory of the process."""
 
 BATCH_ELEMENTS = 8 * BLOCK_ELEMENTS
 """Number of elements that a thread takes at a time: enough that threads rarely wait for each other's Python, and few
@@ -191,19 +178,10 @@ _Batch = list[tuple[Key, _Blocks]]
 def stream(
     tensors: Iterable[tuple[Key, StoredTensor]], work: Callable[[Key, Numbered], Result], *, jobs: int
 ) -> Iterator[tuple[Key, Result, int]]:
-    """Apply `work` to every tensor, a run of its blocks at a time.
+    """Yields (key, `work`'s result, bytes) for each run of a tensor's blocks, in order.
 
-    Args:
-        tensors: The tensors to read, each with a key of the caller's.
-        work: Takes the key and consecutive blocks, and reads them all. It runs on `jobs` threads, each with one torch
-            thread.
-        jobs: Number of threads, at least 1.
-
-    Yields:
-        Key, result and bytes of each run: tensors in the given order, and each tensor's runs in order.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
+    `work` takes the key and consecutive blocks, and reads them all. It runs on `jobs` threads, each with one torch
+    thread.
     """
     local = threading.local()
 
@@ -220,7 +198,7 @@ def stream(
 
 
 def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key]]:
-    """Yields runs in groups that are worth a thread's work: small tensors go together, large ones are divided."""
+    """Yields runs in groups of enough work for a thread: small tensors go together, large ones are divided."""
     batch: _Batch[Key] = []
     elements = 0
     for key, tensor in tensors:
@@ -245,7 +223,7 @@ def _bytes(run: _Blocks) -> int:
 
 
 def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
-    """Yields the same, and tells the system of bytes some way ahead of the block that is read."""
+    """Yields the same, and advises the system of bytes some way ahead of the block that is read."""
     told: dict[int, int] = {}
     for batch in batches:
         for block in (block for _, run in batch for _, block in run):
@@ -257,8 +235,7 @@ def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
         yield batch
 
 
-# Counters and tables of positions among a checkpoint's buffers: whole numbers, which a cast to half destroys.
-
+# -- counters and tables of positions among the buffers: whole numbers, which a cast to half destroys --
 
 MAX_INDICES = 1 << 20
 """Maximum number of elements of an examined table: the longest position tables have about as many."""
@@ -269,11 +246,7 @@ _ENTRIES = frozenset({"num_batches_tracked", _TABLE})
 
 
 def index_facts(checkpoint: Checkpoint) -> tuple[IndexSummary, ...]:
-    """Returns every counter of batches and table of positions, in stored order.
-
-    Raises:
-        CheckpointError: Bytes cannot be read.
-    """
+    """Returns every counter of batches and table of positions, in stored order."""
     return tuple(_facts(checkpoint))
 
 
@@ -327,14 +300,8 @@ def summarize(
 ) -> CheckpointSummary:
     """Read every floating-point tensor once and describe it.
 
-    Args:
-        checkpoint: An open checkpoint.
-        progress: Called after each run of blocks.
-        jobs: Number of threads; None: as many as torch uses.
-        exact: Sort every element by magnitude, in large tensors too.
-
-    Raises:
-        CheckpointError: Bytes cannot be read, a file changed meanwhile, or it holds nothing to examine.
+    `progress` is called after each run of blocks. `jobs` is the number of threads (None: as many as torch uses).
+    `exact` sorts every element by magnitude, in large tensors too.
     """
     refs = _to_examine(checkpoint)
     total, done = sum(ref.nbytes for ref in refs), 0
@@ -456,7 +423,7 @@ def _role(role: TensorRole, all_tensors: Sequence[TensorSummary], histogram: His
 
 
 def _leaves(histogram: Histogram, name: str) -> bool:
-    """Do values lie outside a format's normal range? Inside it, a cast only rounds."""
+    """Whether values lie outside a format's normal range. Inside it, a cast only rounds."""
     if histogram.amax is None or histogram.amin is None:
         return False
     return histogram.amin < FORMATS[name].min_normal or histogram.amax > FORMATS[name].max

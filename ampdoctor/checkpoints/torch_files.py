@@ -1,4 +1,4 @@
-"""Files that torch.save wrote: as a zip, or in the format before that; and how a file's kind is told."""
+"""Files written by torch.save, as a zip or in the older format, and detection of a file's format."""
 
 from __future__ import annotations
 
@@ -39,19 +39,12 @@ _CHANGED = 0x0001 | 0x0020 | 0x0040 | 0x2000
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file inside a zip.
-
-    Attributes:
-        name: Its name.
-        start: Byte position of its content.
-        size: Length of its content.
-        crc: Checksum of its content, 0 if none was computed.
-    """
+    """A file inside a zip."""
 
     name: str
-    start: int
+    start: int  # byte position of its content
     size: int
-    crc: int
+    crc: int  # of its content; 0 if none was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +60,9 @@ class _Entry:
 
 
 def read_directory(file: ByteSource) -> list[Member]:
-    """Returns the members in the order of the directory; none of their content is read.
+    """Returns a zip's members in the order of the directory, without reading their content.
 
-    Raises:
-        CheckpointError: The zip is truncated, corrupted or compressed, or readers could disagree on what it holds.
-        LimitExceededError: It has more members, or a longer directory, than a checkpoint needs.
+    Raises CheckpointError if the zip is truncated, corrupted or compressed, or readers could disagree on what it holds.
     """
     offset, size, count = _end(file)
     if count > MAX_MEMBERS:
@@ -164,7 +155,7 @@ def _widened(extra: bytes, fields: tuple[int, ...], file: ByteSource) -> tuple[i
             wide = iter(struct.unpack_from(f"<{min(length, len(extra) - at - 4) // 8}Q", extra, at + 4))
             try:
                 return tuple(next(wide) if value == _FULL else value for value in fields)
-            except RuntimeError:  # from the generator: fewer numbers than full fields
+            except RuntimeError:  # fewer numbers than full fields
                 break
         at += 4 + length
     raise _unreadable(file)
@@ -211,35 +202,23 @@ def _data_start(file: ByteSource, entry: _Entry, limit: int) -> int:
     return int(name_end + extras)
 
 
-# The structure of a `torch.save` zip, and where the bytes of each storage are.
-
+# -- the structure of a `torch.save` zip --
 
 _SMALL = 64
-"""Bytes that are read from a record with a word or a number."""
+"""Bytes read from a record with a word or a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The contents of a `torch.save` zip.
-
-    Attributes:
-        pickle: Content of `data.pkl`.
-        version: Content of `version`.
-        storages: Key of a storage -> byte position and length of its record.
-    """
+    """The contents of a `torch.save` zip."""
 
     pickle: bytes
     version: bytes
-    storages: dict[str, tuple[int, int]]
+    storages: dict[str, tuple[int, int]]  # key -> byte position and length of its record
 
 
 def read_records(file: ByteSource) -> Records:
-    """Read the directory, `data.pkl` and `version`; no tensor data are read.
-
-    Raises:
-        CheckpointError: The zip is corrupted, compressed, ambiguous, or not written by `torch.save`.
-        LimitExceededError: A part is larger than a checkpoint needs.
-    """
+    """Read the directory, `data.pkl` and `version`; no tensor data are read."""
     members = {member.name: member for member in read_directory(file)}
     prefix = _prefix(list(members), file.name)
     if _small(file, members.get(f"{prefix}/byteorder")) not in {b"", b"little"}:
@@ -248,7 +227,7 @@ def read_records(file: ByteSource) -> Records:
     if structure.size > MAX_PICKLE_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, structure.size)
     pickle = file.read(structure.start, structure.size)
-    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: torch was told not to compute checksums
+    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: saved without checksums
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
     version = _small(file, members.get(f"{prefix}/version")) or _small(file, members.get(f"{prefix}/.data/version"))
     folder = f"{prefix}/data/"
@@ -257,7 +236,7 @@ def read_records(file: ByteSource) -> Records:
 
 
 def _small(file: ByteSource, member: Member | None) -> bytes:
-    """Returns a record of a few bytes; empty if there is none."""
+    """Returns a record of a few bytes; empty if it does not exist."""
     return b"" if member is None else file.read(member.start, min(member.size, _SMALL))
 
 
@@ -282,10 +261,10 @@ def _prefix(names: list[str], file: str) -> str:
     return prefix
 
 
-# The zip format of `torch.save`: the inert machine reads the structure, and the data are read by position.
+# -- the zip format: the inert machine reads the structure, and the data are read by position --
 #
 # torch's reader is not used. It computes the positions of records from the order in which `torch.save` writes instead
-# of looking them up (seen in 2.13), so in a zip that another tool wrote again one tensor gets another's bytes. With
+# of looking them up (seen in 2.13), so in a zip that another tool rewrote one tensor gets another's bytes. With
 # `mmap=True` it reads a neighbour's bytes if a record is shorter than the pickle claims, and garbage if one is
 # compressed. Its restricted unpickler refuses files with plain weights because of one foreign object beside them.
 
@@ -293,13 +272,7 @@ def _prefix(names: list[str], file: str) -> str:
 def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
     """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read.
 
-    Args:
-        file: The zip, from which the tensors' bytes will be read.
-        ahead: A source of the same bytes from which the structure is read faster.
-
-    Raises:
-        CheckpointError: The zip is corrupted, ambiguous, or not written by `torch.save`.
-        LimitExceededError: A part is larger than a checkpoint needs.
+    `ahead` is a source of the same bytes from which the structure is read faster.
     """
     records = read_records(ahead or file)
     machine = InertMachine(records.pickle, file.name, TensorBuilder(file, records.storages))
@@ -308,11 +281,10 @@ def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
     return Saved(tree, tuple(machine.foreign))
 
 
-# The format of `torch.save` before 1.6 (still written with `_use_new_zipfile_serialization=False`).
+# -- the format of `torch.save` before 1.6 (still written with `_use_new_zipfile_serialization=False`) --
 #
 # A file has five pickles (a magic number, a version, facts about the machine, the object, the keys of its storages) and
-# then the storages, each a length and its bytes. It is read by the inert machine and by position; `torchzip` says why.
-
+# then the storages, each a length and its bytes.
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PICKLED_MAGIC = b"\x8a\x0a" + MAGIC.to_bytes(10, "little")
@@ -325,12 +297,7 @@ _OBJECT = 3
 
 
 def read_torch_legacy(file: ByteSource) -> Saved:
-    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read.
-
-    Raises:
-        CheckpointError: It is malformed, truncated, or was written on a big-endian machine.
-        LimitExceededError: A part is larger than a checkpoint needs.
-    """
+    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read."""
     data = file.head(MAX_PICKLE_BYTES)
     unplaced = TensorBuilder(file, None)
     machine = InertMachine(data, file.name, unplaced)
@@ -340,7 +307,7 @@ def read_torch_legacy(file: ByteSource) -> Saved:
     for at in range(5):
         starts.append(position)
         value, position = machine.run(position)
-        parts.append(value if at != _OBJECT else None)  # the object is built again below, once its storages have places
+        parts.append(value if at != _OBJECT else None)  # built again below, with the places of its storages
     magic, version, system, _, keys = parts
     del value
     if magic != MAGIC or version != VERSION:
@@ -375,8 +342,7 @@ def _places(file: ByteSource, position: int, keys: Any, storages: dict[str, Stor
     return places
 
 
-# Tells a file's format by its contents: an extension is only a name that somebody gave it.
-
+# -- a file's format by its contents, because a file can have any extension --
 
 Format = Literal["safetensors", "torch-zip", "torch-legacy", "json"]
 
@@ -402,9 +368,8 @@ _BARE_PICKLE = "is a bare pickle, which could run code when loaded; ampdoctor do
 def sniff(file: RegularFile) -> Format:
     """Returns the format of a file.
 
-    Raises:
-        CheckpointError: The file is empty, incomplete or unknown; the sentence says what it probably is.
-        OtherFormatError: The file is in a known format that is not read.
+    Raises CheckpointError for an empty, incomplete or unknown file, OtherFormatError for a known format that is not
+    read.
     """
     if file.size == 0:
         raise CheckpointError(f"{file.name} is empty.")
@@ -427,7 +392,7 @@ def sniff(file: RegularFile) -> Format:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Has Git LFS put a pointer in the place of a file? False if the file cannot be read."""
+    """Whether Git LFS has put a pointer in the place of a file; False if it cannot be read."""
     try:
         with RegularFile(path, path.name) as file:
             return file.head(len(_LFS_POINTER)) == _LFS_POINTER

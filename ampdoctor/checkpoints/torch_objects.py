@@ -1,4 +1,4 @@
-"""Turns a torch pickle's calls into plain values and stored tensors: torch's names are understood, but not called."""
+"""Turns a torch pickle's calls into plain values and stored tensors, without calling anything from torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ _PLAIN = frozenset(
         "torch._utils._rebuild_wrapper_subclass",
     }
 )  # fmt: skip
-"""What `torch.load(weights_only=True)` allows in 2.13, except dtypes and storages; a test holds it to torch's list."""
+"""What `torch.load(weights_only=True)` allows in 2.13, except dtypes and storages; a test compares it with torch's
+list."""
 
 _INTEGERS = Skipped(what="", reason="a quantised tensor, which holds integers")
 _NUMPY_SCALARS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "u8": "<Q", "u4": "<I", "b1": "<?"}
@@ -79,13 +80,7 @@ _NUMPY_SCALARS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "u
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage that a pickle refers to.
-
-    Attributes:
-        key: Its name in the file.
-        dtype: Its element type; uint8 for an untyped one.
-        numel: Its length in elements, as the pickle claims.
-    """
+    """A storage that a pickle refers to: its name in the file, its dtype (uint8 if untyped), and its claimed length."""
 
     key: str
     dtype: torch.dtype
@@ -100,13 +95,8 @@ class StorageRef:
 class TensorBuilder:
     """Understands the calls in a pickle of `torch.save`; a `Builder` of the inert machine.
 
-    Args:
-        file: The source of the tensors' bytes.
-        places: Storage key -> byte position and length of its record; None while they are unknown, and tensors are not
-            checked then.
-
-    Attributes:
-        storages: Storages that were referred to, by key.
+    `places` maps a storage's key to byte position and length of its record; while it is None, tensors are not checked.
+    `storages` are those that were referred to.
     """
 
     def __init__(self, file: ByteSource, places: Mapping[str, tuple[int, int]] | None) -> None:
@@ -131,15 +121,11 @@ class TensorBuilder:
 
     def known(self, name: str) -> bool:
         """As in `Builder`."""
-        storage = _storage_dtype(name) is not None and name != "torch.UntypedStorage"  # torch only lists its other name
+        storage = _storage_dtype(name) is not None and name != "torch.UntypedStorage"  # torch lists its other name
         return name in _PLAIN or name in _DTYPES or storage or _is_tensor_type(name)
 
     def build(self, name: str, args: tuple[Any, ...]) -> Any:
-        """As in `Builder`.
-
-        Raises:
-            CheckpointError: The arguments of an understood call are wrong.
-        """
+        """As in `Builder`; raises CheckpointError for wrong arguments of an understood call."""
         call = self._calls.get(name)
         if call is None:
             return NotImplemented
@@ -243,7 +229,7 @@ _NOT_READ = {
 
 
 def _sparse(_layout: Any, data: Any) -> Skipped:
-    """Stands for a sparse tensor; data are its indices, one or two tensors of them, its values, and its size."""
+    """Stands for a sparse tensor; `data` are one or two tensors of indices, the values, and the size."""
     values = [part for part in data if isinstance(part, StoredTensor)][-1:]
     if not values:
         return unread("a sparse tensor without values of a form that is read")
@@ -349,7 +335,7 @@ def _storage_dtype(name: str) -> torch.dtype | None:
 
 
 def _is_tensor_type(name: str) -> bool:
-    """Is it a legacy tensor class such as `torch.cuda.FloatTensor`?"""
+    """Whether it is a legacy tensor class such as `torch.cuda.FloatTensor`."""
     module, _, leaf = name.rpartition(".")
     kind = leaf.removesuffix("Tensor") + "Storage"
     return module in {"torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"} and (

@@ -1,6 +1,6 @@
-"""Reads a pickle without importing or calling anything: what it would make stays a description.
+"""Reads a pickle without importing or calling anything: the objects that it would build become descriptions.
 
-The machine has a table of opcodes, each with its cost; the stream is read in bounded pieces.
+The machine has a table of opcodes, each with its cost, and reads the stream in bounded pieces.
 """
 
 from __future__ import annotations
@@ -15,49 +15,38 @@ from typing import Any, Protocol
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _MAX_INT_KEY = 2**60
-"""Larger ints as dict keys are kept apart: `hash` takes them modulo 2^61 - 1, so a file could make all collide."""
+"""Larger ints as dict keys are kept apart: `hash` takes them modulo 2^61 - 1, so a file could make all of them
+collide."""
 _FEW = 64
-"""A dict with fewer keys may have any collisions."""
+"""A smaller dict may have any collisions."""
 _MAX_PROBES = 300_000_000
-"""Steps that all dicts of a pickle together may take to find the slots of their keys; about two seconds."""
+"""Total steps to find the slots of keys, for all dicts of a pickle; about two seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that a pickle names; it is not imported.
-
-    Attributes:
-        name: "module.qualified_name".
-    """
+    """A class or function named by a pickle ("module.qualified_name"); it is not imported."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """An object that a pickle asks for and that is never built.
+    """An object that a pickle would build; it is never built."""
 
-    Attributes:
-        name: "module.qualified_name" of the callable.
-        args: Its arguments.
-        state: The argument of its `__setstate__` or `__dict__`; None if there is none.
-        items: The values to append to it.
-        pairs: The entries to set in it, as (key, value).
-    """
-
-    name: str
+    name: str  # "module.qualified_name" of the callable
     args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    state: Any = None  # argument of its `__setstate__`, or its `__dict__`
+    items: list[Any] = field(default_factory=list)  # values to append to it
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)  # entries to set in it
 
     def __repr__(self) -> str:
-        return f"<{self.name[:80]}>"  # without its contents: a value shared at every level would be written 2^n times
+        return f"<{self.name[:80]}>"  # not its contents: a value shared at every level would be written 2^n times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueKey:
-    """A dict key other than a plain value: hashed by identity, because a nest of tuples takes 2^n steps to hash."""
+    """A dict key that is no plain value. It is hashed by identity, because hashing a nest of tuples takes 2^n steps."""
 
     value: Any
 
@@ -67,11 +56,9 @@ class OpaqueKey:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The arguments of a call that makes a dict. The machine makes the dict itself, because it watches the keys.
+    """The arguments of a call that makes a dict. The machine makes the dict itself, because it checks the keys.
 
-    Attributes:
-        pairs: (key, value).
-        count: Their number, as far as it is known.
+    `count` is the number of pairs as far as it is known.
     """
 
     pairs: Iterable[tuple[Any, Any]]
@@ -79,13 +66,13 @@ class Entries:
 
 
 class Builder(Protocol):
-    """Makes values of the calls that it understands; the protocol keeps the machine free of torch."""
+    """Makes values of the calls that it understands; this protocol keeps the machine free of torch."""
 
     def known(self, name: str) -> bool:
-        """Is this a class or function that torch itself loads without running foreign code?"""
+        """Whether torch itself loads this class or function without running foreign code."""
 
     def build(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns a call's value, or `NotImplemented` if it is not understood; it never imports or calls `name`."""
+        """Returns a call's value, or `NotImplemented`; it never imports or calls `name`."""
 
     def persistent(self, pid: Any) -> Any:
         """Returns the value behind a persistent id."""
@@ -93,14 +80,7 @@ class Builder(Protocol):
 
 @dataclass(slots=True)
 class _Numbers:
-    """The numeric keys of one dict.
-
-    Attributes:
-        low: The smallest of them.
-        high: The largest.
-        scattered: True if they are too far apart for each to have its own slot.
-        calm_since: Size of the dict from which on they are not.
-    """
+    """The smallest and largest numeric key of one dict."""
 
     low: float
     high: float
@@ -109,12 +89,12 @@ class _Numbers:
 
 
 class KeyWatch:
-    """Sets keys so that a file cannot make them collide: numbers hash to themselves, which determines their slots.
+    """Guards against hash-collision attacks: numbers hash to themselves, so a file could choose their slots.
 
     Numbers from a range no longer than the dict's table never collide, whatever their order; optimizers number their
-    parameters like that. For other numbers, a dict of n entries is assumed to need n steps for each. When the sum
-    exceeds what a checkpoint needs, they are kept apart as `OpaqueKey`. Strings and bytes are safe: their hashes are
-    salted per process.
+    parameters like that. For other numbers, a dict of n entries is assumed to need n steps for each. Once the sum
+    exceeds what a checkpoint needs, they are stored as `OpaqueKey`. Strings and bytes are safe: their hashes are salted
+    per process.
     """
 
     def __init__(self) -> None:
@@ -122,7 +102,7 @@ class KeyWatch:
         self._probes = 0
 
     def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set `target[key] = value`, under a key that a dict may hash."""
+        """Set `target[key] = value`; a key that is not safe to hash is replaced."""
         if isinstance(key, str | bytes | bool | Inert | Global | OpaqueKey) or key is None:
             target[key] = value
         elif isinstance(key, int | float) and (len(target) < _FEW or self._may_hash(target, key)):
@@ -144,7 +124,7 @@ class KeyWatch:
             span.scattered, span.calm_since = True, 0
         elif span.scattered:
             span.calm_since = span.calm_since or len(target)
-            # a table grows to at most six times its entries before it is laid out anew, which has happened by now
+            # a table grows to at most six times its entries before it is rebuilt, which has happened by now
             span.scattered = len(target) <= 6 * span.calm_since
         if span.scattered:
             self._probes += len(target)
@@ -152,21 +132,20 @@ class KeyWatch:
 
 
 def run_together(numbers: Iterable[int]) -> bool:
-    """May plain ints be keys of a dict: are they few, or a dense range? See `KeyWatch`."""
+    """Whether plain ints may be keys of a dict: they are few, or a dense range. See `KeyWatch`."""
     known = list(numbers)
     return len(known) <= 16_384 or (min(known) >= 0 and max(known) - min(known) < 1.5 * len(known))
 
 
-# The bytes of a pickle as its machine reads them: numbers and text, each charged with the memory that it takes.
-
+# -- reading bytes: numbers and text, each charged with the memory that it takes --
 
 MAX_PICKLE_BYTES = 64 * 1024 * 1024
-"""Maximum of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
+"""Maximum size of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
 MAX_OBJECT_BYTES = 160 * 1024 * 1024
 """Maximum memory for a pickle and its objects, by the costs below; a tensor takes about 800 bytes."""
 _MAX_INT_BYTES = 128
-"""Longer ints stay as bytes: no checkpoint computes with one, and printing one takes the square of its length. The
-longest that is known to be saved are the 128 bits of a random generator's state."""
+"""Longer ints stay bytes: no checkpoint computes with one, and printing takes time quadratic in the length. The
+longest known are the 128 bits of a random generator's state."""
 
 CONTAINER_COST = 64
 _NUMBER_COST = 40
@@ -178,13 +157,7 @@ _ESCAPED = re.compile(rb"(?:[^\\]++|\\[\\'\"nrt]|\\x[0-9a-fA-F]{2})*+")
 
 
 class PickleBytes:
-    """A position in a pickle, the stack that takes its values, and their cost so far.
-
-    Args:
-        data: Bytes that hold the pickle, perhaps among others.
-        name: The file's name in errors.
-        max_object_bytes: Maximum memory for the pickle and its objects.
-    """
+    """A position in a pickle (somewhere in `data`), the stack of its values, and their cost so far."""
 
     def __init__(self, data: bytes, name: str, max_object_bytes: int) -> None:
         self._max_object_bytes = max_object_bytes
@@ -227,7 +200,7 @@ class PickleBytes:
         return raw.decode("utf-8", "surrogatepass")
 
     def _integer(self, raw: bytes) -> Any:
-        """Returns a number of as many bytes as the file has for it."""
+        """Returns an integer of any length; an overlong one as `Inert`."""
         self._spend(_NUMBER_COST + len(raw))
         if len(raw) > _MAX_INT_BYTES:
             return Inert("builtins.int", (raw,))
@@ -285,16 +258,15 @@ class PickleBytes:
         self._stack.append(raw)
 
 
-# A pickle machine that imports nothing and calls nothing: whatever a pickle asks for becomes an inert record.
+# -- the machine --
 #
-# Why it exists: the standard library's machine imports and calls by design. torch's restricted one calls what is on its
-# list, refuses whole files for one `argparse.Namespace` beside the weights (DeepSpeed, Lightning), and a file of some
+# The standard library's unpickler imports and calls by design. torch's restricted one calls what is on its list,
+# refuses whole files for one `argparse.Namespace` beside the weights (DeepSpeed, Lightning), and a file of some
 # kilobytes can make it hash and fill memory. Here every opcode has a known cost, and a file is refused if the sum
 # exceeds what a checkpoint needs. Opcodes and their meaning: `pickletools` in the standard library.
 
-
 MAX_OPCODES = 5_000_000
-"""A tensor takes about 28: enough for an optimizer's state over 60,000 parameters, in about two seconds."""
+"""A tensor takes about 28: enough for an optimizer's state of 60,000 parameters, in about two seconds."""
 
 _ITEM_COST = 16
 _RECORD_COST = 160
@@ -305,26 +277,18 @@ class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
 
 
 class _Mark:
-    """Marks where a list of arguments begins on the stack."""
+    """The mark on the stack before a list of arguments."""
 
 
 _MARK = _Mark()
 _NOTHING = object()
-"""Marks an empty place of the memo."""
+"""An empty place of the memo."""
 
 
 class InertMachine(PickleBytes):
-    """Runs one pickle.
+    """Runs the pickles in `data`. A call that `builder` does not understand becomes an `Inert`.
 
-    Args:
-        data: Bytes that hold the pickle, perhaps among others.
-        name: The file's name in errors.
-        builder: Returns values for the calls that it understands; any other call becomes an `Inert`.
-        max_opcodes: Maximum number of opcodes that are run.
-        max_object_bytes: Maximum memory for the pickle and its objects.
-
-    Attributes:
-        foreign: Names of the classes and functions in the pickle that the builder does not know, in order, once each.
+    `foreign` holds the names of unknown classes and functions (`Builder.known`), in order, once each.
     """
 
     def __init__(
@@ -348,9 +312,8 @@ class InertMachine(PickleBytes):
     def run(self, start: int = 0) -> tuple[Any, int]:
         """Returns the object, and the position after the pickle that begins at `start`.
 
-        Raises:
-            CheckpointError: It is not a pickle, malformed, or uses an opcode that a checkpoint never does.
-            LimitExceededError: It is larger than a checkpoint's pickle.
+        Raises CheckpointError for a malformed pickle or an opcode that no checkpoint uses, LimitExceededError for one
+        larger than a checkpoint's.
         """
         self._stack, self._memo, self._memoised, self._at = [], [], 0, start
         data, table = self._data, _TABLE
@@ -471,7 +434,7 @@ class InertMachine(PickleBytes):
         self._stack.append(self._top())
 
     def _put(self, index: int) -> None:
-        # a list, because a dict's slots follow from its keys, and the file would choose those
+        # a list, because a file could choose the slots of a dict
         memo = self._memo
         if not 0 <= index < self._max_opcodes:
             raise IndexError(index)
@@ -526,7 +489,7 @@ class InertMachine(PickleBytes):
         self._call(cls, tuple(args))
 
     def _call(self, func: Any, args: Any) -> None:
-        """Push the result of REDUCE and its kin; only the builder is ever called."""
+        """Push the result of REDUCE and similar opcodes; only the builder is ever called."""
         if not isinstance(args, tuple):
             raise TypeError(args)
         name = func.name if isinstance(func, Global | Inert) else type(func).__name__
@@ -595,7 +558,7 @@ _STEPS: dict[str, _Step] = {
     "X": lambda m: m._sized_text(U4), "\x8c": lambda m: m._sized_text(U1), "\x8d": lambda m: m._sized_text(U8),
     "B": lambda m: m._sized_bytes(U4), "C": lambda m: m._sized_bytes(U1), "\x8e": lambda m: m._sized_bytes(U8),
     "\x96": lambda m: m._sized_bytes(U8),
-    # containers; a set's members are only listed, because hashing them is the file's choice
+    # containers; a set becomes a list, because the file would choose what is hashed
     "]": lambda m: m._push_container([]), "}": lambda m: m._push_container({}), "\x8f": lambda m: m._push_container([]),
     ")": _constant_step(()), "t": lambda m: m._make_tuple(m._marked()),
     "\x85": lambda m: m._tuple_of(1), "\x86": lambda m: m._tuple_of(2), "\x87": lambda m: m._tuple_of(3),
@@ -608,7 +571,7 @@ _STEPS: dict[str, _Step] = {
     "r": lambda m: m._put(m._number(U4)),
     "\x94": lambda m: m._put(m._memoised), "g": lambda m: m._get(int(m._decimal())),
     "h": lambda m: m._get(m._number(U1)), "j": lambda m: m._get(m._number(U4)),
-    # what would import or call
+    # opcodes that would import or call something
     "c": InertMachine._global, "\x93": InertMachine._stack_global, "R": InertMachine._reduce,
     "\x81": InertMachine._reduce, "\x92": InertMachine._newobj_ex, "i": InertMachine._inst, "o": InertMachine._obj,
     "b": InertMachine._build,

@@ -24,46 +24,27 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a parameter's elements in one rank's partition.
-
-    Attributes:
-        rank: The rank.
-        group: The flat group that holds it.
-        start: Its first element's index in the partition.
-        count: Number of elements.
-        at: Its first element's index in the flattened parameter.
-    """
+    """A run of a parameter's elements in one rank's partition."""
 
     rank: int
-    group: int
-    start: int
-    count: int
-    at: int
+    group: int  # the flat group
+    start: int  # its first element's index in the partition
+    count: int  # of elements
+    at: int  # its first element's index in the flattened parameter
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The contents of one rank's optimizer file, in one form for all stages.
+    """The contents of one rank's optimizer file, in one form for all stages."""
 
-    Attributes:
-        by_parameter: True if each parameter was cut by itself (ZeRO 3).
-        masters: The rank's partition of the fp32 weights, for each flat group.
-        states: The optimizer's state for each flat group: "exp_avg" and so on, as long as the partition or padded.
-        options: Settings of the parameter groups, without their parameters.
-        per_option: Number of flat groups of each parameter group.
-        slices: For each flat group: parameter -> (start, count) in this rank's partition, if the file says.
-        gaps: For each flat group: free elements after each parameter (`parameter_alignment`), if any.
-        counts: For each flat group: the number of ranks that share it, if the file says.
-    """
-
-    by_parameter: bool
-    masters: tuple[StridedTensor, ...]
-    states: tuple[Mapping[str, Any], ...]
-    options: tuple[Mapping[str, Any], ...] = ()
-    per_option: tuple[int, ...] = ()
-    slices: tuple[Mapping[str, tuple[int, int]], ...] = ()
-    gaps: tuple[tuple[int, ...], ...] = ()
-    counts: tuple[int, ...] = ()
+    by_parameter: bool  # each parameter was cut by itself (ZeRO 3)
+    masters: tuple[StridedTensor, ...]  # fp32 partition of each flat group
+    states: tuple[Mapping[str, Any], ...]  # for each flat group: "exp_avg" etc., as long as the partition or padded
+    options: tuple[Mapping[str, Any], ...] = ()  # settings of the parameter groups
+    per_option: tuple[int, ...] = ()  # number of flat groups of each parameter group
+    slices: tuple[Mapping[str, tuple[int, int]], ...] = ()  # by group: parameter -> (start, count) in the partition
+    gaps: tuple[tuple[int, ...], ...] = ()  # free elements after each parameter (`parameter_alignment`)
+    counts: tuple[int, ...] = ()  # number of ranks that share each flat group
 
 
 def read_rank(tree: Any) -> RankState | None:
@@ -93,11 +74,9 @@ def place_by_group(
 ) -> list[dict[str, list[Piece]]]:
     """Returns where the parameters of each flat group are (ZeRO 1 and 2); {} for a group that does not add up.
 
-    Args:
-        shapes: For each group: parameter -> shape, in their order in the group.
-        ranks: Every rank's contents.
-        checked: The places that newer files state must agree. With `round_robin_gradients` they do not: DeepSpeed
-            0.19.8 writes them as if nothing had been dealt out, and only `param_shapes` is right.
+    `shapes` maps parameters to shapes in their order in the group. With `checked`, the places that newer files state
+    must agree. With `round_robin_gradients` they do not: DeepSpeed 0.19.8 writes them as if nothing had been dealt out,
+    and only `param_shapes` is right.
     """
     return [_place_group(group, wanted, ranks, checked=checked) for group, wanted in enumerate(shapes)]
 
@@ -149,11 +128,9 @@ def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Sh
 def partitions_of_state(
     ranks: Sequence[RankState], group: int
 ) -> tuple[dict[str, list[StridedTensor]], dict[str, Any]] | None:
-    """Returns a flat group's optimizer state.
+    """Returns every rank's partition of each entry of a flat group's state, and the entries with one value for all.
 
-    Returns:
-        Every rank's partition of each entry, and the entries with one value for all. None if ranks differ in more than
-        their padding, because one rank's state would hide that of another.
+    Returns None if ranks differ in more than their padding, because one rank's state would hide that of another.
     """
     states = [rank.states[group] for rank in ranks]
     if any(state.keys() != states[0].keys() for state in states):
@@ -208,7 +185,7 @@ def _place_group(
 
 
 def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
-    """Yields a parameter's pieces in the partitions from its first on; earlier ones are not visited."""
+    """Yields a parameter's pieces in the partitions from its first on."""
     rank = bisect.bisect_right(starts, begin) - 1
     while begin < end and rank + 1 < len(starts) and starts[rank] < end:
         low, high = max(begin, starts[rank]), min(end, starts[rank + 1])
@@ -218,7 +195,7 @@ def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator
 
 
 def _as_the_ranks_say(group: int, placed: Mapping[str, list[Piece]], ranks: Sequence[RankState]) -> bool:
-    """Does the computed layout agree with each rank's part of it, which newer files state themselves?"""
+    """Whether the computed layout agrees with the one that newer files state themselves."""
     computed: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
     for name, pieces in placed.items():
         for piece in pieces:
@@ -246,7 +223,7 @@ def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
 def _base_state(
     base: Any, groups: int
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...], tuple[int, ...]]:
-    """The inner optimizer's state by flat group; it is a list if other numbers of ranks may load it (elastic)."""
+    """Returns the inner optimizer's state by flat group; DeepSpeed saves a list if elastic (any number of ranks)."""
     nothing: tuple[Mapping[str, Any], ...] = tuple({} for _ in range(groups))
     if isinstance(base, list | tuple) and len(base) == groups and all(isinstance(s, Mapping) for s in base):
         return tuple(base), (), ()
@@ -295,7 +272,6 @@ def _is_flat(value: Any) -> bool:
 
 
 def _run(whole: StridedTensor, start: int, shape: Shape) -> StridedTensor:
-    """Returns consecutive elements of a flat partition, in a shape."""
     return StridedTensor(
         file=whole.file,
         offset=whole.offset,

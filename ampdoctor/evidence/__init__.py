@@ -1,1 +1,1 @@
-"""Plain frozen data that every room uses: where, traces, ranges, checkpoint summaries, findings, reports."""
+"""Plain frozen data that all packages use: addresses, traces, ranges, checkpoint summaries, findings, reports."""

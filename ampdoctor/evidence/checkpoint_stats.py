@@ -1,4 +1,4 @@
-"""What was measured of a checkpoint, of its optimizers, of two checkpoints, and of a series."""
+"""Measurements of a checkpoint, of its optimizers, of two checkpoints, and of a series."""
 
 from __future__ import annotations
 
@@ -7,51 +7,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Facts about an optimizer's saved state besides the values of its moments: plain data.
+# -- an optimizer's state, without the values of its moments --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerGroup:
-    """Settings of one parameter group; None if the group has no such number.
-
-    Attributes:
-        learning_rate: `lr`.
-        betas: Decay rates of the moments; () for an optimizer without.
-        epsilon: `eps`.
-        weight_decay: `weight_decay`.
-        fused: True for the fused implementation, which computes in fp32 whatever the state's dtype.
-        capturable: True for one that CUDA graphs can record; torch loads its step counters, and a fused one's, as fp32.
-        parameters: Number of parameters in the group.
-    """
+    """Settings of one parameter group; None if the group has no such number."""
 
     learning_rate: float | None = None
-    betas: tuple[float, ...] = ()
+    betas: tuple[float, ...] = ()  # () for an optimizer without
     epsilon: float | None = None
     weight_decay: float | None = None
-    fused: bool = False
-    capturable: bool = False
-    parameters: int = 0
+    fused: bool = False  # computes in fp32 whatever the state's dtype
+    capturable: bool = False  # by CUDA graphs; torch loads its and a fused one's counters as fp32
+    parameters: int = 0  # number in the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StarvedMoment:
     """A second moment that holds zeros at elements where its first moment does not.
 
-    Attributes:
-        name, module, group, file: As in `TensorSummary`.
-        entry: The second moment ("exp_avg_sq").
-        dtype: Its stored dtype without "torch.".
-        starved: Number of elements that are zero there and nonzero in the first moment.
-        examined: Number of compared elements.
-        largest: Largest magnitude of the first moment at such an element; 0.0 without one.
+    `starved` counts these elements among `examined`; `largest` is the largest magnitude of the first moment there, 0.0
+    without one.
     """
 
     name: str
     module: str
     group: str
     file: str
-    entry: str
-    dtype: str
+    entry: str  # the second moment ("exp_avg_sq")
+    dtype: str  # without "torch."
     starved: int
     examined: int
     largest: float
@@ -59,21 +44,13 @@ class StarvedMoment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSummary:
-    """An optimizer's state in numbers.
-
-    Attributes:
-        path: Its path ("optimizer"), with its file if several have one path.
-        groups: Its parameter groups.
-        steps: Number of parameters by number of steps, as (step, parameters), ascending.
-        step_dtypes: Dtypes of the step counters that are tensors, without "torch.".
-        starved: Second moments that may hold zeros beside nonzero first moments, with what was found there.
-    """
+    """An optimizer's state in numbers; `path` begins with its file if several have one path."""
 
     path: str
     groups: tuple[OptimizerGroup, ...] = ()
-    steps: tuple[tuple[float, int], ...] = ()
-    step_dtypes: tuple[str, ...] = ()
-    starved: tuple[StarvedMoment, ...] = ()
+    steps: tuple[tuple[float, int], ...] = ()  # (steps, number of parameters with that many), ascending
+    step_dtypes: tuple[str, ...] = ()  # of step counters that are tensors, without "torch."
+    starved: tuple[StarvedMoment, ...] = ()  # second moments that may hold such zeros
 
 
 TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
@@ -83,49 +60,38 @@ optimizer state with one value per parameter element; `other` is optimizer count
 ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "ema", "moment", "scaler", "other")
 
 RUN_LOG = "run-log"
-"""The format of what is no checkpoint: the log that ampdoctor has written of a run."""
+"""The format of a run's log without a checkpoint, as ampdoctor has written it."""
 
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
 
 def is_dead(scale: float) -> bool:
-    """No step can be right with this scale: it is infinite or NaN, or its inverse is infinite in fp32."""
+    """Whether no step can be right with this scale: it is infinite or NaN, or its inverse is infinite in fp32."""
     return not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerState:
-    """The state of a dynamic loss scaler (`torch.amp.GradScaler.state_dict()` or another framework's equivalent).
-
-    Attributes:
-        scale: Current loss scale.
-        growth_factor: Multiplier after `growth_interval` clean steps.
-        backoff_factor: Multiplier after an overflow.
-        growth_interval: Clean steps between two growths.
-        growth_tracker: Clean steps since the last growth or backoff.
-        key: Its key in the file ("scaler").
-        file: The file that holds it, relative to what was scanned; "" without a file.
-        min_scale: The floor below which it does not go; None if it has none, like GradScaler, or it was not saved.
-    """
+    """The state of a dynamic loss scaler (`torch.amp.GradScaler.state_dict()` or another framework's equivalent)."""
 
     scale: float
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
+    growth_factor: float = 2.0  # multiplier after `growth_interval` clean steps
+    backoff_factor: float = 0.5  # multiplier after an overflow
     growth_interval: int = 2000
-    growth_tracker: int = 0
-    key: str = "scaler"
-    file: str = ""
-    min_scale: float | None = None
+    growth_tracker: int = 0  # clean steps since the last growth or backoff
+    key: str = "scaler"  # in the file
+    file: str = ""  # relative to what was scanned; "" without a file
+    min_scale: float | None = None  # its floor; None if it has none (GradScaler) or did not save it
 
     @property
     def dead(self) -> bool:
-        """True if no step can be right with this scale."""
+        """Whether no step can be right with this scale."""
         return is_dead(self.scale)
 
     @property
     def collapsed(self) -> bool:
-        """Does the scale shrink gradients (below 1), without being dead? A factory may have chosen one so low."""
+        """Whether the scale shrinks gradients (below 1), without being dead. A factory may have chosen one so low."""
         return 0 < self.scale < 1 and not self.dead
 
 
@@ -133,20 +99,14 @@ class ScalerState:
 class CastLoss:
     """What a cast to a format would do to stored values; fractions (0 to 1) are of the nonzero finite elements.
 
-    Attributes:
-        format: Name of the format ("fp16").
-        flushed: Fraction that becomes zero.
-        subnormal: Fraction that stays nonzero below the smallest normal number, where bits are lost.
-        overflowed: Fraction that is not representable.
-        relative_error: L2 norm of the rounding error over the L2 norm of the values.
-        headroom: Binades between the largest magnitude and the format's largest number; negative beyond it, None
-            without a nonzero value.
+    `relative_error` is the L2 norm of the rounding error over that of the values. `headroom` is log2 of the format's
+    largest number over the largest magnitude; negative beyond it, None without a nonzero value.
     """
 
-    format: str
-    flushed: float
-    subnormal: float
-    overflowed: float
+    format: str  # "fp16"
+    flushed: float  # becomes zero
+    subnormal: float  # stays nonzero, but loses bits
+    overflowed: float  # is not representable
     relative_error: float
     headroom: float | None
 
@@ -155,50 +115,33 @@ class CastLoss:
 class TensorSummary:
     """One tensor of a checkpoint in numbers.
 
-    Attributes:
-        name: Name as in `named_parameters()` or `named_buffers()`; for a moment the name of its parameter.
-        role: Its purpose.
-        entry: The last part of the address: "weight", "running_mean", "exp_avg_sq".
-        module: The owner, as in `named_modules()`; "" for the root or if unknown.
-        group: Name of its model in the file ("ema"), or of its optimizer; "" for the main one.
-        file: File relative to what was scanned.
-        dtype: Stored dtype without "torch." ("float16").
-        shape: Sizes.
-        examined: Number of distinct stored elements that were read.
-        counted: Number of them that were sorted by magnitude: all of a small tensor, an even sample of a large one.
-        zeros: Zeros among the counted elements.
-        nans, pos_infs, neg_infs: Exact counts.
-        amax: Largest finite magnitude, exact; None without a nonzero finite element.
-        amin: Smallest nonzero magnitude among the counted elements; None without one.
-        negatives: Elements below zero; counted only for tensors that cannot be negative, else None.
-        lowest: The smallest of these, None if `negatives` is None or 0.
-        at_max: Elements whose magnitude is exactly the stored format's largest finite number.
-        constant: The value that every element has; None if they differ, and for a single element.
-        binades: Distance from its largest magnitude to the one that 99 % of its nonzero elements reach: the span that a
-            format with one scale per tensor needs (fp8); None without a nonzero finite element.
-        casts: One entry per format whose normal range its values leave; inside that range a cast only rounds.
+    `name` is as in `named_parameters()` or `named_buffers()`; for a moment it is its parameter's. `module` is the
+    owner, "" for the root or if unknown. `group` is its model's name in the file ("ema"), or its optimizer's; "" for
+    the main one. `binades` is log2 of its largest magnitude over the one that 99 % of its nonzero elements reach: the
+    span that a format with one scale per tensor needs (fp8). `casts` has an entry for each format whose normal range
+    its values leave; inside that range a cast only rounds.
     """
 
     name: str
     role: TensorRole
-    entry: str
+    entry: str  # last part of the address: "weight", "exp_avg_sq"
     module: str
     group: str
-    file: str
-    dtype: str
+    file: str  # relative to what was scanned
+    dtype: str  # without "torch."
     shape: tuple[int, ...]
-    examined: int
-    counted: int
-    zeros: int
-    nans: int
+    examined: int  # distinct stored elements that were read
+    counted: int  # of these, sorted by magnitude: all, or an even sample of a large tensor
+    zeros: int  # among the counted elements
+    nans: int  # exact, as the next two
     pos_infs: int
     neg_infs: int
-    amax: float | None
-    amin: float | None
-    negatives: int | None = None
-    lowest: float | None = None
-    at_max: int = 0
-    constant: float | None = None
+    amax: float | None  # largest finite magnitude, exact; None without a nonzero one
+    amin: float | None  # smallest nonzero magnitude among the counted elements
+    negatives: int | None = None  # None unless the tensor cannot be negative
+    lowest: float | None = None  # the smallest negative element
+    at_max: int = 0  # elements at the stored format's largest finite number
+    constant: float | None = None  # the value of all elements, if there are several
     binades: float | None = None
     casts: tuple[CastLoss, ...] = ()
 
@@ -224,35 +167,23 @@ class TensorSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSummary:
-    """All examined tensors of one role together.
-
-    Attributes:
-        role: The role.
-        tensors: Number of tensors.
-        elements: Number of examined elements.
-        amax, amin: Largest and smallest nonzero finite magnitude; None without one.
-        casts: The effect of casting all of them.
-    """
+    """All examined tensors of one role together."""
 
     role: TensorRole
-    tensors: int
-    elements: int
-    amax: float | None
-    amin: float | None
-    casts: tuple[CastLoss, ...]
+    tensors: int  # number of tensors
+    elements: int  # number of examined elements
+    amax: float | None  # largest finite magnitude; None without a nonzero one
+    amin: float | None  # smallest nonzero magnitude
+    casts: tuple[CastLoss, ...]  # the effect of casting all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSummary:
     """A small buffer of whole numbers: a counter, or a table of positions.
 
-    Attributes:
-        name, entry, module, group, file, dtype, shape: As in `TensorSummary`.
-        lowest: Its smallest value.
-        displaced: Elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
-            Counters have none.
-        rounded_as: The half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; "" if
-            they are right, or wrong in another way.
+    `displaced` counts elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
+    `rounded_as` is the half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; "" if
+    they are right, or wrong in another way.
     """
 
     name: str
@@ -263,121 +194,79 @@ class IndexSummary:
     dtype: str
     shape: tuple[int, ...]
     lowest: float
-    displaced: int
+    displaced: int  # 0 for counters
     rounded_as: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
-    """One line of a training log stored beside the weights; a value that the log lacks is None.
+    """One line of a training log stored beside the weights; a value that the log lacks is None."""
 
-    Attributes:
-        step: Global step.
-        loss: Training loss.
-        grad_norm: Global gradient norm before clipping.
-        learning_rate: Learning rate.
-        scale: Loss scale.
-        skipped: Whether the optimizer's step was left out.
-    """
-
-    step: int
+    step: int  # global step
     loss: float | None
-    grad_norm: float | None
+    grad_norm: float | None  # of all gradients, before clipping
     learning_rate: float | None = None
-    scale: float | None = None
-    skipped: bool | None = None
+    scale: float | None = None  # loss scale
+    skipped: bool | None = None  # the optimizer's step was left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostNumbers:
-    """Numbers outside of weights and moments of which some are NaN or infinite: a loss, a metric, a list of losses.
+    """Numbers outside of weights and moments, some NaN or infinite: a loss, a metric, a list of losses."""
 
-    Attributes:
-        name: Dotted path in the file.
-        count: How many numbers are there.
-        nans: How many are NaN.
-        infs: How many are infinite.
-        last: The last of them; the only one where there is one.
-        file: File, relative to what was opened.
-    """
-
-    name: str
-    count: int
+    name: str  # dotted path in the file
+    count: int  # how many numbers there are
     nans: int
     infs: int
     last: float
-    file: str = ""
+    file: str = ""  # relative to what was opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
     """A whole checkpoint in numbers.
 
-    Attributes:
-        format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names tell it ("hf-trainer",
-            "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
-        tensors: Every examined tensor, in the order of the files.
-        roles: Totals by role, in the order of `ROLES`, without roles that have no tensor.
-        scalers: Loss scalers found.
-        global_step: The training step stored in it, if any.
-        log: The training log stored beside it, in the order of the steps.
-        optimizers: Optimizers found.
-        indices: Counters and tables of positions among its buffers.
-        foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses.
-        lost: Its other numbers that are not finite.
+    `format` is "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names show it ("hf-trainer",
+    "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
     """
 
     format: str
-    tensors: tuple[TensorSummary, ...]
-    roles: tuple[RoleSummary, ...] = ()
+    tensors: tuple[TensorSummary, ...]  # in the order of the files
+    roles: tuple[RoleSummary, ...] = ()  # totals in the order of `ROLES`, without empty roles
     scalers: tuple[ScalerState, ...] = ()
     global_step: int | None = None
-    log: tuple[LogEntry, ...] = ()
+    log: tuple[LogEntry, ...] = ()  # in the order of the steps
     optimizers: tuple[OptimizerSummary, ...] = ()
-    indices: tuple[IndexSummary, ...] = ()
-    foreign: tuple[str, ...] = ()
-    lost: tuple[LostNumbers, ...] = ()
+    indices: tuple[IndexSummary, ...] = ()  # counters and tables of positions among its buffers
+    foreign: tuple[str, ...] = ()  # names that `torch.load(weights_only=True)` refuses
+    lost: tuple[LostNumbers, ...] = ()  # other numbers that are not finite
 
 
-# How a checkpoint's tensors changed since an earlier one: plain data.
+# -- changes since an earlier checkpoint --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReach:
-    """What the next update would do to a weight, from the optimizer's moments and learning rate; shares of elements.
+    """How many elements of a weight one optimizer step would change, given the format it is stored in.
 
-    Attributes:
-        learning_rate: The larger of those stored in the two checkpoints.
-        lands: Elements whose stored value one such update changes.
-        adds_up: Elements whose stored value would change if `steps` such updates were summed exactly and rounded once.
-        steps: Steps between the two checkpoints, and at least 1000 unless a schedule has lowered the rate.
-        rms: Root mean square of the update.
+    `learning_rate` is the larger of those stored in the two checkpoints. `steps` is the number of steps between them,
+    and at least 1000 unless a schedule has lowered the rate. `lands` and `adds_up` are shares of the elements.
     """
 
     learning_rate: float
-    lands: float
-    adds_up: float
+    lands: float  # changed by one such update
+    adds_up: float  # changed by `steps` updates, summed exactly and rounded once
     steps: int
-    rms: float
+    rms: float  # root mean square of the update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """One tensor in both checkpoints.
+    """One tensor in both checkpoints; name, role, entry, module, group and file are those of the newer one.
 
-    Attributes:
-        name, role, entry, module, group, file: As in `TensorSummary`, for the newer one.
-        shape: Sizes, equal in both.
-        dtype, old_dtype: Stored dtypes; values are compared after exact widening.
-        elements: Number of compared elements.
-        unchanged: Elements with exactly the same value; NaN counts as equal to NaN.
-        change_norm, old_norm: |new - old| and |old| in L2 over the elements that are finite in both.
-        amax, old_amax: Largest finite magnitudes; None without a nonzero finite element.
-        nonfinite, old_nonfinite: Elements that are NaN or infinite.
-        moments: True if the newer checkpoint holds optimizer state for it that is not all zero.
-        pure_half: True if the weight and its moments are stored in one 16-bit format, so that no more exact copy is
-            updated in its place.
-        reach: The effect of an update; None if it was not needed, or the optimizer's rule or rate is unknown.
+    Values are compared after exact widening. `change_norm` and `old_norm` are |new - old| and |old| in L2 over the
+    elements that are finite in both. `pure_half` says that the weight and its moments are stored in one 16-bit format,
+    so that no more exact copy is updated in its place.
     """
 
     name: str
@@ -389,17 +278,17 @@ class TensorChange:
     shape: tuple[int, ...]
     dtype: str
     old_dtype: str
-    elements: int
-    unchanged: int
+    elements: int  # number of compared elements
+    unchanged: int  # elements of equal value; NaN equals NaN
     change_norm: float
     old_norm: float
-    amax: float | None
+    amax: float | None  # largest finite magnitude; None without a nonzero one
     old_amax: float | None
-    nonfinite: int
+    nonfinite: int  # elements that are NaN or infinite
     old_nonfinite: int
-    moments: bool = False
+    moments: bool = False  # the newer one has nonzero optimizer state for it
     pure_half: bool = False
-    reach: UpdateReach | None = None
+    reach: UpdateReach | None = None  # None if not needed, or the rule or rate is unknown
 
     @property
     def relative_change(self) -> float | None:
@@ -421,26 +310,17 @@ def relative(change_norm: float, old_norm: float) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointChange:
-    """Two checkpoints of one training.
+    """Two checkpoints of one training."""
 
-    Attributes:
-        old, new: Their names.
-        old_step, new_step: Their stored steps, if known.
-        tensors: Every compared tensor.
-        appeared, vanished: Addresses of weights and buffers that only the newer or only the older one has.
-        reshaped: Sizes before and after, by address.
-        old_scale, new_scale: Loss scales, if stored.
-    """
-
-    old: str
+    old: str  # its name
     new: str
     old_step: int | None
     new_step: int | None
-    tensors: tuple[TensorChange, ...]
-    appeared: tuple[str, ...] = ()
-    vanished: tuple[str, ...] = ()
-    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    old_scale: float | None = None
+    tensors: tuple[TensorChange, ...]  # all that were compared
+    appeared: tuple[str, ...] = ()  # addresses of weights and buffers only in the newer one
+    vanished: tuple[str, ...] = ()  # only in the older one
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # sizes before and after, by address
+    old_scale: float | None = None  # loss scale
     new_scale: float | None = None
 
     @property
@@ -451,20 +331,15 @@ class CheckpointChange:
         return self.new_step - self.old_step
 
 
-# What several checkpoints of one training show together: plain data.
+# -- several checkpoints of one training --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest finite magnitude of a tensor at one moment.
+    """The largest finite magnitude of a tensor in one checkpoint.
 
-    Attributes:
-        amax: The magnitude.
-        cast_by_autocast: True if fp16 autocast would cast this tensor, or its format is fp16 itself: it becomes Inf if
-            it grows beyond fp16.
-        module: Its owner, as in `named_modules()`.
-        entry: The last part of its address.
-        file: The file that holds it.
+    `cast_by_autocast` says that fp16 autocast would cast this tensor, or its format is fp16 itself: it becomes Inf if
+    it grows beyond fp16.
     """
 
     amax: float
@@ -476,36 +351,22 @@ class Largest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrendPoint:
-    """One checkpoint of a training.
-
-    Attributes:
-        name: Its name, for people.
-        step: When it was saved; points of one trend count in one unit. None if unknown.
-        roles: Totals by role.
-        scale: Loss scale; None without a scaler.
-        loss: The log's last loss up to then; None without one.
-        largest: Largest magnitude of every weight and buffer except masks, by address.
-    """
+    """One checkpoint of a training."""
 
     name: str
-    step: int | None
+    step: int | None  # None if unknown; all points of a trend use one unit
     roles: tuple[RoleSummary, ...] = ()
     scale: float | None = None
-    loss: float | None = None
-    largest: Mapping[str, Largest] = field(default_factory=dict)
+    loss: float | None = None  # the last one logged up to then
+    largest: Mapping[str, Largest] = field(default_factory=dict)  # of every weight and buffer except masks, by address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """Several checkpoints of one training.
-
-    Attributes:
-        points: In order.
-        unit: What their steps count, for sentences.
-    """
+    """Several checkpoints of one training, in order."""
 
     points: Sequence[TrendPoint]
-    unit: str = "step"
+    unit: str = "step"  # of their steps, for sentences
 
     @property
     def dated(self) -> list[TrendPoint]:

@@ -1,7 +1,7 @@
 """Records to JSON and back, by their classes; and the JSON Schema of a class.
 
-`from_plain` reads what was checked before, `checked` what anybody may have written; `unique_keys` refuses an object
-that has one key twice.
+`from_plain` reads values that were checked before, `checked` values from anybody; `unique_keys` refuses an object that
+has one key twice.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ _EXACT_INTEGERS = 2.0**53
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the schema says of a value beside its type; it stands in `Annotated`.
+    """Keywords of JSON Schema for a value, beside its type; used in `Annotated`.
 
-    Attributes:
-        keywords: Keywords of JSON Schema and their values.
-        name: Of the part of the schema that says so; "" where it says so in place.
+    `name` is that of the schema's part with these keywords; with "" they are written in place.
     """
 
     keywords: tuple[tuple[str, Any], ...]
@@ -56,7 +54,7 @@ def form(name: str = "", /, **keywords: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a value looks like when it is written, where the type in front of it in `Annotated` says less, or more."""
+    """The written form of a value, if it differs from the type before it in `Annotated`."""
 
     like: Any
 
@@ -85,14 +83,11 @@ _NUMBER = {
 
 
 def to_plain(value: Any, path: str = "report") -> Any:
-    """Return `value` as JSON values.
+    """Return `value` as JSON values; raises TypeError, with the path, for a value that has no form in JSON.
 
     Floats keep 6 significant digits; whole numbers below 2^53 and powers of two stay exact, because loss scales and the
     limits of formats are such and are meant to be copied. Non-finite floats become "NaN", "Infinity" and "-Infinity".
     Records become objects, sets sorted lists; NumPy scalars count as numbers.
-
-    Raises:
-        TypeError: A value is none of these; the message names its path.
     """
     if value is None or isinstance(value, str | bool):
         return value
@@ -113,21 +108,19 @@ def to_plain(value: Any, path: str = "report") -> Any:
 
 
 def from_plain(record: type[T], data: Mapping[str, Any]) -> T:
-    """Return the record that these values are, which follow its schema; floats are numbers again.
+    """Return a record from values that follow its schema; floats are numbers again.
 
-    Arrays become tuples; what has no type of its own stays as JSON has it. Other keys are passed by, and a field whose
-    key is missing has its default.
+    Arrays become tuples; values without a type of their own stay as JSON has them. Other keys are ignored, and a field
+    whose key is missing has its default.
     """
     return cast("T", _reader(cast("Any", record))(data))
 
 
 def schema_of(record: type, more: Mapping[type, type] = MappingProxyType({}), *, sparse: bool = False) -> Node:
-    """Return the JSON Schema of a record, with those that it holds as parts (`$defs`).
+    """Return the JSON Schema of a record, with the records in it as parts (`$defs`).
 
-    Args:
-        record: Any.
-        more: By class of a record another one, whose keys are written beside its own because they follow from them.
-        sparse: What has its default is left out.
+    `more` maps the class of a record to another one, whose keys are written beside its own because they follow from
+    them. `sparse` is for records that leave out defaults.
     """
     made = _Schema(more, sparse=sparse)
     node = made.record(record)
@@ -148,7 +141,7 @@ def plain_float(value: float) -> float | str:
 
 @cache
 def _keys(record: type) -> tuple[tuple[str, str], ...]:
-    """Each attribute of a dataclass that is written, and its key."""
+    """The written attributes of a dataclass, each with its key."""
     return tuple((f.name, f.name.rstrip("_")) for f in fields(record) if f.metadata.get("written", True))
 
 
@@ -158,13 +151,13 @@ def _hints(record: type) -> Mapping[str, Any]:
 
 
 def _split(hint: Any) -> tuple[Any, Any]:
-    """A type and what `Annotated` says of it."""
+    """A type, and its note in `Annotated`."""
     return get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
 
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What makes a value of this type from JSON values."""
+    """Returns a function that makes a value of this type from JSON values."""
     kind, _ = _split(hint)
     origin, parts = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
@@ -207,7 +200,7 @@ class _Schema:
         """The node of a type."""
         kind, note = _split(hint)
         origin, parts = get_origin(kind), get_args(kind)
-        if isinstance(note, Shape) and not (self._sparse and is_dataclass(kind)):  # there a record is written whole
+        if isinstance(note, Shape) and not (self._sparse and is_dataclass(kind)):  # a sparse record is written whole
             return self.of(note.like)
         if isinstance(note, Form):
             node = ({} if kind is float else self.of(kind)) | dict(note.keywords)
@@ -282,7 +275,7 @@ def _summary(record: type) -> str:
 
 
 def _descriptions(record: type) -> dict[str, str]:
-    """What a docstring says of each attribute; of two in one line ("old, new: Their names.") the same."""
+    """The description of each attribute in a docstring; two in one line ("old, new: Their names.") share theirs."""
     text = cleandoc(record.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
     found = re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n     +.*)*)", text, re.MULTILINE)
     return {
@@ -290,8 +283,7 @@ def _descriptions(record: type) -> dict[str, str]:
     }
 
 
-# Records from JSON values that nobody vouches for: what does not fit a field's type is refused.
-
+# -- records from unchecked JSON values: a value that does not fit its field's type is refused --
 
 _Read = Callable[[Any], Any]
 
@@ -300,10 +292,9 @@ _MOST = 2**63
 
 
 def checked(record: type[T], data: Mapping[str, Any]) -> T:
-    """Returns the record that these values are. Other keys are passed by; a missing one has its default.
+    """Returns the record with these values. Other keys are ignored; a missing one has its default.
 
-    Raises:
-        ValueError: A value is not of its field's type or range, or a field without a default has none.
+    Raises ValueError if a value is not of its field's type or range, or a field without a default has none.
     """
     return cast("T", _checked_reader(cast("Any", record))(data))
 
@@ -405,15 +396,11 @@ def _of(kind: type) -> _Read:
 _PLAIN: Mapping[Any, _Read] = {int: _integer, float: _float, str: _of(str), bool: _of(bool), Any: lambda value: value}
 
 
-# Refuses JSON objects that have one key twice, because readers disagree on which of the two counts.
+# -- objects that have one key twice: readers disagree on which of the two counts --
 
 
 class DuplicateKeyError(ValueError):
-    """An object has one key twice.
-
-    Attributes:
-        key: The key.
-    """
+    """An object has one key twice."""
 
     def __init__(self, key: str) -> None:
         super().__init__("a key stands twice")
@@ -421,11 +408,7 @@ class DuplicateKeyError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs; an `object_pairs_hook` for `json.loads`.
-
-    Raises:
-        DuplicateKeyError: One key occurs twice.
-    """
+    """Return the object of these pairs; an `object_pairs_hook` for `json.loads`. Raises DuplicateKeyError."""
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:

@@ -1,4 +1,4 @@
-"""The lines of a run's log as records: what `run` writes, `health` reads, and the schema says."""
+"""The lines of a run's log as records: `run` writes them, `health` reads them, and the schema describes them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from ampdoctor.evidence.report import Finding, Verdict
 from ampdoctor.evidence.report_health import Health
 from ampdoctor.evidence.report_profile import HistogramValues
 
-# The kind of line that speaks of single tensors.
-
+# -- lines about single tensors --
 
 PLAIN: Mapping[str, bool] = MappingProxyType({"plain": True})
-"""Metadata of a field whose value consists of what JSON has, and is written as it is."""
+"""Metadata of a field whose value consists of JSON values, and is written as it is."""
 
 Role = Literal["parameter", "gradient", "update", "activation", "activation_gradient", "optimizer_state", "buffer"]
 
@@ -93,8 +92,7 @@ class DetailLine:
     tensors: tuple[TensorDetail, ...] = ()
 
 
-# A line of details by columns: what judging and condensing ask of it, in a form that a pipe carries at once.
-
+# -- a line of details by columns, which a pipe carries in one piece --
 
 MEASURES = (
     "norm",
@@ -112,19 +110,9 @@ MEASURES = (
 
 @dataclass(frozen=True, slots=True)
 class DetailTable:
-    """Tensors of a step.
+    """Tensors of a step, as in `DetailLine`, by columns: each sequence has one entry for each tensor.
 
-    Attributes:
-        step: As of the line, and so are the next three.
-        reason: Likewise.
-        optimizer: Likewise.
-        loss_scale: Likewise.
-        tensors: Index of each tensor's name.
-        roles: Each one's role.
-        parts: Each one's part.
-        calls: Each one's call.
-        formats: Each one's format.
-        measures: Of each of `MEASURES` each one's, as float64; NaN where it was not measured.
+    `measures` holds the values of each of `MEASURES` in turn, as float64; NaN if not measured.
     """
 
     step: int
@@ -144,7 +132,7 @@ _COLUMNS = attrgetter(*_ADDRESS, *MEASURES)
 
 
 def table_of(line: DetailLine | DetailTable) -> DetailTable:
-    """Returns a line by columns, if it is not so already."""
+    """Returns a line by columns, if it is not already."""
     if isinstance(line, DetailTable):
         return line
     columns: list[Any] = list(zip(*map(_COLUMNS, line.tensors), strict=True)) or [()] * len((*_ADDRESS, *MEASURES))
@@ -168,7 +156,7 @@ def _numbers(column: Sequence[float | None]) -> bytes:
 
 
 SCHEMA_VERSION = 1
-"""Raised where a reader of the last one would break; new kinds and keys do not raise it."""
+"""Raised when a change would break a reader of the last version; new kinds and keys do not raise it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,24 +416,18 @@ KINDS: Mapping[str, type[Any]] = {
     "lost": LostLine,
     "end": EndLine,
 }
-"""The word that stands under `kind`, and what such a line is."""
+"""The word under `kind`, and the class of such a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """A whole line.
-
-    Attributes:
-        stamp: What every line carries.
-        line: What this one says; details that were read to be judged are a table of them.
-    """
+    """A whole line: the values that every line has, and its own; `health` reads details as a table."""
 
     stamp: Stamp
     line: Line | DetailTable
 
 
-# The JSON Schema of a line: made from the classes, and shipped as a file beside this one.
-
+# -- the JSON Schema of a line, made from the classes and shipped beside this file --
 
 FILE = "run-log-line.schema.json"
 _ABOUT = (
@@ -462,7 +444,7 @@ def schema() -> dict[str, Any]:
 
 
 def schema_of_classes() -> dict[str, Any]:
-    """Return the same, made anew; it needs docstrings, which `python -OO` takes away."""
+    """Return the same, made from the classes; it needs docstrings, which `python -OO` removes."""
     parts: dict[str, Any] = {}
     kinds: dict[str, Any] = {}
     for kind, record in KINDS.items():

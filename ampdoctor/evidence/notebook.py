@@ -1,8 +1,7 @@
-"""How a notebook shows a report: the package's front door sets a function here.
+"""How a notebook shows a report: the package's `__init__` sets a function here.
 
-A notebook asks the report itself (`_repr_html_`), and evidence must not know the rooms above it. The front door may
-import everything and runs before any room is entered, so it sets the renderer here; nothing is loaded before a notebook
-asks.
+A notebook calls the report's `_repr_html_`, and `evidence` must not import higher packages. The package's `__init__`
+may import everything and runs first, so it sets the renderer here; nothing is loaded before a notebook needs it.
 """
 
 from __future__ import annotations

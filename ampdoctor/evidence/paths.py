@@ -1,4 +1,4 @@
-"""Names of files: as a report shows them, as a command will write them, and as those of a run's log."""
+"""Paths as a report shows them, files that a command will write, and names of a run's log files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     """Returns a path for a report's reader: relative to the working directory if it lies below it, else absolute."""
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # somebody has removed it
+    except FileNotFoundError:  # it was removed
         return Path(os.path.normpath(path)).as_posix()
     absolute = Path(os.path.normpath(Path(path).absolute()))  # a link is shown under its own name
     return (absolute.relative_to(here) if absolute.is_relative_to(here) else absolute).as_posix()
@@ -29,16 +29,14 @@ def scanned_path(target: Mapping[str, Any]) -> str | None:
 
 
 def checkpoint_path(target: Mapping[str, Any]) -> str:
-    """Returns the checkpoint that was scanned, or that a run was resumed from; "" if there is none, or if many are."""
+    """Returns the checkpoint that was scanned, or that a run was resumed from; "" for none or several."""
     return scanned_path(target) or posix(target.get("checkpoint") or "")
 
 
 def file_within(checkpoint: str, file: str) -> str:
-    """Returns a checkpoint file's path: a checkpoint of one file is that file, and an index lies beside its files.
+    """Returns a checkpoint file's path; `file` is its name as in findings, complete if `checkpoint` is "".
 
-    Args:
-        checkpoint: Its path; "" if there is none, so that the file's own name is complete.
-        file: Its name inside the checkpoint, as in findings.
+    A checkpoint of one file is that file, and an index lies beside its files.
     """
     if not checkpoint or checkpoint == file or checkpoint.endswith(f"/{file}"):
         return checkpoint or file
@@ -47,11 +45,9 @@ def file_within(checkpoint: str, file: str) -> str:
 
 
 def path_in_repository(path: str, target: Mapping[str, Any]) -> str:
-    """Returns the path from the repository's root, if the report says where that is and the path lies below it.
+    """Returns the path from the repository's root, if the target has a `repository` and the path lies below it.
 
-    Args:
-        path: From the working directory, or absolute.
-        target: The report's target; without a `repository`, the working directory counts as the root.
+    `path` is from the working directory, or absolute.
     """
     known = target.get("repository")
     if known is None:
@@ -66,11 +62,10 @@ def posix(path: str) -> str:
     return PurePath(path).as_posix() if path else ""
 
 
-# The files that a command will write in the end: it must not read any of them.
+# -- files that a command will write, and therefore must not read --
 #
 # Which files a checkpoint consists of is known only once it is open: an index names its shards, a pointer its folder, a
 # link leads elsewhere, a log lies beside it. So each file is checked when it is opened, before anything is written.
-
 
 _promised: Final[dict[Hashable, str]] = {}
 
@@ -88,12 +83,9 @@ def to_be_written(files: Iterable[str]) -> Iterator[None]:
 
 
 def refuse_reading(path: str | os.PathLike[str]) -> None:
-    """Refuse to read a file that will be written, because its contents would be lost.
+    """Raises UsageError for a file that will be written, because its contents would be lost.
 
     A file that does not exist yet is refused as well; otherwise the next run would read what this one has written.
-
-    Raises:
-        UsageError: The file will be written.
     """
     if will_be_written(path):
         raise UsageError(f"cannot write {_promised[file_key(path)]}: it is what is to be read")
@@ -108,15 +100,14 @@ def file_key(path: str | os.PathLike[str]) -> Hashable:
     """Returns a key that all names of one file have in common."""
     try:
         found = os.stat(path)  # noqa: PTH116 - what is named may be no path at all
-    except (OSError, ValueError):  # not there yet
+    except (OSError, ValueError):  # it does not exist yet
         return os.path.realpath(path)
     return found.st_dev, found.st_ino
 
 
-# How the files of a log are named: `log.jsonl` is the running one, `log.1.jsonl` the oldest, and so on.
+# -- names of log files: `log.jsonl` is the running one, `log.1.jsonl` the oldest, and so on --
 #
-# Processes of other ranks than 0 have files of their own, `log.rank3.jsonl`; what the run is stands in `run.json`.
-
+# Processes of ranks other than 0 have files of their own, `log.rank3.jsonl`; `run.json` describes the run.
 
 _RANK_AND_NUMBER = r"(?:\.rank(?P<rank>[1-9][0-9]{0,8}))?(?:\.(?P<number>[1-9][0-9]{0,8}))?"
 _NAME = re.compile(rf"log{_RANK_AND_NUMBER}\.jsonl")
@@ -124,12 +115,12 @@ _RUN_NAME = re.compile(rf"run{_RANK_AND_NUMBER}\.json")
 
 
 def log_name(rank: int, number: int | None = None) -> str:
-    """Returns the name of a rank's log: of a file that is finished, or of the running one."""
+    """Returns the name of a rank's log file: a finished one with its number, or the running one."""
     return f"log{_of_rank(rank)}{_numbered(number)}.jsonl"
 
 
 def run_name(rank: int, number: int | None = None) -> str:
-    """Returns the name of the file that says what the run is: the last one's, or the one's whose log had a number."""
+    """Returns the name of the file that describes the run: the last run's, or that of the log with this number."""
     return f"run{_of_rank(rank)}{_numbered(number)}.json"
 
 
@@ -142,12 +133,12 @@ def rank_and_number(name: str) -> tuple[int, int | None] | None:
 
 
 def is_of_log(name: str) -> bool:
-    """Whether a file of this name is a part of a log, in the folder of one."""
+    """Whether a file of this name is a part of a log, in a log's folder."""
     return bool(_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name))
 
 
 def logs_in(names: Iterable[str]) -> dict[int, list[str]]:
-    """Returns by rank the names of its log's files, the oldest first."""
+    """Returns the names of log files by rank, the oldest first."""
     found: dict[int, list[tuple[float, str]]] = {}
     for name in names:
         place = rank_and_number(name)

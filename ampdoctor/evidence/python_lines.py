@@ -51,10 +51,7 @@ def keywords(arguments: Mapping[str, Any]) -> list[str]:
 def call(before: str, arguments: Sequence[str], after: str = ")") -> tuple[str, ...]:
     """Returns a call on one line if it fits, else with a line for each argument.
 
-    Args:
-        before: The text up to and including the opening bracket.
-        arguments: Each argument as it is written.
-        after: The text from the closing bracket on.
+    `before` ends with the opening bracket, `after` begins with the closing one.
     """
     line = before + ", ".join(arguments) + after
     if len(line) <= _WIDTH:
@@ -63,13 +60,9 @@ def call(before: str, arguments: Sequence[str], after: str = ")") -> tuple[str, 
 
 
 def apply_call(kind: str, value: Any, *, status: str | None = None, arguments: str = "") -> tuple[str, ...]:
-    """Returns the import and the call of `ampdoctor.apply` on the user's `model`.
+    """Returns the import and the call of `ampdoctor.apply` on the user's `model` for a prescription.
 
-    Args:
-        kind: The prescription's kind.
-        value: The prescription's value.
-        status: The prescription's status; None for a change that counts as verified.
-        arguments: More arguments, each after a comma.
+    `status` is None for a change that counts as verified. Further `arguments` come each after a comma.
     """
     end = "" if status is None else f', "status": {quoted(status)}'
     start = f'ampdoctor.apply(model, {{"kind": {quoted(kind)}, "value": '
@@ -79,10 +72,8 @@ def apply_call(kind: str, value: Any, *, status: str | None = None, arguments: s
 def autocast_step(device: str, dtype: str, comment: str = "") -> tuple[str, ...]:
     """Returns a training step under torch's autocast without a loss scaler; the names are the user's own.
 
-    Args:
-        device: Device type.
-        dtype: torch's name of the compute format; "float32" is a step without autocast.
-        comment: Comment beside the opening of the autocast region.
+    `dtype` is torch's name of the compute format; "float32" is a step without autocast. `comment` is put beside the
+    opening of the autocast region.
     """
     step = ("loss.backward()  # without a GradScaler", "optimizer.step()")
     if dtype == "float32":

@@ -116,14 +116,14 @@ class Finding:
 
     @property
     def places(self) -> tuple[Where, ...]:
-        """Every address that it is about, in the order of their names; which of them is the worst is no part of it."""
+        """Every address that it is about, in the order of their names, whichever is the worst."""
         return tuple(sorted((self.where, *self.also), key=lambda w: (w.tensor or "", w.module, w.op or "")))
 
     @property
     def fingerprint(self) -> str:
-        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same.
+        """Code, module, op and tensor in 16 hex digits; equal for the same finding in another run or step.
 
-        Of several places it is what they have in common, so that one more of them leaves the others' finding known.
+        For several places it is computed from what they have in common, so that one more of them does not change it.
         """
         if not self.also:
             return fingerprint_at(self.code, self.where)
@@ -144,7 +144,7 @@ def fingerprint_at(code: str, where: Where) -> str:
 
 
 def with_files(finding: Finding, name: Callable[[str | None], str | None]) -> Finding:
-    """The finding with another name for each file that it speaks of."""
+    """The finding with another name for each of its files."""
     also = tuple(replace(where, file=name(where.file)) for where in finding.also)
     return replace(finding, where=replace(finding.where, file=name(finding.where.file)), also=also)
 
@@ -184,9 +184,9 @@ SkippedKind = Literal["left_out", "unread", "other_weights", "lfs_pointer", "not
 `lfs_pointer`: a pointer of Git LFS lies in a file's place; `not_replayed`: the steps behind a failure that was set
 aside, at which a search ended; `not_in_half`: a run that says fp16 or bf16 has computed in another format."""
 STEPS_AFTER = "the steps after "
-"""How the name of what was not replayed begins."""
+"""How the name of steps that were not replayed begins."""
 NOT_IN_HALF = "the run in a half format"
-"""The name of what was not replayed, where a run that says fp16 or bf16 has computed in another format."""
+"""The name of what was skipped if a run that says fp16 or bf16 computed in another format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,7 +355,7 @@ class Report:
 
     @property
     def found(self) -> tuple[Finding, ...]:
-        """All that was found, set aside or not."""
+        """All findings, suppressed or not."""
         return (*self.findings, *(one.finding for one in self.suppressed))
 
     def worst(self) -> Severity | None:
@@ -363,17 +363,15 @@ class Report:
         return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows for it: verdict and findings."""
+        """HTML for a notebook: verdict and findings."""
         return None if notebook.show is None else notebook.show(self)
 
 
 def verdict_of(findings: Sequence[Finding], *, settled: bool = True, expect_failure: bool = False) -> Verdict:
-    """What was found comes to this verdict.
+    """Returns the verdict for all findings, suppressed ones included.
 
-    Args:
-        findings: All, those included that are set aside.
-        settled: Everything was examined that has to be for the rest to be healthy.
-        expect_failure: The user says that the run fails: a replay that finds nothing has not reproduced it.
+    `settled`: everything that a healthy verdict needs was examined. `expect_failure`: the user says that the run fails,
+    so a replay that finds nothing has not reproduced it.
     """
     if any(finding.severity == "error" for finding in findings):
         return "sick"
@@ -389,21 +387,20 @@ def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:
     return SEVERITIES.index(finding.severity), step, finding.code, where.module, where.tensor or where.op or ""
 
 
-# A report whose steps are counted as the training counts them.
-
+# -- a report with the training's step numbers --
 
 _IN_WORDS = re.compile(r"\bstep (\d+)\b")
-"""How every sentence of ours names a step."""
+"""How all our sentences name a step."""
 _RAISED = r"\b\w*(?:Error|Exception|Exit|Interrupt|Warning): [^;]*"
 """An exception as sentences quote it, with its own text (`loop.raised.describe`), up to a semicolon."""
 
 
 def counted_from(report: Report, first: int) -> Report:
-    """Returns the report of a replay whose step 0 is the training's `first`, told in the training's steps.
+    """Returns the report of a replay with the training's step numbers: the replay's step 0 becomes `first`.
 
-    A recorded step has one number, its own; "step 0" of its replay means nothing to whoever trains. What the user has
-    written stays as it is: names of modules, tensors and files, the text of an exception, and any number beyond the
-    steps that were replayed, which is no replay's.
+    A recorded step has one number, its own; "step 0" of its replay means nothing to the user. The user's own texts stay
+    unchanged: names of modules, tensors and files, the text of an exception, and any number beyond the replayed steps,
+    which is no replay's.
     """
     if first == 0:
         return report
@@ -414,12 +411,9 @@ def counted_from(report: Report, first: int) -> Report:
 
 
 class _Counting:
-    """Adds the first step to each step of a report.
+    """Adds `first` to each of the replayed `steps` in a report.
 
-    Args:
-        first: The training's number of the replay's step 0.
-        steps: How many were replayed.
-        names: Texts of the user's that speak of a step, which sentences quote.
+    `names` are the user's texts that mention a step, which sentences quote.
     """
 
     def __init__(self, first: int, steps: int, names: frozenset[str]) -> None:
@@ -428,7 +422,7 @@ class _Counting:
         self._words = re.compile("|".join([*quoted, _RAISED, _IN_WORDS.pattern]))
 
     def of(self, value: Any) -> Any:
-        """The value with its steps counted so, and its sentences."""
+        """The value with its steps renumbered, in sentences too."""
         if isinstance(value, str):
             return self._words.sub(self._said, value)
         if isinstance(value, Mapping):
@@ -451,7 +445,7 @@ class _Counting:
 
     def _field(self, owner: Any, name: str, old: Any) -> Any:
         if name == "global_step":
-            return None  # said by the step itself
+            return None  # the step itself shows it
         if name == "step" and type(old) is int:
             return old + self._first
         if isinstance(owner, Where) and isinstance(old, str):
@@ -474,7 +468,7 @@ class _Counting:
 
 
 def _names(report: Report) -> Iterator[str]:
-    """The user's texts that speak of a step and more: in addresses, in the evidence, in the target."""
+    """The user's texts that contain a step and more: in addresses, in the evidence, in the target."""
     places = [asdict(place) for finding in report.found for place in finding.places]
     for text in _texts([report.target, places, [finding.evidence for finding in report.found]]):
         if _IN_WORDS.search(text) and not _IN_WORDS.fullmatch(text):

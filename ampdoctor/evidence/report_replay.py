@@ -129,8 +129,7 @@ class ProofSection:
     omitted: Count
 
 
-# What to do where a GradScaler refuses a call although the order of calls is right.
-
+# -- a GradScaler refuses a call although the order of calls is right --
 
 HALF_WEIGHTS = (
     "make the trained weights in fp32 (no model.half(); from_pretrained(..., dtype=torch.float32)) and leave half to "
@@ -138,10 +137,10 @@ HALF_WEIGHTS = (
 )
 WITHOUT_GRADIENTS = "give scaler.step an optimizer whose parameters got gradients in this step"
 NOT_THE_ORDER = (HALF_WEIGHTS, WITHOUT_GRADIENTS)
-"""Changes of a misuse (AMP407) beside which the recipe's order of calls would mislead."""
+"""Changes for a misuse (AMP407) for which the recipe's order of calls would mislead."""
 
 
-# Replayed steps without a change, with it, and in fp32.
+# -- replayed steps without a change, with it, and in fp32 --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -326,7 +326,7 @@ class StructureSection:
     members: tuple[ListedMember, ...] = ()
 
 
-# The examined tensors of a checkpoint in the form of a report.
+# -- the examined tensors of a checkpoint --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,11 +394,8 @@ class TensorRows(Sequence[TensorRow]):
     """Rows of numbers, one for each tensor, in the order of the checkpoint.
 
     A row is made when it is read. For a checkpoint with 100,000 tensors, the rows would take five times the memory of
-    the numbers behind them, and most reports are rendered without them.
-
-    Args:
-        tensors: The numbers.
-        folder: The checkpoint's folder among those of a training; it precedes the names of the files.
+    the numbers behind them, and most reports are rendered without them. `folder` (the checkpoint's folder among those
+    of a training) precedes the names of the files.
     """
 
     __slots__ = ("_folder", "_tensors")

@@ -1,4 +1,4 @@
-"""What was measured of a run: its modules, ranges and precision, and the state that it began with."""
+"""Measurements of a run: its modules, ranges and precision, and the state that it began with."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ class UpdateFacts:
     log2_ratio: float | None
 
 
-# The terms of a range profile: what a measured place is, and what a format does to it.
-
+# -- range profiles --
 
 SiteKind = Literal["activation_grad", "weight_grad", "activation", "weight"]
 SitePart = Literal["output", "input", "parameter"]
@@ -86,20 +85,14 @@ PROFILE_MARK = "ampdoctor_profile"
 """Key in the header of a saved profile; it distinguishes a profile from a checkpoint, which may be safetensors, too."""
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""Formats that a run may compute in (`precision.Compute`, which this room cannot see)."""
+"""Formats that a run may compute in (`precision.Compute`, which this package may not import)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of measurement.
+    """A place of measurement: a module's output or input, or a parameter (its weights or gradients)."""
 
-    Attributes:
-        name: Name of the module as in `named_modules()` ("" is the model itself), or of the parameter.
-        kind: What is measured.
-        part: `output` or `input` of the module; `parameter` for weights and their gradients.
-    """
-
-    name: str
+    name: str  # of the module ("" is the model itself), or of the parameter
     kind: SiteKind
     part: SitePart
 
@@ -113,11 +106,9 @@ class Place:
 class Site:
     """One measured place, all steps and calls together.
 
-    Attributes:
-        place: The place.
-        half: In the half-precision run this tensor has, or passes through, the half format; only such places count in
-            a summary. What autocast keeps in fp32 (layer norms, losses) cannot flush.
-        weight: Number of the module's parameter elements, at least 1: the cost of keeping it in fp32.
+    `half` says that in the half-precision run this tensor has, or passes through, the half format. Only such places
+    count in a summary: tensors that autocast keeps in fp32 (layer norms, losses) cannot flush. `weight` is the number
+    of the module's parameter elements, at least 1: the cost of keeping it in fp32.
     """
 
     place: Place
@@ -126,7 +117,7 @@ class Site:
 
     @property
     def kind(self) -> SiteKind:
-        """What was measured."""
+        """The kind of measurement."""
         return self.place.kind
 
     @property
@@ -144,25 +135,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeFigures:
-    """What a format does to a set of values at some loss scale.
+    """What a format does to a set of values at some loss scale."""
 
-    Attributes:
-        flushed: Fraction of the nonzero finite values that becomes zero.
-        subnormal: Fraction that keeps fewer bits than a normal number.
-        overflowed: Fraction that the format cannot hold.
-        relative_error: L2 norm of the rounding error over that of the values; inf with an overflow.
-        zeros: Fraction of all values that are zero from the start, which is not underflow.
-    """
-
-    flushed: float
-    subnormal: float
-    overflowed: float
-    relative_error: float
-    zeros: float
+    flushed: float  # fraction of the nonzero finite values that becomes zero
+    subnormal: float  # fraction with fewer bits than a normal number
+    overflowed: float  # fraction that the format cannot hold
+    relative_error: float  # L2, of the rounding error over the values; inf with an overflow
+    zeros: float  # fraction of all values that are zero from the start (no underflow)
 
 
-# Which precision a run should have: what the advice rests on, and the advice.
-
+# -- the choice of a precision --
 
 RunPrecision = Literal["fp16", "bf16", "tf32", "fp8", "fp32"]
 RowPrecision = Literal["fp16", "bf16", "tf32", "fp32", "fp8 e4m3", "fp8 hybrid", "mxfp8"]
@@ -173,10 +155,8 @@ RowPrecision = Literal["fp16", "bf16", "tf32", "fp32", "fp8 e4m3", "fp8 hybrid",
 class Spread:
     """How far apart a tensor's values lie.
 
-    Attributes:
-        module: Its module.
-        kind: `activation`, `weight` (the forward's operands) or `activation_grad` (the backward's).
-        binades: log2 of the largest magnitude over the one below which a share tau of the nonzero values lies.
+    `kind` is `activation` or `weight` (operands of the forward) or `activation_grad` (of the backward). `binades` is
+    log2 of the largest magnitude over the one below which a share tau of the nonzero values lies.
     """
 
     module: str
@@ -186,55 +166,39 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFacts:
-    """The loss scale that serves an fp16 run.
+    """The loss scale for an fp16 run."""
 
-    Attributes:
-        exponent: log2 of it.
-        unserved: Modules whose gradients it does not serve.
-        share: Their share of the parameters, 0 to 1.
-    """
-
-    exponent: int
-    unserved: tuple[str, ...] = ()
-    share: float = 0.0
+    exponent: int  # its log2
+    unserved: tuple[str, ...] = ()  # modules whose gradients it does not suit
+    share: float = 0.0  # of the parameters in these modules, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionFacts:
-    """What the choice of a precision rests on.
+    """The facts from which a precision is chosen.
 
-    Attributes:
-        target: The hardware.
-        own: The run's own precision ("fp32", "tf32", "bf16", "fp16").
-        pure: Its weights are kept in that precision: no autocast, no fp32 master weights.
-        forward: Largest magnitude of each module's half activations, masks left aside.
-        forward_flushed: Share of the nonzero half activations that the target takes for zero in fp16, 0 to 1.
-        scale: The loss scale for fp16; None where no half gradient was seen.
-        fp16_error: Expected relative L2 error of the weight gradients in fp16 at that scale; None where not known.
-        bf16_error: The same in bf16.
-        harm: What was wrong in an fp16 replay that no loss scale cures, a clause ("the loss is not finite"); None where
-            nothing was, or none was run.
-        settled: The steps after that one were taken.
-        spreads: Of the tensors that FP8 would hold.
-        modules: What each module computes, in the order in which they first ran.
-        updates: What bf16 weights would make of the updates; () where that was not looked at.
-        precision_matters: The user needs more than bf16's 8 bits (training and sampling that must agree).
+    `pure` says that the weights are kept in the run's own precision: no autocast, no fp32 master weights. `forward` is
+    the largest magnitude of each module's half activations, without masks. `forward_flushed` is the share of the
+    nonzero half activations that the target treats as zero in fp16, 0 to 1. `fp16_error` is the expected relative L2
+    error of the weight gradients in fp16 at `scale`, `bf16_error` the same in bf16. `harm` is a clause about what was
+    wrong in an fp16 replay and no loss scale cures ("the loss is not finite"); `settled` says that the steps after it
+    were taken.
     """
 
     target: Target
-    own: str
+    own: str  # the run's own ("fp32", "tf32", "bf16", "fp16")
     pure: bool = False
     forward: Mapping[str, float] = field(default_factory=dict)
     forward_flushed: float = 0.0
-    scale: ScaleFacts | None = None
+    scale: ScaleFacts | None = None  # None if no half gradient was seen
     fp16_error: float | None = None
     bf16_error: float | None = None
     harm: str | None = None
     settled: bool = False
-    spreads: tuple[Spread, ...] = ()
-    modules: tuple[ModuleFacts, ...] = ()
-    updates: tuple[UpdateFacts, ...] = ()
-    precision_matters: bool = False
+    spreads: tuple[Spread, ...] = ()  # of the tensors that FP8 would hold
+    modules: tuple[ModuleFacts, ...] = ()  # in the order in which they first ran
+    updates: tuple[UpdateFacts, ...] = ()  # what bf16 weights would make of them; () if not examined
+    precision_matters: bool = False  # the user needs more than bf16's 8 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,33 +249,24 @@ class PrecisionAdvice:
         return tuple(row.module for row in self.rows if not row.part and row.precision in {"fp32", "tf32"})
 
 
-# Optimizer state that training in fp32 never leaves behind, as the first step of a replay shows it: plain data.
+# -- optimizer state that training in fp32 never produces, from the first step of a replay --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedMoment:
     """A parameter whose second moment holds zeros beside first moments that no rounding explains.
 
-    Attributes:
-        name: The parameter's name.
-        module: Name of the module that owns it.
-        entry: The second moment ("exp_avg_sq").
-        dtype: Its dtype without "torch.".
-        starved: Number of elements that are zero there and nonzero in the first moment.
-        elements: Number of the parameter's elements.
-        largest: Largest magnitude of the first moment at such an element.
-        epsilon: The optimizer's epsilon.
-        update: Norm of the parameter's first update; None where it cannot be measured.
-        fresh: Norm of the same update if the parameter's optimizer state is begun anew; None likewise.
+    `update` is the norm of the parameter's first update, `fresh` that of the same update with new optimizer state; None
+    if it cannot be measured.
     """
 
     name: str
     module: str
-    entry: str
-    dtype: str
-    starved: int
-    elements: int
-    largest: float
+    entry: str  # the second moment ("exp_avg_sq")
+    dtype: str  # without "torch."
+    starved: int  # elements that are zero there, but not in the first moment
+    elements: int  # of the parameter
+    largest: float  # magnitude of the first moment at such an element
     epsilon: float
     update: float | None = None
     fresh: float | None = None
@@ -319,25 +274,15 @@ class FlushedMoment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfCounter:
-    """A step counter in a half format.
-
-    Attributes:
-        name: The parameter's name.
-        module: Name of the module that owns it.
-        dtype: "bfloat16" or "float16".
-        count: Its value before the first step.
-        after: Its value after the first step that the optimizer took; None if it took none.
-        widened: The same, counted in fp32.
-        betas: Decay rates of the optimizer's moments; () for an optimizer without.
-    """
+    """A parameter's step counter in a half format ("bfloat16" or "float16")."""
 
     name: str
     module: str
     dtype: str
-    count: float
-    after: float | None = None
-    widened: float | None = None
-    betas: tuple[float, ...] = ()
+    count: float  # before the first step
+    after: float | None = None  # after the optimizer's first step; None if it took none
+    widened: float | None = None  # the same, counted in fp32
+    betas: tuple[float, ...] = ()  # the optimizer's; () for one without
 
     @property
     def stands(self) -> bool:
@@ -345,35 +290,24 @@ class HalfCounter:
         return self.after == self.count and self.widened is not None and self.widened > self.count
 
 
-# Facts about the settings of a run's own loss scaler, besides its state.
+# -- a run's own loss scaler --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedSetting:
-    """An argument of a GradScaler that its constructor takes and its first use refuses.
+    """An argument of a GradScaler that its constructor takes and its first use refuses."""
 
-    Attributes:
-        name: The argument ("growth_interval").
-        given: Its value, as Python writes it.
-        used: The value that the replay used instead.
-        raised: torch's exception, type first.
-    """
-
-    name: str
-    given: str
-    used: float
-    raised: str
+    name: str  # "growth_interval"
+    given: str  # as Python writes it
+    used: float  # by the replay instead
+    raised: str  # torch's exception, type first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedScaler:
-    """The run's scaler before and after a checkpoint was loaded, and the checkpoint's.
+    """The run's scaler before (`own`) and after (`now`) a checkpoint was loaded, and the checkpoint's (`file`).
 
-    Attributes:
-        own: The scaler as the factory made it.
-        file: The scaler in the checkpoint.
-        now: The scaler with which the replay goes on.
-        asked: The GradScaler arguments that the run names; None if it passed a scaler, whose arguments are unknown.
+    `asked` are the GradScaler arguments that the run names; None if it passed a scaler, whose arguments are unknown.
     """
 
     own: ScalerState

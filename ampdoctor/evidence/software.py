@@ -1,4 +1,4 @@
-"""What is installed, and what the environment says of numbers: for reports about a run, without importing any of it."""
+"""Versions of installed packages and variables of the environment that affect numbers, without importing packages."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def machine() -> dict[str, str]:
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of the packages that a training stands on; None for what is not installed."""
+    """Versions of the packages that a training uses; None if not installed."""
     return {package: installed(package) for package in _PACKAGES}
 
 
 def variables() -> dict[str, str]:
-    """Those variables of the environment that are set and change numbers or devices."""
+    """The variables of the environment that are set and change numbers or devices."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}

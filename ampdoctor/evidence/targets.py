@@ -1,4 +1,4 @@
-"""What advice is for: the hardware behind `--target`, and the frameworks in whose words it is said."""
+"""The hardware behind `--target`, and the frameworks for which advice is written."""
 
 from __future__ import annotations
 
@@ -18,30 +18,21 @@ FP16_FLUSH = -25.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One kind of hardware.
+    """One kind of hardware; `source` is where its row comes from.
 
-    Attributes:
-        name: The value of `--target`.
-        hardware: The hardware in words.
-        fp16: Matrix products in fp16 run natively.
-        bf16: Matrix products in bf16 run natively; if it is emulated, torch reports support, but it gains nothing.
-        tf32: fp32 matrix products may read 10 mantissa bits.
-        fp8: FP8 (E4M3, E5M2) with a scale for each tensor.
-        mxfp8: FP8 with a power-of-two scale for each 32 elements.
-        nvfp4: E2M1 with an E4M3 scale for each 16 elements.
-        fp16_flush: log2 of the magnitude below which an operand of a forward product in fp16 becomes zero.
-        bf16_backward: torch computes the backward's fp16 products through bf16, with its 8 bits.
-        source: The source of the row.
+    `bf16` means matrix products run natively; if it is emulated, torch reports support, but it gains nothing.
+    `fp16_flush` is log2 of the magnitude below which an operand of a forward product in fp16 becomes zero.
+    `bf16_backward` says that torch computes the backward's fp16 products through bf16, with its 8 bits.
     """
 
     name: str
-    hardware: str
-    fp16: bool = True
+    hardware: str  # in words
+    fp16: bool = True  # native matrix products
     bf16: bool = True
-    tf32: bool = False
-    fp8: bool = False
-    mxfp8: bool = False
-    nvfp4: bool = False
+    tf32: bool = False  # fp32 matrix products may read 10 mantissa bits
+    fp8: bool = False  # E4M3 and E5M2 with a scale for each tensor
+    mxfp8: bool = False  # a power-of-two scale for each 32 elements
+    nvfp4: bool = False  # E2M1 with an E4M3 scale for each 16 elements
     fp16_flush: float = FP16_FLUSH
     bf16_backward: bool = False
     source: str
@@ -158,7 +149,6 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         )
     }
 )
-"""By name."""
 
 
 _CARD = re.compile(r"(?:geforce)?(rtx|gtx)(\d\d)\d\d(?:ti|super|d|laptop|mobile|maxq)*")
@@ -166,10 +156,9 @@ _CARD = re.compile(r"(?:geforce)?(rtx|gtx)(\d\d)\d\d(?:ti|super|d|laptop|mobile|
 
 
 def target_named(name: str) -> Target:
-    """Returns the row of a target; of a consumer's card ("rtx3090", "RTX 4070 Ti") the row of its family.
+    """Returns the row of a target; for a consumer's card ("rtx3090", "RTX 4070 Ti") that of its family.
 
-    Raises:
-        UsageError: No row has this name.
+    Raises UsageError if no row has this name.
     """
     plain = re.sub(r"[\s_-]", "", name.lower())
     card = _CARD.fullmatch(plain)
@@ -179,8 +168,7 @@ def target_named(name: str) -> Target:
     return found
 
 
-# The frameworks whose loss scalers ampdoctor knows.
-
+# -- frameworks --
 
 Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspeed", "megatron", "fairseq", "fsdp"]
 """`fsdp` is FSDP1's ShardedGradScaler; accelerate, transformers, lightning and fsdp use torch's rules."""
@@ -188,6 +176,6 @@ Framework = Literal["torch", "accelerate", "transformers", "lightning", "deepspe
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
 PlanFramework = Literal["transformers", "accelerate", "lightning", "deepspeed", "megatron", "torchtitan", "torchrun"]
-"""Those in whose words a plan of the batch can be said; `torchrun` is a user's own loop."""
+"""Frameworks for which a batch plan can be written; `torchrun` is a user's own loop."""
 
 PLAN_FRAMEWORKS: tuple[PlanFramework, ...] = get_args(PlanFramework)

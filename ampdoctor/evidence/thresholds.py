@@ -1,4 +1,4 @@
-"""What counts as harmful, as too many: a threshold, its values in force, and those of loss scaling."""
+"""Thresholds of the rules, the values in force, and the thresholds of loss scaling."""
 
 from __future__ import annotations
 
@@ -11,31 +11,22 @@ from ampdoctor.evidence.json_records import Finite, Text, form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """One number by which a rule judges, and the reason for its default.
+    """One number by which a rule judges, and the reason (`why`) for its default.
 
     Mathematical facts (a format's largest number, whether a value is finite) are not thresholds: nobody can move them.
-
-    Attributes:
-        code: The rule's code ("AMP107").
-        name: Its name within the rule, as a key of the configuration ("saturated").
-        default: Its value if nobody moves it; an int if only whole numbers make sense.
-        unit: What is counted ("share", "steps", "relative L2 error", ...).
-        lowest: The lowest value that makes sense; the default is that of a share.
-        highest: The highest value that makes sense; the default is that of a share.
-        why: What it decides, and the derivation of its default.
-        above: The threshold of the same rule below which it must not be; None if there is none.
-        option: The command line's short name for it ("--tau"); None if it has none.
+    `default` is an int if only whole numbers make sense. `above` is a threshold of the same rule that it must not be
+    less than.
     """
 
-    code: str
-    name: str
+    code: str  # "AMP107"
+    name: str  # the configuration's key within the rule ("saturated")
     default: float
-    unit: str
+    unit: str  # "share", "steps", "relative L2 error"
     why: str
     lowest: float = 0.0
     highest: float = 1.0
     above: Threshold | None = None
-    option: str | None = None
+    option: str | None = None  # the command line's short name ("--tau")
 
     @property
     def key(self) -> str:
@@ -72,10 +63,7 @@ class MovedThreshold:
     unit: Text
 
 
-# The thresholds that are no rule's alone: `scaling` chooses a loss scale by them, and the command line names them.
-#
-# Every other stands in the file of its rule, in `diagnosis`, and these are listed there too.
-
+# -- thresholds of loss scaling; every other is in the file of its rule, in `diagnosis` --
 
 FLUSHED = Threshold(
     code="AMP301",
@@ -147,8 +135,7 @@ HORIZON = Threshold(
 )
 
 
-# The values of the thresholds in force: the defaults, but for those that a user has moved.
-
+# -- the values in force --
 
 Moves = Mapping[str, Mapping[str, float]]
 """Values by code and name, as a configuration has them: {"AMP107": {"saturated": 0.1}}."""
@@ -156,17 +143,16 @@ Moves = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What counts as lost, as harmful, as too many: `thresholds[SATURATED_8_BIT]` is the value in force.
+    """The values in force: `thresholds[SATURATED_8_BIT]`.
 
-    Attributes:
-        moved: Those that differ from their defaults, with their values, in the order of their rules' codes.
+    `moved` are the thresholds that differ from their defaults, with their values, in the order of their rules' codes.
     """
 
     moved: tuple[tuple[Threshold, float], ...] = ()
 
     def __getitem__(self, threshold: Threshold) -> float:
         """The value in force."""
-        if not self.moved:  # as rules ask at every step
+        if not self.moved:  # fast path: rules read thresholds at every step
             return threshold.default
         return next((value for one, value in self.moved if one.key == threshold.key), threshold.default)
 
@@ -184,4 +170,3 @@ class Thresholds:
 
 
 DEFAULT_THRESHOLDS = Thresholds()
-"""Nothing is moved."""

@@ -1,1 +1,1 @@
-"""What a replayed or watched run has shown."""
+"""Observations of a replayed or watched run."""

@@ -1,4 +1,4 @@
-"""What a loop's own code has made of its gradients in one step, beside its scaler."""
+"""What a loop's own code did to its gradients in one step, beside its scaler."""
 
 from __future__ import annotations
 
@@ -9,45 +9,30 @@ from ampdoctor.evidence.location import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What was done to an optimizer's gradients between two moments.
+    """A change of an optimizer's gradients between two moments."""
 
-    Attributes:
-        factor: By which all were multiplied, 1.0 where they are as they were; None where that is not one number.
-        bound: The magnitude to which each was cut, where they were; None else.
-        most: Their largest magnitude before, among the samples.
-        norm: Their L2 norm afterwards, of all of them.
-    """
-
-    factor: float | None
-    bound: float | None
-    most: float
-    norm: float
+    factor: float | None  # of all gradients, 1.0 if unchanged; None if it is not one number
+    bound: float | None  # magnitude to which each was clipped, if any
+    most: float  # largest magnitude before, among the samples
+    norm: float  # L2 norm of all of them afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
     """A step on gradients of scaled losses alone.
 
-    Attributes:
-        step: The step.
-        scale: The loss scale.
-        unscaled: A scaler has divided the gradients by it.
-        by_itself: The optimizer divides them in its own step, or may: it is none of torch's, or a fused one.
-        knows_scale: The loop has asked for the scale, and may multiply and divide by it.
-        scaled_again: The line that has scaled a loss of which a part was scaled already; None without one.
-        before: What was done to the gradients before they were unscaled; None where that is not known.
-        after: What was done to them since the backward, or since they were unscaled; None where that is not known.
-        clipped: By which `clip_grad_norm_` has multiplied them, 1.0 without one.
-        source: The line that makes the step.
+    `by_itself` says that the optimizer divides the gradients in its own step, or may: it is none of torch's, or a fused
+    one. `scaled_again` is the line that scaled a loss of which a part was scaled already. `before` and `after` are
+    changes of the gradients before they were unscaled, and since the backward or the unscaling; None if unknown.
     """
 
     step: int
-    scale: float
-    unscaled: bool
+    scale: float  # the loss scale
+    unscaled: bool  # a scaler has divided the gradients by it
     by_itself: bool
-    knows_scale: bool
+    knows_scale: bool  # the loop has read it, and may multiply and divide by it
     scaled_again: Source | None
     before: Change | None
     after: Change | None
-    clipped: float
-    source: Source | None
+    clipped: float  # factor of `clip_grad_norm_`; 1.0 without one
+    source: Source | None  # the line that makes the step
