@@ -85,17 +85,11 @@ class Here:
 def known_failure(
     log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> KnownFailure | None:
-    """What says that the run fails; None where nothing does.
+    """Returns the evidence that the run fails, if there is any; `said`: the user says so (`--expect-failure`).
 
-    A loss that is not finite is a failure. Gradient norms that are not are one only in a row (AMP902.norms), where
-    no finite one follows: a GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale
-    below 1 that an overflow has just lowered is on its way down; one that has settled there may train well.
-
-    Args:
-        log: The training log beside the checkpoint.
-        scaler: The scaler's state in the checkpoint.
-        said: The user says so (`--expect-failure`).
-        thresholds: How many norms in a row say so (AMP902).
+    A non-finite loss is a failure. Non-finite gradient norms are a failure only in a row (AMP902.norms) without a
+    finite one after them: a GradScaler skips a step now and then, and the Trainer logs its norm. A loss scale below 1
+    that an overflow has just lowered is still falling; a scale that has settled there may train well.
     """
     entries = sorted(log, key=lambda entry: entry.step)
     lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
@@ -116,12 +110,7 @@ def known_failure(
 
 
 def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
-    """The note that says why a clean replay is no health, and what to change to see the failure.
-
-    Args:
-        known: What says that the run fails.
-        here: How it was replayed.
-    """
+    """Makes the note: why a clean replay does not prove a healthy run, and what to change to see the failure."""
     differs = differences(known, here)
     return Finding(
         code=NOT_REPRODUCED.code,
@@ -179,7 +168,7 @@ def _data(here: Here) -> str:
 
 
 def comparison_left_out(report: Report) -> str | None:
-    """The option with which the user has cut the comparison with fp32 short of a failure; None where there is none."""
+    """Returns the option with which the user limited the comparison with fp32, if a known failure did not show."""
     compared = next((one.evidence.get("compared") for one in report.found if one.code == NOT_REPRODUCED.code), None)
     return None if compared is None else _option(compared)
 
@@ -210,7 +199,7 @@ def _steps(known: KnownFailure, here: Here) -> str:
     return f"it failed at step {known.step}, which was replayed, {data}"
 
 
-# AMP901: the same step does not come back bit by bit.
+# AMP901
 
 
 NONDETERMINISTIC_REPLAY = register(
@@ -243,7 +232,7 @@ def nondeterministic_finding(step: int, what: str, first: float, second: float) 
     )
 
 
-# AMP206: the run is not finite in fp32 either.
+# AMP206
 
 
 NONFINITE_IN_FP32 = register(
@@ -286,7 +275,7 @@ def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
 
 
 def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
-    """AMP206: the fp32 reference itself is not finite at these steps."""
+    """Makes the finding of AMP206: the fp32 reference itself is not finite at these steps."""
     return range_finding(
         NONFINITE_IN_FP32,
         "error",
