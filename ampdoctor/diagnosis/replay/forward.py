@@ -236,21 +236,13 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class OldCopies:
-    """Half copies that a forward read after their weights were written.
+    """Half copies that a forward read after their weights were written."""
 
-    Attributes:
-        where: The write, at the user's line.
-        writer: What wrote the weights, as the subject and verb of a sentence.
-        weight: Name of the first weight.
-        weights: Number of weights.
-        used_at: The first forward that read an old copy: "FILE:LINE", else its module; "" where neither is known.
-    """
-
-    where: Where
-    writer: str
-    weight: str
-    weights: int
-    used_at: str
+    where: Where  # the write, at the user's line
+    writer: str  # what wrote the weights: subject and verb of a sentence
+    weight: str  # name of the first weight
+    weights: int  # number of weights
+    used_at: str  # first forward that read an old copy: "FILE:LINE", else its module; "" if unknown
 
 
 def may_be_stale(events: Sequence[StepEvent]) -> bool:

@@ -233,7 +233,7 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
 
 
 def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Severity) -> Finding:
-    """At the first op of the backward that flushes most of its result, else at the one that flushes the most."""
+    """Makes the finding at the backward's first op that flushes most of its result, else the op that flushes most."""
     first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
     return underflow_finding(comparison, first.where, severity, first.fraction)
 

@@ -36,50 +36,29 @@ NOT_REPRODUCED = register(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFailure:
-    """Something outside the replay says that the run fails.
+    """Evidence from outside the replay that the run fails."""
 
-    Attributes:
-        why: What says so, in words.
-        step: The first global step at which it does; None where that is not known.
-    """
-
-    why: str
-    step: int | None = None
+    why: str  # the evidence in words
+    step: int | None = None  # the first global step at which it fails, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """The circumstances of a replay in which nothing failed.
+    """The circumstances of a replay in which nothing failed."""
 
-    Attributes:
-        steps: Optimizer steps that were replayed.
-        device: Where ("cpu", "cuda:0").
-        policy: Whose autocast list ("cuda", "native").
-        precision: The compute format ("fp16").
-        scaled: An enabled GradScaler was at work.
-        torch: torch's version.
-        checkpoint: A checkpoint was loaded.
-        global_step: Optimizer steps that the checkpoint had done; None where it does not say.
-        lacks: What of the run's state the checkpoint did not hold ("optimizer").
-        file_scaler: The scaler's state in the checkpoint; None where there is none.
-        compared: How many of the steps were held beside fp32, where the user wanted fewer than all; else None.
-        option: The option that says how many steps are replayed.
-        placed: The batches begin where the checkpoint was saved.
-    """
-
-    steps: int
-    device: str
-    policy: str
-    precision: str
-    scaled: bool
-    torch: str
-    checkpoint: bool = False
-    global_step: int | None = None
-    lacks: tuple[str, ...] = ()
-    file_scaler: ScalerState | None = None
-    compared: int | None = None
-    option: str = "--steps"
-    placed: bool = False
+    steps: int  # optimizer steps that were replayed
+    device: str  # "cpu", "cuda:0"
+    policy: str  # whose autocast list: "cuda", "native"
+    precision: str  # the compute format ("fp16")
+    scaled: bool  # with an enabled GradScaler
+    torch: str  # torch's version
+    checkpoint: bool = False  # a checkpoint was loaded
+    global_step: int | None = None  # optimizer steps that the checkpoint had done, if it says so
+    lacks: tuple[str, ...] = ()  # parts of the run's state that the checkpoint lacked ("optimizer")
+    file_scaler: ScalerState | None = None  # the scaler's state in the checkpoint
+    compared: int | None = None  # steps compared with fp32, where the user wanted fewer than all
+    option: str = "--steps"  # the option that sets the number of steps
+    placed: bool = False  # the batches begin where the checkpoint was saved
 
 
 def known_failure(
@@ -136,7 +115,7 @@ def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
 
 
 def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
-    """What differs, or may differ, between the replay and the run that failed: each a clause, the likeliest first."""
+    """Returns clauses on what differs, or may differ, between the replay and the failed run, the likeliest first."""
     found = [] if here.compared is None else [_comparison(here.compared)]
     found.append(_steps(known, here))
     if not here.checkpoint:
@@ -212,13 +191,9 @@ NONDETERMINISTIC_REPLAY = register(
 
 
 def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
-    """The same step gave other bits.
+    """Makes the finding for a step that gave other bits; `what` differed first, with these values.
 
-    Args:
-        step: The step.
-        what: The first thing that differed.
-        first: Its largest value (the loss itself) when first seen.
-        second: The same in the replay.
+    The values are the largest of a tensor, or the loss itself.
     """
     return Finding(
         code=NONDETERMINISTIC_REPLAY.code,
@@ -246,11 +221,9 @@ DIVERGES = (
 
 
 def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
-    """In fp32 the updates drive the run out of the finite as well, at once or a few steps later.
+    """Makes the finding for a run whose updates lead to non-finite values in fp32 too, at once or a few steps later.
 
-    Args:
-        birth: Where it left the compute format first.
-        losses: In fp32, of all steps up to the one that is not finite.
+    `birth` is where it first left the compute format. `losses` are in fp32, of all steps up to the non-finite one.
     """
     last = len(losses) - 1
     before = losses[last - 1]

@@ -108,7 +108,7 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
 
 
 def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
-    """Losses that compute in half; of torch's cross entropy under autocast that is the log-softmax, not the sum."""
+    """Yields losses that compute in half; torch's cross entropy under autocast does so in its log-softmax only."""
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
@@ -207,11 +207,9 @@ _ROUTERS = frozenset({"router", "gate", "switch", "wg"})
 
 @dataclass(frozen=True, slots=True)
 class Fp8Fit:
-    """What FP8 would compute."""
+    """What FP8 would compute; `rows` has precision and reason of each module with a product."""
 
-    rows: Mapping[str, tuple[RowPrecision, str]] = field(
-        default_factory=dict
-    )  # precision and reason of each module with a product
+    rows: Mapping[str, tuple[RowPrecision, str]] = field(default_factory=dict)
     share: float = 0.0  # share of these modules' parameters that FP8 takes
     nvfp4: int = 0  # number of these modules within NVFP4's range
 

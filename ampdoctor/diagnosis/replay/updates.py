@@ -533,6 +533,7 @@ def is_far(parameter: ParameterBeside, ratio: float) -> bool:
 
 
 def made_zero(compared: Sequence[Comparison]) -> tuple[int, Far]:
+    """Returns the first step in which parameters stand still, without rounding, on a correct gradient; and these."""
     for at, step in enumerate(compared):
         still = tuple(p for p in step.parameters if _is_zero(p))
         if still:
