@@ -51,9 +51,6 @@ def product(plan: PlannedBatch) -> str:
     return f"{plan.data_parallel} x {plan.micro_batch} x {plan.accumulation} = {plan.global_batch}"
 
 
-# AMP802
-
-
 NOTHING_FITS = register(
     "AMP802",
     "nothing-fits",

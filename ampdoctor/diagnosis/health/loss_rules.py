@@ -55,9 +55,6 @@ def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     return (finding,)
 
 
-# AMP720
-
-
 GRADIENT_JUMP_DEVIATIONS = Threshold(
     code="AMP720",
     name="deviations",
@@ -144,9 +141,6 @@ def gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     return (finding,)
 
 
-# AMP741
-
-
 CLIMBS_AT_FIRST_LOSS = Threshold(
     code="AMP741",
     name="loss",
@@ -210,9 +204,6 @@ def _climbs_at_first(moment: StepMoment, thresholds: Thresholds) -> Sequence[Fin
 
 def _known(value: float) -> float | None:
     return None if value != value else value  # noqa: PLR0124 - NaN is not itself
-
-
-# AMP724
 
 
 LEVEL_SHIFTS_SUM = Threshold(
@@ -310,9 +301,6 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     return (finding,)
 
 
-# AMP721
-
-
 LOSS_NOT_BACK_STEPS = Threshold(
     code="AMP721",
     name="steps",
@@ -361,9 +349,6 @@ def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     return (finding,)
 
 
-# AMP739
-
-
 DESCENT_LOST_SHARE = Threshold(
     code="AMP739",
     name="share",
@@ -402,9 +387,6 @@ def _descent_lost(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
         evidence={"usual": usual, "lowest": descent.lowest, "highest": descent.fallen_from, "share": share},
     )
     return (finding,)
-
-
-# AMP732
 
 
 LOSS_FALLS_DEVIATIONS = Threshold(
@@ -448,9 +430,6 @@ def _loss_falls(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]
         evidence={"usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
     )
     return (finding,)
-
-
-# AMP731
 
 
 PLATEAU_STEPS = Threshold(

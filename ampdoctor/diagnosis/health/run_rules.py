@@ -111,9 +111,6 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
     return (finding,)
 
 
-# AMP740
-
-
 NO_STEP_TAKEN_STEPS = Threshold(
     code="AMP740",
     name="settling",
@@ -153,9 +150,7 @@ def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
         return ()
     steps = scale.until - scale.since + 1
     from_the_first = not scale.taken
-    gone = (
-        moment.end is not None and scale.now is not None and scale.now <= 1
-    )  # at the log's end, with a scale that scales nothing
+    gone = moment.end is not None and scale.now is not None and scale.now <= 1  # ended at a scale that scales nothing
     least = thresholds[NO_STEP_TAKEN_STEPS] if from_the_first and not gone else HOPELESS
     if steps < least or (not from_the_first and scale.now is not None):
         return ()  # AMP723 says more about a scale that falls later
@@ -202,9 +197,6 @@ def _finding(moment: StepMoment, severity: Severity, message: str) -> Finding:
     )
 
 
-# AMP742
-
-
 NO_SUCH_SCALE = register(
     "AMP742",
     "no-such-scale",
@@ -233,9 +225,6 @@ def _no_such_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
         evidence={"scale": wrong, "last_scale": moment.scale.now},
     )
     return (finding,)
-
-
-# AMP729
 
 
 SCHEDULE_JUMPS_FACTOR = Threshold(
@@ -310,9 +299,6 @@ def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
         if before > 0 and now >= factor * max(before, highest):
             return group
     return None
-
-
-# AMP736
 
 
 BATCH_CHANGES_FACTOR = Threshold(
@@ -403,9 +389,6 @@ def _more_zeros(zeros: Course) -> float:
     return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR_ZEROS else 0.0
 
 
-# AMP735
-
-
 DATA_REPEATS_STEPS = Threshold(
     code="AMP735",
     name="steps",
@@ -461,9 +444,6 @@ def _data_repeats(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
 
 def _ago(steps: int) -> str:
     return "the step before" if steps == 1 else f"{steps} steps before"
-
-
-# AMP730
 
 
 SLOWS_DOWN_FACTOR = Threshold(

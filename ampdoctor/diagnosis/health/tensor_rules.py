@@ -114,9 +114,6 @@ def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iter
     )
 
 
-# AMP734
-
-
 FACTOR_JUMPS_BINADES = Threshold(
     code="AMP734",
     name="binades",
@@ -174,9 +171,6 @@ def _factor_jumps(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
             "scale": float(scales[worst, -1]),
         },
     )
-
-
-# AMP726
 
 
 HEADROOM_RUNS_OUT_NEAR = Threshold(
@@ -255,9 +249,6 @@ def _headroom_runs_out(moment: TensorMoment, thresholds: Thresholds) -> Iterator
             "tensors": len(hit),
         },
     )
-
-
-# AMP725
 
 
 UNDERFLOW_SPREADS_HARMFUL = Threshold(
@@ -391,9 +382,6 @@ def _explained(values: np.ndarray) -> np.ndarray:
     return share
 
 
-# AMP738
-
-
 UPDATES_LOST_LOST = Threshold(
     code="AMP738",
     name="lost",
@@ -451,9 +439,6 @@ def _updates_lost(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
         also=[moment.tensors[rows[i]] for i in hit],
         evidence={"lost_share": float(of_all[-1]), "lost_share_of_tensor": float(lost[worst, -1]), "format": name},
     )
-
-
-# AMP727
 
 
 STANDS_STILL_OTHERS = Threshold(
@@ -519,9 +504,6 @@ def _reached(moment: TensorMoment, rows: np.ndarray) -> np.ndarray:
             last, before = norms[at, -NEW:], norms[at, :-NEW]
             found[i] = bool((last > 0).all() and np.nanmedian(last) > 0.01 * np.nanmedian(before))
     return found
-
-
-# AMP733
 
 
 WEIGHTS_GROW_DEVIATIONS = Threshold(
@@ -599,9 +581,6 @@ def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
             "tensors": len(found),
         },
     )
-
-
-# AMP737
 
 
 WEIGHTS_SHRINK_DEVIATIONS = Threshold(

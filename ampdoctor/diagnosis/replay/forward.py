@@ -118,9 +118,6 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     )
 
 
-# AMP207
-
-
 GRADIENTS_DEPART = Threshold(
     code="AMP207",
     name="relative_error",
@@ -204,9 +201,6 @@ def departs(
 def _phase_of(nonfinite: str | None) -> Phase:
     kind = (nonfinite or "grad").partition(":")[0]
     return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
-
-
-# AMP210
 
 
 STALE_BETTER = Threshold(

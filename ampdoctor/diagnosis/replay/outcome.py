@@ -178,9 +178,6 @@ def _steps(known: KnownFailure, here: Here) -> str:
     return f"it failed at step {known.step}, which was replayed, {data}"
 
 
-# AMP901
-
-
 NONDETERMINISTIC_REPLAY = register(
     "AMP901",
     "nondeterministic-replay",
@@ -205,9 +202,6 @@ def nondeterministic_finding(step: int, what: str, first: float, second: float) 
         evidence={"differs": what or "loss", "first": first, "second": second},
         help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
     )
-
-
-# AMP206
 
 
 NONFINITE_IN_FP32 = register(

@@ -49,9 +49,6 @@ def range_finding(
     )
 
 
-# AMP302
-
-
 FORWARD_HEADROOM = Threshold(
     code="AMP302",
     name="headroom",
@@ -101,9 +98,6 @@ def forward_range(
     )
 
 
-# AMP303
-
-
 NO_COMMON_SCALE = register(
     "AMP303",
     "no-common-scale",
@@ -128,9 +122,6 @@ def no_common_scale(
         evidence={"modules": list(modules), "share": share, "loss_scale": scale},
         prescription=prescription,
     )
-
-
-# AMP405
 
 
 SCALE_TOO_HIGH = register(
@@ -172,9 +163,6 @@ def scale_too_high(
     return replace(found, help=f"Make the GradScaler once, before the epochs. {found.help}") if begun_again else found
 
 
-# AMP406
-
-
 SCALER_COLLAPSE = register(
     "AMP406", "scaler-collapse", "No loss scale of 1 or more works", worst="error", commands=REPLAYED
 )
@@ -197,9 +185,6 @@ def no_valid_scale(
         evidence={"largest_that_fits": fits, "bound_by": bound_by},
         prescription=prescription,
     )
-
-
-# AMP307
 
 
 HEADROOM_NEAR = Threshold(

@@ -202,9 +202,6 @@ def run_scaler_finding(
     )
 
 
-# AMP411
-
-
 SETTINGS_OVERWRITTEN = register(
     "AMP411",
     "settings-overwritten",

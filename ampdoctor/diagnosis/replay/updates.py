@@ -387,9 +387,6 @@ def _stands_still(p: ParameterBeside) -> bool:
     return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
 
 
-# AMP508
-
-
 STUCK_STATE = register(
     "AMP508",
     "stuck-state",
@@ -485,9 +482,6 @@ def counting_finding(compared: Sequence[Comparison], states: Sequence[StateBesid
         },
         help=HELP["optimizer_precision"],
     )
-
-
-# AMP507
 
 
 WRONG_RATIO = Threshold(

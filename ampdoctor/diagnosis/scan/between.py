@@ -139,9 +139,6 @@ def _slope(line: Sequence[tuple[int, float]]) -> float:
     return sum((step - mean) * (value - level) for step, (_, value) in zip(steps, line, strict=True)) / spread
 
 
-# AMP712
-
-
 STILL = Threshold(
     code="AMP712",
     name="stalled",
@@ -244,9 +241,6 @@ def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Itera
     yield change_finding(STAGNANT_WEIGHTS, "note", worst, message, evidence, change, partly)
 
 
-# AMP713
-
-
 IDLE_WOULD_MOVE = Threshold(
     code="AMP713",
     name="would_move",
@@ -286,9 +280,6 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
         return
     evidence = {"steps": change.steps, "tensors": len(idle or same), "listed": [row_of(t) for t in idle[:MAX_LISTED]]}
     yield change_finding(UNMOVED_WEIGHTS, "warning" if idle else "note", worst, message, evidence, change, idle or same)
-
-
-# AMP714
 
 
 CHANGED_STRUCTURE = register(
@@ -332,9 +323,6 @@ def _changed_structure(change: CheckpointChange, _: Thresholds) -> Iterator[Find
 
 def _named(tensor: TensorChange) -> bool:
     return tensor.role in {"weight", "buffer", "ema"}
-
-
-# AMP710
 
 
 BEYOND_START = Threshold(
@@ -463,9 +451,6 @@ def grown_beyond_start(change: CheckpointChange, thresholds: Thresholds) -> Iter
 def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
     """Returns whether fp16 autocast would cast a tensor, or it is stored in fp16: beyond its range it is then Inf."""
     return dtype == "float16" or (role == "weight" and len(shape) >= 2 and dtype in {"float32", "float64"})
-
-
-# AMP711
 
 
 SCALE_FALL = Threshold(

@@ -44,9 +44,6 @@ def loss_fell(entries: Iterable[LogEntry]) -> bool:
     return falls_over(losses)
 
 
-# AMP701
-
-
 LOSS_NOT_FINITE = register(
     "AMP701",
     "loss-not-finite",
@@ -130,9 +127,6 @@ def loss_not_finite(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findi
 
 def _before(fine: Sequence[LogEntry]) -> str:
     return f", after {fine[-1].loss:.4g} at step {fine[-1].step}" if fine else ""
-
-
-# AMP703
 
 
 LEAST_UNFINITE = Threshold(
@@ -413,9 +407,6 @@ def _moments(evidence: dict[str, float | int | None]) -> str:
     if isinstance(steps, int) and steps >= TELLING_DECAY:
         return f"; the optimizer's moments have decayed for about {steps} steps"
     return ""
-
-
-# AMP705
 
 
 CONSTANT_ENTRIES = Threshold(

@@ -134,9 +134,6 @@ def _skips(
     )
 
 
-# AMP706
-
-
 NOTABLE_FALL = Threshold(
     code="AMP706",
     name="fall",

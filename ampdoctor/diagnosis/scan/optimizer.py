@@ -46,9 +46,6 @@ def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order i
     )
 
 
-# AMP505
-
-
 OPTIMIZER_SETTINGS = register(
     "AMP505", "optimizer-settings", "Optimizer settings that cannot be right", worst="error", commands=SCANNED
 )
@@ -92,9 +89,6 @@ def _odd(group: OptimizerGroup) -> list[str]:
     clauses = [f"{name} is {value:g}, below 0" for name, value in named if value is not None and -math.inf < value < 0]
     clauses += [f"a beta is {beta:g}, below 0" for beta in group.betas if beta < 0]
     return clauses
-
-
-# AMP502
 
 
 LARGEST_UPDATE = Threshold(
@@ -238,9 +232,6 @@ def _moment_row(moment: StarvedMoment) -> dict[str, str | int | float]:
     return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
 
 
-# AMP504
-
-
 WRONG_UPDATE = Threshold(
     code="AMP504",
     name="update",
@@ -378,9 +369,6 @@ def _counter_place(counter: TensorSummary) -> Where:
         tensor=f"{counter.group}.{counter.name}" if counter.group else counter.name,
         file=counter.file or None,
     )
-
-
-# AMP503
 
 
 EPSILON_LOST = register(

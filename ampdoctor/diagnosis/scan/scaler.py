@@ -117,9 +117,6 @@ def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Sca
     return spoken_of or min(summary.scalers, key=lambda s: -math.inf if s.dead else s.scale, default=None)
 
 
-# AMP404
-
-
 SCALER_SETTINGS = register(
     "AMP404",
     "scaler-settings",
@@ -158,9 +155,6 @@ def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         yield scaler_finding(summary, scaler, SCALER_SETTINGS, "warning", message, {"wrong": wrong})
 
 
-# AMP401
-
-
 DEAD_SCALER = register(
     "AMP401", "dead-scaler", "The loss scaler is dead", worst="error", commands=SCANNED, ruins_checkpoint=True
 )
@@ -191,9 +185,6 @@ def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
                 born="nan" if math.isnan(scaler.scale) else "inf",
                 prescription=fresh_scaler(),
             )
-
-
-# AMP402
 
 
 COLLAPSED_ERROR = Threshold(
@@ -330,9 +321,6 @@ def _growth(scaler: ScalerState) -> str:
     return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
 
 
-# AMP408
-
-
 SCALE_AT_FLOOR = register(
     "AMP408", "scale-at-floor", "The loss scale is at its floor", worst="warning", commands=SCANNED
 )
@@ -355,9 +343,6 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         "at the next one it cannot give way."
     )
     yield scaler_finding(summary, scaler, SCALE_AT_FLOOR, "warning" if just else "note", message, {"min_scale": floor})
-
-
-# AMP409
 
 
 HIGHEST_SETTLED = Threshold(
@@ -575,9 +560,6 @@ def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
         op="scaler_state",
         global_step=first,
     )
-
-
-# AMP410
 
 
 MOSTLY_FLUSHED = Threshold(

@@ -184,9 +184,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-# AMP104
-
-
 BEYOND_FP16 = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
 
 FP16_OVERFLOW_AT = 65520.0
@@ -219,9 +216,6 @@ def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Find
     }
     severity: Severity = "warning" if cast_by_autocast else "note"
     return tensor_finding(summary, BEYOND_FP16, severity, worst, message, evidence, among=beyond, cause=None)
-
-
-# AMP114
 
 
 AVERAGE_THROUGH_HALF = register(
@@ -460,9 +454,6 @@ def _end(lost: LostNumbers) -> str:
     return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"
 
 
-# AMP106
-
-
 BATCH_NORM_EPSILON = Threshold(
     code="AMP106",
     name="epsilon",
@@ -515,9 +506,6 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             also=map(state_place, others),
             cause="bad_checkpoint",
         )
-
-
-# AMP110
 
 
 FEW_DISPLACED = Threshold(
@@ -582,9 +570,6 @@ def _buffer(
     )
 
 
-# AMP112
-
-
 LEAST_ELEMENTS = Threshold(
     code="AMP112",
     name="elements",
@@ -638,9 +623,6 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
         also=map(state_place, shown[1:]),
         cause="bad_checkpoint",
     )
-
-
-# AMP109
 
 
 FOREIGN_OBJECTS = register(

@@ -98,9 +98,6 @@ def _loses(loss: CastLoss, most: float) -> bool:
     return loss.relative_error > most and not (loss.format == "fp16" and loss.overflowed)
 
 
-# AMP107
-
-
 SATURATED_8_BIT = Threshold(
     code="AMP107",
     name="saturated",
@@ -162,9 +159,6 @@ def _clamped_before(tensor: TensorSummary) -> bool:
 def _too_many(tensor: TensorSummary, share: float) -> bool:
     """Whether the share of a float8 tensor is too large; in a wider format one element is."""
     return not tensor.dtype.startswith("float8") or tensor.at_max > share * tensor.examined
-
-
-# AMP111
 
 
 SURE_STEPS = Threshold(
