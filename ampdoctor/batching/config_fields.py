@@ -12,8 +12,7 @@ from ampdoctor.batching.plans import STAGES, Precision
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
 
-_UNSAID = (None, "auto", -1)
-""""not given": DeepSpeed's and transformers' "auto", torchtitan's -1."""
+_UNSAID = (None, "auto", -1)  # "not given": DeepSpeed's and transformers' "auto", torchtitan's -1
 _DIGITS = 20  # of a quoted number: no batch has more
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _SHOWN = 60  # characters of a value in a sentence

@@ -117,8 +117,7 @@ class Rule:
         return registered
 
 
-REGISTERED: dict[str, Rule] = {}
-"""By code; complete once `rules` has imported every module of `diagnosis`."""
+REGISTERED: dict[str, Rule] = {}  # by code; complete once `rules` has imported every module of `diagnosis`
 FINDERS: dict[type, list[tuple[str, Finder[Any]]]] = {}
 """By the class of evidence, each with the rule's code; complete once `rules` was called."""
 
@@ -182,7 +181,7 @@ def codes_in(*places: str) -> frozenset[str]:
 
 
 def find_rule(wanted: str) -> Rule:
-    """Return the rule with a code or a name, in any case; raises UsageError, which names similar rules, for none."""
+    """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
     for rule in rules().values():
         if key.upper() == rule.code or key.lower() == rule.name:

@@ -27,8 +27,7 @@ DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL  # the quantile at which a scale
 NOISE = 2.0**-18
 """A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums
 over some thousand terms lose some), or has inputs that fp16 itself cannot hold: the loss scale is not the cause."""
-_SEARCHED = 64
-"""Exponents that are searched below a tensor's highest one: more than fp16's 40."""
+_SEARCHED = 64  # exponents that are searched below a tensor's highest one: more than fp16's 40
 
 
 _NONE = Shift()

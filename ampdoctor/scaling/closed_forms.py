@@ -24,8 +24,7 @@ FLUSH = math.log2(FP16.flush_at)  # log2 of the largest magnitude that flushes: 
 
 FEWEST_FOR_TREND = 8  # with fewer steps, a line explains too much by chance
 SLOPE_STEPS = 64
-MANY_STEPS = 2000
-"""Degrees of freedom from which Student's quantile is computed by an expansion."""
+MANY_STEPS = 2000  # degrees of freedom from which Student's quantile is computed by an expansion
 MAX_SPREADS = 4.0
 """Largest multiple of the spread that is added to the median.
 

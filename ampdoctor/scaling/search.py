@@ -36,10 +36,8 @@ from ampdoctor.scaling.trace import Drift, Replicas, StepTrace, find_drift, resa
 # -- scores of candidates over replicas of a trace --
 
 
-LOOKS = 500
-"""Evenly spread steps of each replica whose errors are read: means over 200 replicas need no more."""
-ERROR_WEIGHT = 10.0
-"""Skipped steps that are as bad as a relative error of 1 in all of them (numerics: our default)."""
+LOOKS = 500  # evenly spread steps of each replica whose errors are read: means over 200 replicas need no more
+ERROR_WEIGHT = 10.0  # skipped steps that are as bad as a relative error of 1 in all of them (numerics: our default)
 
 Quantiles = tuple[float, float, float]  # 5 %, 50 % and 95 % over the replicas
 
@@ -169,14 +167,12 @@ def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
 
 REPLICAS = 200
 FIRST_REPLICAS = 8  # replicas of the first pass, over all candidates
-MOST_STEPS = 4_000_000
-"""Most replicas times steps: a long horizon gets fewer replicas, but their figures vary less."""
+MOST_STEPS = 4_000_000  # most replicas times steps: a long horizon gets fewer replicas, but their figures vary less
 FEWEST_REPLICAS = 8
 FIRST_STEPS = 10_000  # horizon of the first pass, in steps
 WORTH_SKIPS = 1e-3
 """A change pays if it saves at least this share of skipped steps: smaller savings are noise between equal runs ..."""
-WORTH_ERROR = 1e-3
-"""... or at least this much relative error."""
+WORTH_ERROR = 1e-3  # ... or at least this much relative error
 MOST_SKIPS = 1e-2
 """Share of skipped steps that better gradients may cost: twenty times the share of the usual settings (AMP707)."""
 INTERVALS = (200, 500, 1000, 2000)
@@ -469,8 +465,7 @@ def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound)
 # -- a typical simulated path of a loss scale, short enough to draw, and the recorded steps' limits --
 
 
-MOST_POINTS = 2000
-"""Most points of a line, and most skipped steps of a path: a drawing has no more pixels."""
+MOST_POINTS = 2000  # most points of a line, and most skipped steps of a path: a drawing has no more pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,10 +180,8 @@ def _at_loss_scales(curves: Array, below: Array, carried: float) -> Array:
 # -- replicas: more steps than were recorded, drawn in blocks, with the trace's drift --
 
 
-BLOCK = 50
-"""Shortest mean block in steps, if the trace is long enough: bursts of overflows stay together."""
-BLOCKS = 4
-"""Least number of blocks in a trace: with fewer, a replica would be the trace itself, rotated."""
+BLOCK = 50  # shortest mean block in steps, if the trace is long enough: bursts of overflows stay together
+BLOCKS = 4  # least number of blocks in a trace: with fewer, a replica would be the trace itself, rotated
 SLOPE_POINTS = 400
 """A longer trace is cut into this many pieces, and their medians give the slope: 10,000 steps have 50 million pairs."""
 FEWEST_FOR_DRIFT = 8

@@ -154,9 +154,7 @@ class Judge:
             if len(self._steps) >= _ROOT:
                 return ()
             moment = self._steps[line.optimizer] = StepMoment()
-        elif (
-            line.step <= moment.line.step
-        ):  # a rollback, or another run in the same log: earlier lines are not its past
+        elif line.step <= moment.line.step:  # a rollback, or another run: earlier lines are not its past
             moment = self._steps[line.optimizer] = StepMoment()
             self._tensors.pop(line.optimizer, None)
         moment.alone = len(self._steps) == 1

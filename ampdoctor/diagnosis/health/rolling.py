@@ -12,8 +12,7 @@ from typing import TypeAlias
 
 from ampdoctor.evidence.log_records import StepLine
 
-LENGTH = 128
-"""Accepted steps that define what is usual. Public rules use between 100 (ZClip) and 256 (OLMo)."""
+LENGTH = 128  # accepted steps that define what is usual: between 100 (ZClip) and 256 (OLMo) in public rules
 RECENT = 16  # the last of these: their median shows a change of level
 LEAST = 32  # with fewer values, nothing is reported
 HOP = 16  # values between two sortings: until the next one, median and deviation stay the same
@@ -23,12 +22,9 @@ one. None is longer than `RECENT`, so that no value is on both sides."""
 FLOOR = 0.02
 """Smallest robust deviation that is assumed, as a share of the value: after a quiet stretch, a small move must not be
 an alarm."""
-FADES = 0.999
-"""Factor per value by which the memory of a departure fades: it lasts about a thousand values."""
-MOST = 5.0
-"""Most deviations that one value counts in a mean: a single outlier is a jump, not a climb."""
-_ROBUST = 1.4826
-"""Times the median absolute deviation: the standard deviation of a normal distribution."""
+FADES = 0.999  # factor per value by which the memory of a departure fades: it lasts about a thousand values
+MOST = 5.0  # most deviations that one value counts in a mean: a single outlier is a jump, not a climb
+_ROBUST = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
 _TAIL = 0.8 / 1.645
 """Times the distance from the median to the 95th percentile: four fifths of the standard deviation of a normal
 distribution, and more than that where large values are frequent."""
@@ -307,19 +303,15 @@ class Beginning:
 MATTERS = 0.02
 """A rise of the loss matters from this share of (highest usual loss - lowest) on: benchmarks/alerts counts a rise by 2
 % of the loss before training as harm."""
-FALLEN = 3.0
-"""Robust deviations by which the lowest usual loss must be below the first for the loss to have fallen."""
+FALLEN = 3.0  # robust deviations by which the lowest usual loss must be below the first for the loss to have fallen
 UNTRIED = 500
 """Accepted steps after which a loss that has not fallen is at rest, as in a fine-tuning, and no longer at its start. In
 reinforcement learning, the value loss rises in this time with the returns."""
-_LATER = 1000
-"""A log that begins after this step continues a training whose loss fell before."""
+_LATER = 1000  # a log that begins after this step continues a training whose loss fell before
 
 LEAST_LOSSES = 8  # fewer losses do not tell a fall from noise
-CLEAR_FALL = 4.0
-"""Standard errors between the mean losses of two halves: by chance once in 30,000 such logs."""
-LEAST_FALL = 0.01
-"""Least relative fall of a loss: a loss without noise also falls by the remainder of momentum."""
+CLEAR_FALL = 4.0  # standard errors between the mean losses of two halves: by chance once in 30,000 such logs
+LEAST_FALL = 0.01  # least relative fall of a loss: momentum alone lowers a loss without noise too
 
 
 @dataclass(slots=True)
@@ -389,8 +381,7 @@ def falls_over(values: Sequence[float]) -> bool:
 # -- the batches of a run: their size, their content, and whether they repeat --
 
 
-STEADY = 16
-"""Steps of one batch size after which another size is a change. Where sizes vary all the time, none is."""
+STEADY = 16  # steps of one batch size after which another is a change; where sizes vary all the time, none is
 REMEMBERED = 65_536  # batches whose fingerprints are kept: an epoch of most trainings
 _SHORT = 1 / 16
 """Batches repeat in a short cycle if it is at most this share of the new batches before: a second epoch is as long as

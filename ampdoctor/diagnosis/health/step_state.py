@@ -25,11 +25,9 @@ from ampdoctor.evidence.log_records import EndLine, StepLine
 # loss after such a step, or a loss scale that falls right after it, proves that the scaler skipped it.
 
 
-LEAST_ROWS = 3
-"""Successive rows with a non-finite norm, as for AMP703: one or two are ordinary skipped steps."""
+LEAST_ROWS = 3  # successive rows with a non-finite norm, as for AMP703: one or two are ordinary skipped steps
 HOPELESS = 8  # steps that these rows span, as for AMP703: eight halvings of the loss scale
-SETTLING = 40
-"""The same from the log's first step on: from the highest initial scale, 2^32, down to 1 are 32."""
+SETTLING = 40  # the same from the log's first step on: from the highest initial scale, 2^32, down to 1 are 32
 
 
 @dataclass(slots=True)
@@ -229,15 +227,13 @@ class ScaleHistory:
         return scale == self.first and scale >= _NO_GROWTH * before
 
 
-QUIET = 25
-"""Accepted steps that are not judged after a sudden change of the batch or the learning rate."""
+QUIET = 25  # accepted steps that are not judged after a sudden change of the batch or the learning rate
 _NO_SCHEDULE = 1.5  # larger than the factor per step of any smooth schedule
 FAR = 6.0  # robust deviations from which a number is not usual: as in OLMo and levanter
 _FAR_BEYOND = 10.0
-"""A jump of the learning rate by this factor over all rates before is no restart, after which losses recover."""
+"""A larger jump of the learning rate, over all rates before, is no restart: after a restart, losses recover."""
 _LOOK_BACK = 32  # steps within which two departures belong together
-EPISODE = 256
-"""Steps without the same finding after which it is reported again: a lasting problem is one alert."""
+EPISODE = 256  # steps without the same finding after which it is reported again: a lasting problem is one alert
 _SAID = {
     "schedule": "optimizer",
     "batch": "data",
@@ -261,8 +257,7 @@ class Spike:
 
 
 _STRETCH = 200  # losses in a mean that is compared with the best mean before
-_GAIN = 1e-3
-"""Relative decrease from which a mean counts as lower: the means of 200 noisy losses differ by as much."""
+_GAIN = 1e-3  # relative decrease from which a mean counts as lower: the means of 200 noisy losses differ by as much
 
 
 @dataclass(slots=True)
@@ -419,7 +414,7 @@ class StepMoment:
         return loss is not None and self.descent.is_left_by(loss, self.loss.usual)
 
     def moves(self, norm: float) -> bool:
-        """Whether a gradient norm is a part of the highest usual one: one that has all but gone rises by any factor."""
+        """Returns whether a gradient norm is relevant beside the highest usual one: a tiny norm rises by any factor."""
         return norm >= MATTERS * self._highest_norm
 
     @property

@@ -52,7 +52,7 @@ GRADIENT_DEPARTS = register(
     commands=WATCHED,
     thresholds=(GRADIENT_DEPARTS_FALLS, GRADIENT_DEPARTS_GROWS),
 )
-FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary so
+FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary as much
 
 
 @GRADIENT_DEPARTS.judges(TensorMoment)
@@ -318,7 +318,7 @@ def _spreads(
     """
     looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS_RISE]
     if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _RESOLVED)).any():
-        return  # as at most looks: cheaper than the medians
+        return  # as at most looks; cheaper than the medians
     then = np.maximum(medians(shares[:, :3]), _RESOLVED)
     more = np.flatnonzero((now >= rise * then) & ~np.isnan(shares).any(axis=1))
     if not len(more):

@@ -19,8 +19,7 @@ NEW = 3  # the last of these: their trend is compared with that of those before
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
 _ROBUST = 1.4826
-_SURELY = 0.99
-"""Factor on a bound, below which rounding cannot lift a value over it."""
+_SURELY = 0.99  # factor on a bound, below which rounding cannot lift a value over it
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 

@@ -283,7 +283,7 @@ def stale_casts_finding(
 
 
 def _severity(error: float, thresholds: Thresholds) -> Severity:
-    """Returns an error from where runs were seen to fail (AMP207), a warning from AMP301's."""
+    """Returns an error from where runs were seen to fail (AMP207), a warning from where AMP301 warns."""
     if error > thresholds[GRADIENTS_DEPART]:
         return "error"
     return "warning" if error > thresholds[ERROR_WARNING] else "note"

@@ -89,8 +89,8 @@ LOSSY = 1e-2
 LEAST_SHARE = 1e-2
 """Share of the squared error below which flushed elements explain nothing, however many they are. Where underflow
 causes an error, flushed elements and subnormal ones are off by as much, at most 2^-25: the flushed share of the error
-is about their share of the elements. This is a tenth of `ZEROED`, for values that spread over many powers of two. A
-half ResNet whose branches are almost switched off had 0.35 of its elements and 1.6e-7 of its error."""
+is about their share of the elements. The limit is a tenth of `ZEROED`, for values that spread over many powers of two.
+In a half ResNet whose branches are almost switched off, 0.35 of the elements were flushed, with 1.6e-7 of the error."""
 
 
 def severity_of_error(relative_error: float, thresholds: Thresholds) -> Severity | None:

@@ -117,7 +117,7 @@ MISUSE_ADVICE: Mapping[str, str] = {
 def cause_of(birth: Birth) -> Cause:
     """Returns the cause of a non-finite value; the first matching case decides.
 
-    Whether a backward overflow is due to the loss scale, only a replay at a lower scale shows.
+    Only a replay at a lower scale shows whether a backward overflow is due to the loss scale.
     """
     if birth.origin in STATE:
         return "bad_checkpoint"
@@ -221,9 +221,8 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
             if where.phase != "optimizer"
             else (where.phase, where.op, where.source)  # an update treats all tensors alike
         )
-        places.setdefault(
-            ("grad",) if birth.origin == "grad" else place, birth
-        )  # gradients that were not cleared are one place
+        # gradients that were not cleared are one place
+        places.setdefault(("grad",) if birth.origin == "grad" else place, birth)
     return tuple(places.values())
 
 

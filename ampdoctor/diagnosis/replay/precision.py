@@ -186,18 +186,15 @@ def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -
 # -- FP8: which matrix products fit, and in which of its formats, by range, shape and place --
 
 
-E4M3_BINADES = math.log2(448.0) + 10.0
-"""18.8: from E4M3's largest value down to 2^-10, up to which it rounds to zero."""
-E5M2_BINADES = math.log2(57344.0) + 17.0
-"""32.8: from E5M2's largest value down to 2^-17."""
+E4M3_BINADES = math.log2(448.0) + 10.0  # 18.8: from E4M3's largest value down to 2^-10, up to which it rounds to zero
+E5M2_BINADES = math.log2(57344.0) + 17.0  # 32.8: from E5M2's largest value down to 2^-17
 NVFP4_BINADES = math.log2(6.0 / 0.25) + math.log2(448.0) + 9.0
 """22.4: E2M1 within a block of 16, and the range of the blocks' E4M3 scales under one scale for the tensor."""
 MARGIN = 1.0
 """Powers of two for growth of the largest value between the step that sets the scale and the step that uses it."""
 SMALLEST = 1024
 """A smaller matrix loses more time to scaling and casting than FP8 gains (torchao's filters, measured on an H100)."""
-MOST = 0.5
-"""Share of the products' parameters from which FP8 is chosen for the run, and not for some layers only."""
+MOST = 0.5  # share of the products' parameters from which FP8 is chosen for the run, and not for some layers only
 
 FORWARD = frozenset({"activation", "weight"})
 BACKWARD = frozenset({"activation_grad"})

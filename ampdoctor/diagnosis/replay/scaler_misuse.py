@@ -427,7 +427,7 @@ def _finding(step: int, op: str, said: str, source: Source | None, evidence: dic
 
 
 def _shortened(event: StepEvent) -> float:
-    """Returns how much shorter than unscaled gradients, clipped to the same norm, clipped scaled ones are."""
+    """Returns the factor by which clipping to this norm shortens scaled gradients more than unscaled ones."""
     before, most = event.clipped or (0.0, 0.0)
     if not (math.isfinite(before) and event.scale and most > 0):
         return 1.0
@@ -437,8 +437,7 @@ def _shortened(event: StepEvent) -> float:
 _SAME = 1e-3
 """Largest relative difference of a factor from the inverse of the scale. A world size or a count of micro-batches that
 is no power of two differs by far more, float32 arithmetic by far less."""
-_LOW = 16.0
-"""Smaller scales belong to a run that scales nothing, and a world size may equal them."""
+_LOW = 16.0  # smaller scales belong to a run that scales nothing, and a world size may equal them
 _SAME_NORM, _OTHER_FACTOR = 1e-4, 1e-3
 """Relative differences of two steps' norms, and of their factors. Norms that agree to 1e-4 under factors that differ
 ten times as much were made equal: a constant or a count does not do that."""
@@ -618,7 +617,7 @@ def times_begun_again(outcomes: Sequence[StepOutcome], optimizers: Container[str
 
 
 def _advice(scales: Sequence[float], *, updated: bool) -> str:
-    """Advises; an update lowers the scale after a skip: a constant scale is of scalers that never skipped before."""
+    """Returns the advice; a scale that stays the same after a skip is that of a new scaler, which never skipped."""
     if len(scales) < 2:
         return ""
     if not updated:

@@ -35,7 +35,7 @@ OPTIMIZER_PRECISION = register(
     thresholds=(STALLED,),
 )
 
-LOST_SHARE = 0.5  # share of a lost update from which something is advised
+LOST_SHARE = 0.5  # lost share of the update from which something is advised
 ROUNDS_TO_NEAREST = "torch.optim."
 """Optimizers from here round the update of a bf16 weight to nearest. Others may round stochastically or keep what is
 lost (Kahan), which an fp32 pass cannot see."""
@@ -63,7 +63,7 @@ def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOL
 
 
 def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
-    """Does the same for the updates of one step.
+    """Returns the same for the updates of one step.
 
     It judges all trained half tensors together, because a key bias whose true gradient is 0 stalls in every healthy
     run. Tensors that no optimizer holds are judged over several steps (AMP508): a running mean that has settled stands
@@ -231,8 +231,7 @@ SHOWN = 3  # steps in a row, up to the last compared one, in which something mus
 STRAIGHT = 0.75
 """Least |sum of fp32's moves| / sum of |moves| of a tensor. The steps of a mean at rest go to and fro: 0.58 after three
 steps, 1 / sqrt(n) in the long run. Measured where something stands still: 0.79 to 1."""
-COINS = 5
-"""Signs after the first that must be equal where only few elements are seen: by chance once in 32."""
+COINS = 5  # signs after the first that must be equal where only few elements are seen: by chance once in 32
 NAMED = 16  # tensors that the evidence names
 Beside = TypeVar("Beside", ParameterBeside, StateBeside)
 
@@ -263,7 +262,7 @@ def lasting(
 def goes_one_way(run: Sequence[Beside], coins: int = 0) -> bool:
     """Returns whether the fp32 moves of a tensor that stands still add up, rather than cancel.
 
-    `coins` is the number of equal signs after the first that tensors need which may be at rest.
+    Tensors that may be at rest need `coins` equal signs after the first.
     """
     elements = zip(*(beside.course for beside in run), strict=True)
     moving = [of for of in elements if any(of)]
@@ -307,8 +306,7 @@ FROZEN_PARAMETERS = register(
     thresholds=(FROZEN_SHARE,),
 )
 
-FROZEN_NOTED = 1e-3
-"""Share of the squared gradient below which tensors of several elements are not reported."""
+FROZEN_NOTED = 1e-3  # share of the squared gradient below which tensors of several elements are not reported
 FROZEN_ALONE = 1e-6
 """The same for a tensor of one element, as a temperature or a logit scale: no other moves in its place. This is a
 gradient of a thousandth of the run's, as for a step that has converged."""
@@ -527,7 +525,7 @@ def is_far(parameter: ParameterBeside, ratio: float) -> bool:
 
 
 def made_zero(compared: Sequence[Comparison]) -> tuple[int, Far]:
-    """Returns the first step in which parameters stand still, without rounding, on a correct gradient; and these."""
+    """Returns the first step (index) in which parameters with a correct gradient get a zero update; and these."""
     for at, step in enumerate(compared):
         still = tuple(p for p in step.parameters if _is_zero(p))
         if still:

@@ -513,8 +513,7 @@ WINDOW = 50  # entries before one that define what is usual (AMP704)
 LEAST_WINDOW = 20
 _PAST = 4 * LENGTH
 """Entries before the first spike that define what was usual: a window, and the steps in which it settles."""
-LEAST_DEVIATION = 0.05
-"""Least standard deviation of a logarithm: a log of constant norms has none (AMP704)."""
+LEAST_DEVIATION = 0.05  # least standard deviation of a logarithm: a log of constant norms has none (AMP704)
 
 
 @SPIKE.judges(CheckpointSummary)

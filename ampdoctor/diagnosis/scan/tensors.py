@@ -15,8 +15,7 @@ from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 MAX_LISTED = 20  # tensors that a finding's evidence lists
-MAX_FINDINGS = 20
-"""Findings that one rule lists one by one: a checkpoint that is NaN everywhere would fill pages."""
+MAX_FINDINGS = 20  # findings that one rule lists one by one: a checkpoint that is NaN everywhere would fill pages
 FP16_MAX = 65504.0  # fp16's largest finite number
 SMALLEST_MASK_FILL = 1e4
 """A tensor of zeros and one other magnitude from here on is taken for an additive mask; GPT-2 uses -1e4."""
@@ -186,8 +185,7 @@ def percent(share: float) -> str:
 
 BEYOND_FP16 = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
 
-FP16_OVERFLOW_AT = 65520.0
-"""Halfway between `FP16_MAX` and 65536: from here on, rounding to nearest gives Inf."""
+FP16_OVERFLOW_AT = 65520.0  # halfway between `FP16_MAX` and 65536: from here on, rounding to nearest gives Inf
 
 
 @BEYOND_FP16.judges(CheckpointSummary)
