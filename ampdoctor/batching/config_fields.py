@@ -190,7 +190,7 @@ def yaml_table(text: str, name: str) -> Mapping[str, Any]:
             f"{name} is YAML, and PyYAML, which reads it, is not installed: pip install 'ampdoctor[yaml]'"
         ) from None
 
-    class Bounded(yaml.SafeLoader):  # PyYAML has no types
+    class Bounded(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         pairs = 0
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -180,8 +180,8 @@ class GradientShift:
 def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "mean") -> GradientShift:
     """Returns the shift from one plan to another; the number of ranks only matters through m and A.
 
-    For a mean, activation gradients shift by log2(m'A' / (m A)), which is the same for all exact plans of a cluster (m
-    A = global batch / ranks), and weight gradients that agree by log2(A' / A).
+    For a mean, activation gradients shift by log2(m'A' / (m A)), which is the same for all exact plans of a cluster
+    (m A = global batch / ranks), and weight gradients that agree by log2(A' / A).
     """
     old, new = _divisor(before, reduction), _divisor(after, reduction)
     activation = math.log2(new / old)
@@ -254,7 +254,7 @@ ASSUMED = "taken to be the largest micro-batch that fits and divides; --micro-ba
 
 
 def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:
-    """Returns the plan before, and where it is known from; None if no cluster before is given.
+    """Returns the plan in force, and how it is known; None if no cluster before is given.
 
     `data_parallel` counts the ranks before that see different samples, `most` is the largest micro-batch that fits a
     device there, if known. Raises UsageError for contradictions, or where no plan on that cluster gives the batch.
@@ -292,7 +292,7 @@ def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -
 
 
 def is_only_asked(said: BatchSettings, before: Cluster | None, after: Cluster) -> bool:
-    """Returns whether no job runs yet: one cluster is given, no division of the batch, and the cluster has no even one.
+    """Returns whether no job runs yet: one cluster and no division of the batch are given, and none is even.
 
     Then the user only wants to know what this cluster can do.
     """

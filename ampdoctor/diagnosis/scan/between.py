@@ -87,10 +87,10 @@ power of the step has at most log2(3/2) / log2(2) = 0.585 over equal times from 
 class Course:
     """The trend of a figure."""
 
-    rate: float
-    meets: float
-    since: int
-    until: int
+    rate: float  # log2 per step
+    meets: float  # step at which it meets the limit at that rate
+    since: int  # first step
+    until: int  # last step seen
 
     @property
     def soon(self) -> bool:
