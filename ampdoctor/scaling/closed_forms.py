@@ -40,7 +40,7 @@ def highest_exponent(log2_magnitude: float) -> int:
 
 
 def lowest_exponent(log2_magnitude: float) -> int:
-    """Returns the smallest integer s at which a magnitude (its log2) does not flush: floor(-25 - Q) + 1 (ties flush)."""
+    """Returns the smallest integer s at which a magnitude (its log2) does not flush (ties do): floor(-25 - Q) + 1."""
     return math.floor(FLUSH - log2_magnitude) + 1
 
 
@@ -200,9 +200,9 @@ class Spikes:
         """Returns the longest growth interval, in clean steps, with which the scale still climbs; inf without spikes.
 
         Growth makes up for runs at a rate lambda, of D (log2) each, if a clean interval is likely enough:
-        (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda, with a = log2(growth_factor). At that N the scale only
-        wanders, so half of it is returned. A run backs off until it fits or ends, by b = -log2(backoff_factor) a step
-        whatever its height.
+        (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda, with a = log2(growth_factor). At that N the scale
+        only wanders, so half of it is returned. A run backs off until it fits or ends, by b = -log2(backoff_factor) a
+        step whatever its height.
         """
         if not self.lengths:
             return math.inf
@@ -238,7 +238,7 @@ def tail_index(series: NDArray[np.float64]) -> float:
     """Returns the shape xi of a generalised Pareto distribution of the top tenth, by probability-weighted moments.
 
     Hosking and Wallis, 1987: with excesses y in ascending order, a0 = mean y and a1 = mean (1 - p) y,
-    xi = 2 - a0 / (a0 - 2 a1). Below 0 the tail ends, 0 is exponential, from 0.5 on its variance is infinite. `series` is finite.
+    xi = 2 - a0 / (a0 - 2 a1). Below 0 the tail ends, 0 is exponential, from 0.5 on its variance is infinite.
     """
     threshold = np.quantile(series, 1.0 - TAIL_SHARE)
     excess = np.sort(series[series > threshold]) - threshold

@@ -124,10 +124,7 @@ class Judge:
         return ()
 
     def ends(self, end: EndLine | None = None) -> tuple[Finding, ...]:
-        """Returns the findings on the last steps of a finished log; `end` is None where the log just stops.
-
-        A second call returns nothing.
-        """
+        """Returns the findings on the last steps of a finished log, once; `end` is None where the log just stops."""
         new: list[Finding] = []
         for optimizer, moment in self._steps.items():
             if moment.end is None:

@@ -119,10 +119,7 @@ class Course:
         return max(0.0, at - self._place(self.highest)) + min(0.0, at - self._place(self.lowest))
 
     def lifts(self) -> tuple[float, ...]:
-        """Returns how far the mean of the last values of each of `SPANS` is above the usual, in robust deviations.
-
-        0 while too few values are known.
-        """
+        """Returns how far the mean over each of `SPANS` is above the usual, in robust deviations; 0 while unknown."""
         if self.count < LEAST + RECENT:
             return _LEVEL
         ways = list(map(self._counted, self._values[-RECENT:]))
@@ -135,7 +132,6 @@ class Course:
         return math.exp(at) if self._logs else at
 
     def _hop(self) -> None:
-        """Starts a new window with the last values."""
         gone = self._values[:-LENGTH]
         del self._values[:-LENGTH]
         self._window, self._sorted = len(self._values), False
@@ -149,7 +145,6 @@ class Course:
             self._sort()
 
     def _sort(self) -> None:
-        """Computes median and deviation of the window."""
         window = self._values[: self._window]
         older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
         self._logs = older[0] > 0 and recent[0] > 0
@@ -228,7 +223,6 @@ class LongCourse(Course):
         self._height = sum(self._ways)
 
     def _way(self, value: float) -> float:
-        """How far a value is above the usual, in logarithms or its own unit."""
         if not self._sorted:
             self._sort()
         return self._place(value) - self._middle
@@ -355,10 +349,7 @@ class Descent:
         return loss - usual >= MATTERS * self._way()
 
     def is_known(self, accepted: int, began: int) -> bool:
-        """Returns whether a rise means something: the loss has fallen, or is past its start.
-
-        `accepted` counts the accepted steps so far; `began` is the first step that is known.
-        """
+        """Returns whether a rise means something, after the `accepted` steps of a log from step `began` on."""
         return self.falls or self.fell or accepted >= UNTRIED or began >= _LATER
 
 

@@ -1,7 +1,4 @@
-"""Rules on single tensors over a run: gradients, headroom, scale factors, weights.
-
-A look is one sampling of the tensors.
-"""
+"""Rules on single tensors over a run; a look is one sampling of the tensors."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 def far_alone(
     comparison: Comparison, thresholds: Thresholds, known: Mapping[str, float] = NOTHING
 ) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters whose own gradients are far from fp32's, the farthest first.
-
-    `known` holds earlier errors by name: a parameter whose error has not grown does not count.
-    """
+    """Returns the parameters with gradients far from fp32's, and farther than `known` by name, the farthest first."""
     least = SLIGHT * comparison.gradient_norm
     far = [p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_ALONE]]
     return tuple(sorted((p for p in far if error_of(p) > known.get(p.name, 0.0)), key=error_of, reverse=True))

@@ -291,10 +291,7 @@ def _is_starved(parameter: ParameterBeside, share: float) -> bool:
 
 
 def severity_of_starved(names: Sequence[str], held: Mapping[str, Sequence[str]]) -> Severity:
-    """Returns "error" where a module gets no gradient at all, else "warning".
-
-    `held` has the names of the parameters with a gradient in fp32, by the module that owns them.
-    """
+    """Returns "error" where a module of `held` (with a gradient in fp32) gets no gradient at all, else "warning"."""
     whole = any(all(name in names for name in own) for own in held.values())
     return "error" if whole else "warning"
 

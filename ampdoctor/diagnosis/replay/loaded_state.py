@@ -34,10 +34,7 @@ _SHOWN = 3
 
 
 def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
-    """Makes the finding for a tensor that is non-finite before the first step.
-
-    `kind` is "param", "buffer" or "optimizer_state".
-    """
+    """Makes the finding for a "param", "buffer" or "optimizer_state" that is non-finite before the first step."""
     code = STATE_CODES[kind]
     count = stats.nans + stats.infs
     return Finding(
@@ -227,10 +224,7 @@ def _times(moment: FlushedMoment) -> float:
 
 
 def counter_finding(found: Sequence[HalfCounter], thresholds: Thresholds) -> Finding | None:
-    """Makes the finding for step counters in a half format that are stuck, or a note that they will be.
-
-    Where some are stuck, the report names only those.
-    """
+    """Makes the finding for stuck step counters in a half format, or else the note that the counters will be."""
     if not found:
         return None
     standing = [counter for counter in found if counter.stands]

@@ -209,10 +209,7 @@ def _how_bad(birth: Birth) -> tuple[bool, int]:
 
 
 def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
-    """Returns one origin for each place in the code, in the given order (worst first).
-
-    Calls and micro-batches of the same line are one.
-    """
+    """Returns one origin per place in the code, worst first as given: calls and micro-batches of a line are one."""
     places: dict[tuple[object, ...], Birth] = {}
     for birth in births:
         where = birth.where
@@ -344,7 +341,6 @@ _LITERAL = "aten.lift_fresh"  # torch's op for a number that is assigned (`x[0] 
 
 
 def _defect(birth: Birth) -> str:
-    """Formats what is wrong with a kernel."""
     verdict = birth.recomputed
     if birth.operand is not None and birth.operand.made_by == "unwritten":
         return "it shows memory that no op has written"
@@ -378,7 +374,6 @@ def _uncomputed(birth: Birth, what: str) -> str:
 
 
 def _operand(operand: Operand) -> str:
-    """Formats what is wrong with the operand, and what made it so."""
     here = "not finite" if operand.here is None else f"{operand.here:.6g}"
     maker = "" if operand.op is None else operand.op
     if operand.source is not None:

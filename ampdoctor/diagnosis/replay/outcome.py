@@ -188,10 +188,7 @@ NONDETERMINISTIC_REPLAY = register(
 
 
 def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
-    """Makes the finding for a step that gave other bits; `what` differed first, with these values.
-
-    The values are the largest of a tensor, or the loss itself.
-    """
+    """Makes the finding for a step that gave other bits; the loss or the largest values of `what` differed first."""
     return Finding(
         code=NONDETERMINISTIC_REPLAY.code,
         name=NONDETERMINISTIC_REPLAY.name,

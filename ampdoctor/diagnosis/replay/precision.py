@@ -374,7 +374,6 @@ def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
 
 
 def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thresholds) -> str | None:
-    """Returns a clause: why fp16 does not fit."""
     target, scale, share = facts.target, facts.scale, _share(facts, islands)
     if not target.fp16:
         return f"{target.name} has no native fp16"

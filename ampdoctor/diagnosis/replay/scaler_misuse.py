@@ -287,10 +287,7 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_TH
 
 
 def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """Suspects a hook, or code that reads the gradients, where no call and nothing else explains them.
-
-    It is true only if a corrected replay agrees.
-    """
+    """Suspects a hook, or code that reads gradients, if nothing else explains them; a corrected replay decides."""
     event = _first(comparison, _after_scaling)
     scaled = any(event.kind == "scale" for event in comparison.events)
     if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
@@ -361,10 +358,7 @@ def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEv
 
 
 def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None) -> Finding | None:
-    """Returns the finding where the last call certainly uses, clips or mixes gradients while they are scaled.
-
-    `source` is the line of the loop that makes the call.
-    """
+    """Returns the finding where the last call certainly uses, clips or mixes gradients while they are scaled."""
     event = events[-1]
     if event.again and event.scale is not None:
         return stepped_again_finding(step, source, held_back=event.held_back)
@@ -465,10 +459,7 @@ class Cuts:
 
 
 def misuse_by_hand(at: Handling, cuts: Cuts) -> Finding | None:
-    """Returns the finding where a step's numbers show that the loop's own code mishandles the scale.
-
-    `cuts` is of its optimizer; this step is added.
-    """
+    """Returns the finding where a step's numbers show that the loop mishandles the scale; adds the step to `cuts`."""
     if at.scale < _LOW:
         return None
     found = _scaled_twice(at) or _certainly_used_scaled(at) or _certainly_divided_twice(at) or _cut_scaled(at, cuts)
@@ -597,10 +588,7 @@ def verdict_on_skips(
 
 
 def times_begun_again(outcomes: Sequence[StepOutcome], optimizers: Container[str]) -> int:
-    """Returns how often a loss scale rises after a skip, which means that the scaler is a new one.
-
-    Only updates of `optimizers` count.
-    """
+    """Returns how often a scale rises after a skip in updates of `optimizers`: then the scaler is a new one."""
     count = 0
     last: dict[str, float] = {}  # scale of the last update, where it was skipped
     for outcome in outcomes:

@@ -63,10 +63,7 @@ def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) ->
 
 
 def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Finding:
-    """Makes the finding for a checkpoint's loss scale below 1 that the run does not continue or need.
-
-    `own` is the scale at which the run starts, and takes steps; None without a scaler.
-    """
+    """Makes the finding for a checkpoint's loss scale below 1 that the run, which steps at `own`, does not need."""
     return Finding(
         code=COLLAPSED.code,
         name=COLLAPSED.name,
@@ -103,10 +100,7 @@ def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severi
 
 
 def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
-    """Makes the finding for a loss scale, or with `reached` a later one, that has no finite inverse in fp32.
-
-    `scale` is the scale before the first step.
-    """
+    """Makes the finding for a first loss scale, or with `reached` a later one, without a finite inverse in fp32."""
     falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
     return Finding(
         code=DEAD_SCALER.code,
@@ -126,10 +120,7 @@ def unusable_scale_finding(scale: float, prescription: Prescription | None, *, r
 
 
 def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] = ()) -> Iterator[Finding]:
-    """Yields everything that is wrong with the scaler before step 0.
-
-    `refused` are settings that torch refuses; `scaler` has others instead.
-    """
+    """Yields everything that is wrong with the scaler before step 0; it has other values for `refused` settings."""
     if scaler.dead:
         message = f"the run's loss scale is {dead_words(scaler.scale)}"
         cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")

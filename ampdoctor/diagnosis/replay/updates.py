@@ -86,10 +86,7 @@ def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
 
 
 def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
-    """Returns whether parameters stand still because their updates are at most half a unit in the last place.
-
-    Otherwise the update itself is zero.
-    """
+    """Returns whether most stand still due to rounding (at most half a unit in the last place), not a zero update."""
     given = [p for p in parameters if p.gradient]  # a clip factor of 0 leaves no gradient to round away
     return sum(p.beneath for p in given) > LOST_SHARE * sum(p.meant_to_move for p in parameters)
 
@@ -157,10 +154,7 @@ def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
 
 
 def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """Judges AMP501 for a run with bf16 weights (no autocast, no fp32 masters) from a pass in fp32.
-
-    Returns None where an optimizer that is not torch's own stepped a parameter.
-    """
+    """Judges AMP501 for bf16 weights (no autocast, no masters) from an fp32 pass; only for torch's own optimizers."""
     if not all(u.optimizer.startswith(ROUNDS_TO_NEAREST) for u in updates):
         return None
     modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)
@@ -539,10 +533,7 @@ def _is_zero(p: ParameterBeside) -> bool:
 
 
 def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequence[Far], op: str) -> Finding:
-    """Makes one finding for wrong updates from step `since` (index) on, as they share a cause.
-
-    `op` is the optimizer's first op whose result differs from fp32's.
-    """
+    """Makes one finding for wrong updates from step `since` (index) on; `op` is the first that differs from fp32's."""
     names = [run[0].name for run in found]
     module = common_module(names)
     ratios = [p.update / p.expected_update for run in found for p in run]

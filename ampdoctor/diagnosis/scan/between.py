@@ -121,7 +121,6 @@ def course(points: Sequence[tuple[int, float]], limit: float) -> Course | None:
 
 
 def _halves(line: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Returns the rates of the first and of the second half of the time."""
     (start, first), (end, last) = line[0], line[-1]
     middle = (start + end) / 2
     at = last

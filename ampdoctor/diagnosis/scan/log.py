@@ -307,7 +307,6 @@ def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> It
 
 
 def _trailing(entries: Sequence[LogEntry]) -> list[LogEntry]:
-    """Returns the entries at the end whose norm is 0 or not finite."""
     found: list[LogEntry] = []
     for entry in reversed(entries):
         if entry.grad_norm is None or 0 < abs(entry.grad_norm) < math.inf:
@@ -602,10 +601,7 @@ _RULES = ((gradients_vanished, "gradient"), (loss_constant, "optimizer"))
 
 
 def at_the_end(entries: Sequence[LogEntry], thresholds: Thresholds) -> tuple[Finding, ...]:
-    """Returns what the last entries of a log show: gradients that are zero, a loss that is constant.
-
-    The entries are in the order of the steps.
-    """
+    """Returns the findings on the last entries of a log: gradients that are zero, a loss that is constant."""
     summary = CheckpointSummary(format=RUN_LOG, tensors=(), log=tuple(entries))
     return tuple(
         replace(

@@ -241,7 +241,6 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
 
 
 def _last(history: History) -> Iterator[tuple[tuple[LogEntry, float], tuple[LogEntry, float]]]:
-    """Returns the last pairs of neighbours."""
     return itertools.pairwise(history[-IN_A_ROW - 1 :])
 
 

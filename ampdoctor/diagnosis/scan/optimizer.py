@@ -135,9 +135,9 @@ def explained(betas: Sequence[float], smallest: float) -> float | None:
     """Returns the largest first moment, beside a second moment of zero, that rounding in its own format explains.
 
     Adam's first moment m and second moment v are weighted sums over the same gradients. By Cauchy and Schwarz
-    |m| <= c sqrt(v) with c^2 = (1 - b1)^2 / ((1 - b2)(1 - b1^2 / b2)), where b1^2 < b2: 7.3 for (0.9, 0.999). A v that was
-    rounded to zero in every step has lost at most `smallest` (the smallest number of its format) a step, which adds up
-    to smallest / (1 - b2).
+    |m| <= c sqrt(v) with c^2 = (1 - b1)^2 / ((1 - b2)(1 - b1^2 / b2)), where b1^2 < b2: 7.3 for (0.9, 0.999). A v that
+    was rounded to zero in every step has lost at most `smallest` (the smallest number of its format) a step, which adds
+    up to smallest / (1 - b2).
 
     The bound is in units of gradients; None where the second moment forgets faster, so that there is none.
     """

@@ -291,7 +291,6 @@ def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: T
 
 
 def _falls_below_one(scaler: ScalerState) -> float:
-    """Returns how many back-offs led from 1 to the scale."""
     if not 0 < scaler.backoff_factor < 1:
         return 0.0
     return math.log(scaler.scale) / math.log(scaler.backoff_factor)
@@ -313,7 +312,6 @@ def _ago(scaler: ScalerState) -> str:
 
 
 def _growth(scaler: ScalerState) -> str:
-    """Formats how far the scale is from growing back to 1."""
     if not 1 < scaler.growth_factor < math.inf or scaler.growth_interval <= 0:
         return "with its settings it never grows back"
     doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
