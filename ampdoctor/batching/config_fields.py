@@ -224,7 +224,7 @@ _RESHARDS = {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}
 _BESIDE = ("offload", "auto_wrap")  # further words in Trainer's `fsdp`
 
 REPLICATED = "Replicated shards: --shard-stage sizes states as if all ranks shared one copy."
-"""For a number of replicas: each is a copy, and the configuration does not say whether their number should stay."""
+"""For a number of replicas: each is a copy, and it is unknown whether their number should stay."""
 
 ULYSSES = "Ulysses' sequence parallel ranks see the same samples: they are counted as context parallel (--cp)."
 """For DeepSpeed's `sequence_parallel_size`, which divides the ranks; these ranks share the states too."""

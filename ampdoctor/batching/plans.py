@@ -358,7 +358,7 @@ class States:
         stage: ZeRO's stage; 0 also for DDP, 3 for FSDP's full shard.
         bytes_each: Bytes of a parameter's weight, gradient and optimizer states.
         within_node: Only the devices of a node share a copy, and each node has its own (FSDP's HYBRID_SHARD).
-        node: Assumed devices of a node where the cluster does not say it; None: all on one.
+        node: Assumed devices of a node where the cluster does not have them; None: all on one.
     """
 
     parameters: float

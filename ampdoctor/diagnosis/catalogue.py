@@ -77,7 +77,7 @@ Evidence = TypeVar("Evidence")
 Finder: TypeAlias = Callable[[Evidence, Thresholds], Iterable[Finding]]
 
 SCANNED: tuple[Command, ...] = ("scan",)
-"""A replay also judges the checkpoint that it loads. Where its report says nothing about the checkpoint, the replay may
+"""A replay also judges the checkpoint that it loads. Where its report does not mention the checkpoint, the replay may
 not have examined it."""
 REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
 MEASURED: tuple[Command, ...] = ("profile", "recommend")

@@ -221,7 +221,7 @@ class Judge:
                 if not graver and not finding.evidence.get("ended"):
                     continue
             self._told[key] = _Told(finding.severity, step)
-            if step == self._looked_at:  # the step's own diagnosis, with op and line, says more
+            if step == self._looked_at:  # the step's own diagnosis, with op and line, is more detailed
                 continue
             new.append(self._of(finding, optimizer))
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))

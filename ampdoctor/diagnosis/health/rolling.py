@@ -303,7 +303,7 @@ UNTRIED = 500
 reinforcement learning, the value loss rises in this time with the returns."""
 _LATER = 1000  # a log that begins after this step continues a training whose loss fell before
 
-LEAST_LOSSES = 8  # fewer losses do not tell a fall from noise
+LEAST_LOSSES = 8  # among fewer losses, a fall may be noise
 CLEAR_FALL = 4.0  # standard errors between the mean losses of two halves: by chance once in 30,000 such logs
 LEAST_FALL = 0.01  # least relative fall of a loss: momentum alone lowers a loss without noise too
 
@@ -349,7 +349,7 @@ class Descent:
         return loss - usual >= MATTERS * self._way()
 
     def is_known(self, accepted: int, began: int) -> bool:
-        """Returns whether a rise means something, after the `accepted` steps of a log from step `began` on."""
+        """Returns whether a rise means something: the loss has fallen, or is past its start."""
         return self.falls or self.fell or accepted >= UNTRIED or began >= _LATER
 
 

@@ -153,7 +153,7 @@ def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     gone = moment.end is not None and scale.now is not None and scale.now <= 1  # ended at a scale that scales nothing
     least = thresholds[NO_STEP_TAKEN_STEPS] if from_the_first and not gone else HOPELESS
     if steps < least or (not from_the_first and scale.now is not None):
-        return ()  # AMP723 says more about a scale that falls later
+        return ()  # AMP723 reports a scale that falls later
     if not scale.told and falls_over(scale.losses):  # then the norm is not what the optimizer saw
         return ()
     which = "from the first one on" if from_the_first else f"from step {scale.since} on"

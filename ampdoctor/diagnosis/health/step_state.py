@@ -21,8 +21,8 @@ from ampdoctor.evidence.log_records import EndLine, StepLine
 
 # -- steps with a non-finite loss or gradient norm: did the weights take them? --
 #
-# Most logs do not say whether a step was skipped. Weights that took a NaN never give a finite loss again. So a finite
-# loss after such a step, or a loss scale that falls right after it, proves that the scaler skipped it.
+# Most logs do not record whether a step was skipped. Weights that took a NaN never give a finite loss again. So a
+# finite loss after such a step, or a loss scale that falls right after it, proves that the scaler skipped it.
 
 
 LEAST_ROWS = 3  # successive rows with a non-finite norm, as for AMP703: one or two are ordinary skipped steps
@@ -42,7 +42,7 @@ class IllSteps:
     _seen_finite: bool = False
 
     def hear(self, line: StepLine, *, skipped: bool) -> None:
-        """Adds a step; `skipped` is whether the step before it was skipped, as the log or this line says."""
+        """Adds a step; `skipped` is whether the step before it was skipped, according to the log or this line."""
         self.lost = None
         if skipped:
             self.waiting, self._rows = None, 0
@@ -82,7 +82,7 @@ def is_ill(line: StepLine) -> bool:
 
 
 def proves_a_skip(before: StepLine, line: StepLine) -> bool:
-    """Returns whether a step's line proves that the step before it was skipped, where the log does not say so.
+    """Returns whether a step's line proves that the step before it was skipped, where the log does not record it.
 
     A lower loss scale proves it only if no steps are missing between the two lines.
     """
@@ -112,8 +112,8 @@ class ScaleHistory:
         falls: Falls since it last grew, without those before the first taken step.
         fallen: log2 of the factor by which it fell since then.
         in_a_row: Skipped steps up to this one; `since` is the first of them, `until` the last.
-        told: The log itself says of each of these that it was skipped.
-        losses: The losses of these steps, where the log does not say it.
+        told: The log itself records each of these as skipped.
+        losses: The losses of these steps, where the log does not record it.
         unmoved: Skipped steps in a row that left the scale as it was.
         settled: A step was taken with this scaler.
         anew: How often it rose as no scaler does: right after a skipped step, or back to its first value.
@@ -158,7 +158,7 @@ class ScaleHistory:
             self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
             if before is None:
                 self.first = scale
-                if self.settled:  # the steps before were taken with it, although the log did not say so
+                if self.settled:  # the steps before were taken with it, although the log did not record it
                     self.highest = scale
             else:
                 self._move(line, before, scale)
@@ -467,7 +467,7 @@ class StepMoment:
         self.ill.ends()
 
     def _settle_last(self, line: StepLine) -> bool:
-        """Decides from this line whether the step before was skipped, if its own line does not say so; returns it."""
+        """Decides from this line whether the last step was skipped, if its own line does not record it; returns it."""
         before = self.line
         if before.skipped is not None:
             return before.skipped

@@ -146,7 +146,7 @@ def unexplained(
     """Makes a finding for gradients that are far from fp32's for no known reason.
 
     It is a warning, because chaos and hidden state look the same. It is an error where `comes_back` (the step has no
-    hidden state) and the error is large; the caller knows the effect of rounding alone.
+    hidden state) and the error is large; the caller has measured the effect of rounding alone.
     """
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None

@@ -53,7 +53,7 @@ class Here:
     scaled: bool  # with an enabled GradScaler
     torch: str  # torch's version
     checkpoint: bool = False  # a checkpoint was loaded
-    global_step: int | None = None  # optimizer steps that the checkpoint had done, if it says so
+    global_step: int | None = None  # optimizer steps that the checkpoint had done, if recorded
     lacks: tuple[str, ...] = ()  # parts of the run's state that the checkpoint lacked ("optimizer")
     file_scaler: ScalerState | None = None  # the scaler's state in the checkpoint
     compared: int | None = None  # steps compared with fp32, where the user wanted fewer than all

@@ -177,7 +177,7 @@ USUAL_ENTRIES = 50
 """Entries whose median scale was the usual one. A notable fall below it counts, whatever grew in between (AMP706)."""
 NORM_DECAY = 0.97  # decay of the moving average and variance of the norms before: ZClip's
 IN_A_ROW = 4  # successive entries in which the scale falls to 1 and below, as for the error of AMP723
-LEAST_NORMS = 20  # norms below which these say nothing
+LEAST_NORMS = 20  # fewer norms are not compared
 LEAST_DEVIATION = 0.05  # least standard deviation of a norm's logarithm: a log of constant norms has none
 
 
