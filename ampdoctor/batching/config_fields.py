@@ -1,4 +1,4 @@
-"""Numbers of a configuration, checked where they are read."""
+"""Reads and checks values of a configuration; `name` is always the file, for error messages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,14 @@ from ampdoctor.batching.plans import STAGES, Precision
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.json_records import DuplicateKeyError, unique_keys
 
-_UNSAID = (None, "auto", -1)
-"""What stands for "not said": DeepSpeed's and transformers' "auto", torchtitan's -1."""
-_DIGITS = 20
-"""Of a number in quotes: no batch has more."""
+_UNSAID = (None, "auto", -1)  # "not given": DeepSpeed's and transformers' "auto", torchtitan's -1
+_DIGITS = 20  # of a quoted number: no batch has more
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_SHOWN = 60
-"""Characters of a value in a sentence."""
+_SHOWN = 60  # characters of a value in a sentence
 
 
 def count(table: Mapping[str, Any], key: str, name: str) -> int | None:
-    """Returns a whole number of at least 1, or None if nothing is said.
-
-    Args:
-        table: What was read.
-        key: Its key.
-        name: Of the file.
-
-    Raises:
-        UsageError: It is another value.
-    """
+    """Returns a whole number of at least 1, or None if it is not given; raises UsageError for other values."""
     value = table.get(key)
     if isinstance(value, bool) or (value not in _UNSAID and not _whole(value)):
         raise UsageError(f"{name}: {key} is a whole number of at least 1, not {shown(value)}")
@@ -39,15 +27,9 @@ def count(table: Mapping[str, Any], key: str, name: str) -> int | None:
 
 
 def yes(table: Mapping[str, Any], key: str, name: str) -> bool | None:
-    """Returns whether something is switched on; not, if nothing is said, and None for "auto": another file says it.
+    """Returns whether something is switched on; False if not given, and None for "auto", which another file decides.
 
-    Args:
-        table: What was read.
-        key: Its key.
-        name: Of the file.
-
-    Raises:
-        UsageError: It is neither yes nor no.
+    Raises UsageError for other values.
     """
     value = table.get(key)
     if value is None or isinstance(value, bool):
@@ -61,10 +43,9 @@ def yes(table: Mapping[str, Any], key: str, name: str) -> bool | None:
 
 
 def half_of(name: str, *, fp16: bool | None, bf16: bool | None) -> Precision | None:
-    """Returns the format of two switches of which one may be on; None if nobody knows.
+    """Returns the format of two switches; None if unknown.
 
-    Raises:
-        UsageError: Both are on, with which no framework starts.
+    Raises UsageError where both are on, with which no framework starts.
     """
     if fp16 and bf16:
         raise UsageError(f"{name}: fp16 and bf16 are both on, and a job has one of them")
@@ -72,11 +53,7 @@ def half_of(name: str, *, fp16: bool | None, bf16: bool | None) -> Precision | N
 
 
 def table_in(table: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
-    """Returns a table inside; {} if it is not there.
-
-    Raises:
-        UsageError: It is no table.
-    """
+    """Returns a nested table, {} if it is missing; raises UsageError for another value."""
     value = table.get(key)
     if value is None:
         return {}
@@ -86,26 +63,26 @@ def table_in(table: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]
 
 
 def word(table: Mapping[str, Any], key: str, default: str) -> str:
-    """Returns a word in small letters; what is none, as its kind."""
+    """Returns a word in lower case; for another value its type."""
     value = table.get(key)
     return default if value is None else value.lower() if isinstance(value, str) else shown(value)
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a sentence. Only the kind of a list or table: YAML's aliases make small ones enormous."""
+    """Formats a value; lists and tables only by type, as YAML's aliases make small ones enormous."""
     if isinstance(value, str | int | float | None):
         return repr(value)[:_SHOWN]
     return "a table" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else type(value).__name__
 
 
 def _whole(value: Any) -> bool:
-    """Whether it is one; YAML and flags give text where somebody has written quotes."""
+    """Whether it is a whole number from 1 on; YAML and flags give text where the user wrote quotes."""
     if isinstance(value, str):
         return value.isdecimal() and len(value) < _DIGITS and int(value) >= 1
     return isinstance(value, int) and value >= 1
 
 
-# The flags of a shell script, or of a list of arguments. No variable is expanded, and no branch is taken.
+# -- flags of a shell script, or a list of arguments; variables are not expanded, branches not evaluated --
 
 
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
@@ -113,9 +90,8 @@ _FLAG = re.compile(
     r"(?<![\w-])--(?P<name>[a-zA-Z0-9_-]+)(?:=|[ \t]+(?:\\\n\s*)?)?(?P<value>[^\s\\()=-][^\s\\()]*)?", re.ASCII
 )
 _LISTED = re.compile(r"""--[a-z0-9_-]+(=[^\s"',]*)?["']\s*,""")
-"""A flag in quotes with a comma behind it, as in Python and JSON."""
-_NAMED = re.compile(r"""(?<![\w-])--(?:["']|[\w-]+)?\$[^\s"']*""")
-"""A flag whose name, or part of it, is a variable's."""
+"""A flag in quotes before a comma, as in Python and JSON."""
+_NAMED = re.compile(r"""(?<![\w-])--(?:["']|[\w-]+)?\$[^\s"']*""")  # a flag whose name contains a variable
 _FLAG_WORDS: Mapping[str, bool] = {"true": True, "false": False}
 _COUNTED = frozenset(
     {
@@ -131,15 +107,14 @@ _COUNTED = frozenset(
         "gradient_accumulation_steps",
     }
 )
-"""Megatron-LM's and Trainer's flags whose value a plan is made of: of these there has to be one."""
+"""Flags of Megatron-LM and Trainer that a plan depends on: each must have one value."""
 
 
 def flags_in(text: str, name: str) -> dict[str, str | bool]:
     """Returns the flags of a shell script.
 
-    Raises:
-        UsageError: A variable names a flag, one that counts has several values (another command's, another branch's),
-            or they are items of a list in some other language, which nothing here reads.
+    Raises UsageError where a variable names a flag, a relevant flag has several values (of another command or branch),
+    or the flags are items of a list in another language.
     """
     script = _COMMENT.sub("", text.replace("\r\n", "\n"))
     if _LISTED.search(script):
@@ -153,7 +128,7 @@ def flags_in(text: str, name: str) -> dict[str, str | bool]:
     for one in _FLAG.finditer(script):
         flag, value = one["name"].replace("-", "_"), _value(one["value"])
         if flag in _COUNTED and value is True:
-            continue  # spoken of, as where a script takes its arguments apart
+            continue  # only mentioned, as where a script parses its arguments
         if flag in _COUNTED and found.get(flag, value) != value:
             raise UsageError(
                 f"{name}: --{one['name']} stands there with {found[flag]} and with {value}, and which of them is in "
@@ -164,7 +139,7 @@ def flags_in(text: str, name: str) -> dict[str, str | bool]:
 
 
 def flags_of(arguments: list[Any]) -> dict[str, str | bool]:
-    """Returns the flags of a list of arguments, as a program gets them; the last of several of one name."""
+    """Returns the flags of an argument list; of several with one name the last."""
     found: dict[str, str | bool] = {}
     flag = ""
     for one in map(str, arguments):
@@ -182,21 +157,17 @@ def _value(text: str | None) -> str | bool:
     return _FLAG_WORDS.get(word.lower(), word or True)
 
 
-# JSON and YAML as people write configurations, each refused in a sentence where a plan would be made of a guess.
+# -- JSON and YAML as people write them; ambiguous files are refused --
 
 
 _BEYOND_JSON = re.compile(r"^\s*(//|#|/\*)|,\s*[}\]]", re.MULTILINE)
-"""What hjson, by which DeepSpeed reads its configuration, allows beyond JSON."""
+"""What hjson, DeepSpeed's parser, allows beyond JSON."""
 _MOST_PAIRS = 1 << 16
-"""Keys of a YAML, merged ones counted wherever they are merged: nested ones multiply, and some lines make billions."""
+"""Most keys of a YAML, with merged ones wherever they are merged: nested merges multiply to billions in a few lines."""
 
 
 def read_json(text: str, name: str) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-        UsageError: It is none, or an object in it has one key twice.
-    """
+    """Parses a JSON text; raises UsageError where it is none, or an object has a key twice."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except DuplicateKeyError as error:
@@ -211,11 +182,7 @@ def read_json(text: str, name: str) -> Any:
 
 
 def yaml_table(text: str, name: str) -> Mapping[str, Any]:
-    """Returns the table of a YAML text.
-
-    Raises:
-        UsageError: It is none, PyYAML is not installed, or its merge keys (`<<`) make more of it than a file holds.
-    """
+    """Parses a YAML table; raises UsageError for other text, without PyYAML, or if merges (`<<`) make too many keys."""
     try:
         import yaml
     except ImportError:
@@ -223,7 +190,7 @@ def yaml_table(text: str, name: str) -> Mapping[str, Any]:
             f"{name} is YAML, and PyYAML, which reads it, is not installed: pip install 'ampdoctor[yaml]'"
         ) from None
 
-    class Bounded(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML says no types
+    class Bounded(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         pairs = 0
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -239,56 +206,41 @@ def yaml_table(text: str, name: str) -> Mapping[str, Any]:
 
 
 def table_of(value: Any, name: str, language: str) -> Mapping[str, Any]:
-    """Returns a file's value, which has to be a table.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """Returns a file's value; raises UsageError if it is no table."""
     if not isinstance(value, Mapping):
         raise UsageError(f"{name} is {language}, and no table of settings")
     return value
 
 
-# What of a model's states ZeRO and FSDP cut, in the words of those that configure them.
+# -- which states ZeRO and FSDP shard --
 #
-# Read in accelerate 1.15 (`FullyShardedDataParallelPlugin`) and transformers 5.23 (`_process_fsdp_args`).
+# Sources: accelerate 1.15 (`FullyShardedDataParallelPlugin`) and transformers 5.23 (`_process_fsdp_args`).
 
 
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-"""FSDP's, in the order in which accelerate and torch count them from 1, and the stage of ZeRO that cuts as much."""
+"""FSDP's, in the order in which accelerate and torch number them from 1, and the ZeRO stage that shards as much."""
 _RESHARDS = {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}
-"""FSDP2 has a switch in their place: whether what was gathered for the forward is given back before the backward."""
-_BESIDE = ("offload", "auto_wrap")
-"""What else may stand in Trainer's `fsdp`."""
+"""FSDP2's switch instead of a strategy: are gathered parameters freed between forward and backward?"""
+_BESIDE = ("offload", "auto_wrap")  # further words in Trainer's `fsdp`
 
 REPLICATED = "Replicated shards: --shard-stage sizes states as if all ranks shared one copy."
-"""Where a number of replicas is given, each of which is a copy; whether it is to stay, nobody says."""
+"""For a number of replicas: each is a copy, and it is unknown whether their number should stay."""
 
 ULYSSES = "Ulysses' sequence parallel ranks see the same samples: they are counted as context parallel (--cp)."
-"""DeepSpeed's `sequence_parallel_size`, by which it divides the ranks, and which shares the states as they do."""
+"""For DeepSpeed's `sequence_parallel_size`, which divides the ranks; these ranks share the states too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How states are cut.
+    """How states are sharded."""
 
-    Attributes:
-        stage: As ZeRO counts; None if nothing is cut, or nobody knows.
-        within_node: Only the devices of a node share a copy.
-        notes: What is not known, a sentence each.
-    """
-
-    stage: int | None = None
-    within_node: bool = False
-    notes: tuple[str, ...] = ()
+    stage: int | None = None  # as in ZeRO; None: not sharded, or unknown
+    within_node: bool = False  # only the devices of a node share a copy
+    notes: tuple[str, ...] = ()  # what is unknown, a sentence each
 
 
 def zero_stage(table: Mapping[str, Any], key: str, name: str) -> int | None:
-    """Returns a stage of ZeRO; None if nothing is said.
-
-    Raises:
-        UsageError: There is no such stage.
-    """
+    """Returns a ZeRO stage, if given; raises UsageError for an unknown one."""
     value = table.get(key)
     if value is None:
         return None
@@ -298,22 +250,14 @@ def zero_stage(table: Mapping[str, Any], key: str, name: str) -> int | None:
 
 
 def fsdp_of_accelerate(fsdp: Mapping[str, Any], name: str) -> Cut:
-    """Returns what an `fsdp_config` of Accelerate cuts.
-
-    Raises:
-        UsageError: It has a strategy that there is not.
-    """
+    """Reads Accelerate's `fsdp_config`; raises UsageError for an unknown strategy."""
     switch = count(fsdp, "fsdp_version", name) == 2
     key = "fsdp_reshard_after_forward" if switch else "fsdp_sharding_strategy"
     return _cut(fsdp.get(key), key, name)
 
 
 def fsdp_of_trainer(table: Mapping[str, Any], name: str) -> Cut:
-    """Returns what `fsdp` and `fsdp_config` of Trainer cut.
-
-    Raises:
-        UsageError: They have a word that Trainer does not know.
-    """
+    """Reads Trainer's `fsdp` and `fsdp_config`; raises UsageError for an unknown word."""
     fsdp = table.get("fsdp")
     if not fsdp:
         return Cut()
@@ -334,7 +278,7 @@ def fsdp_of_trainer(table: Mapping[str, Any], name: str) -> Cut:
 
 
 def _cut(strategy: Any, key: str, name: str) -> Cut:
-    """What a strategy cuts: its name, its number or FSDP2's switch; everything if none is said."""
+    """Reads a strategy: its name, its number or FSDP2's switch; by default, everything is sharded."""
     text = "FULL_SHARD" if strategy is None else str(strategy) if isinstance(strategy, str | int) else ""
     known = _RESHARDS.get(text.lower(), text.upper())
     if known in map(str, range(1, len(STRATEGIES) + 1)):

@@ -1,4 +1,4 @@
-"""Which framework a configuration is of, by what stands in it."""
+"""Reads the batch from a framework's configuration; the keys decide which framework it is."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ampdoctor.batching.plans import BatchSettings, Precision
 from ampdoctor.errors import UsageError
 from ampdoctor.scaling.trace import Division
 
-# Trainer arguments of transformers, and a configuration of Accelerate.
+# -- Trainer arguments of transformers, and Accelerate's configuration --
 #
-# Read in transformers 5.23 (`training_args.py`) and accelerate 1.15 (`commands/config/config_args.py`).
+# Sources: transformers 5.23 (`training_args.py`) and accelerate 1.15 (`commands/config/config_args.py`).
 
 
 _DEFAULT_SIZE = 8
@@ -46,11 +46,7 @@ _OWN_FILE = (
 
 
 def trainer_arguments(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Returns what `TrainingArguments` say; what they leave out has the library's default.
-
-    Raises:
-        UsageError: A number that is none, or words that Trainer does not know.
-    """
+    """Reads `TrainingArguments`, with the library's defaults; raises UsageError for invalid values."""
     precision = half_of(name, fp16=_switch(table, "fp16", name), bf16=_switch(table, "bf16", name))
     deepspeed = table.get("deepspeed")
     cut = fsdp_of_trainer(table, name)
@@ -97,7 +93,7 @@ def _switch(table: Mapping[str, Any], key: str, name: str) -> bool | None:
 
 
 def _split_batches(table: Mapping[str, Any], name: str) -> bool | None:
-    """Whether the loader's batch is that of all ranks; None if another file says it."""
+    """Returns whether the loader's batch is that of all ranks; None if another file decides it."""
     config = table.get("accelerator_config")
     if isinstance(config, str):
         return None
@@ -106,10 +102,9 @@ def _split_batches(table: Mapping[str, Any], name: str) -> bool | None:
 
 
 def accelerate(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Returns what `accelerate config` has written; the micro-batch is the data loader's, and stands elsewhere.
+    """Reads the output of `accelerate config`; raises UsageError for invalid values.
 
-    Raises:
-        UsageError: A number that is none, or a strategy that there is not.
+    The micro-batch is not in it: it is the data loader's.
     """
     deepspeed = table_in(table, "deepspeed_config", name)
     fsdp = table_in(table, "fsdp_config", name)
@@ -164,19 +159,18 @@ def _trainer_division(
     return None if elsewhere else "split" if sharded else "none"
 
 
-# A DeepSpeed configuration, as read in deepspeed 0.19.8 (`runtime/config.py`, `runtime/engine.py`).
+# -- DeepSpeed's configuration; source: deepspeed 0.19.8 (`runtime/config.py`, `runtime/engine.py`) --
 
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
-"""One of them stands in every DeepSpeed configuration, and in no other framework's."""
+"""Every DeepSpeed configuration has one of these keys, and no other framework's has."""
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Returns what the configuration says; as there, any two of the three sizes say the third.
+    """Reads the configuration; two of the three sizes determine the third, as in DeepSpeed.
 
-    Raises:
-        UsageError: A number that is none, a ZeRO stage that there is not, or a batch that DeepSpeed chooses.
+    Raises UsageError for an invalid number, an unknown ZeRO stage, or a batch that DeepSpeed chooses.
     """
     if yes(table_in(table, "elasticity", name), "enabled", name):
         raise UsageError(
@@ -189,7 +183,7 @@ def deepspeed(table: Mapping[str, Any], name: str) -> BatchSettings:
     steps = count(table, "gradient_accumulation_steps", name)
     filled = [key for key in _SIZES if table.get(key) == "auto"]
     if steps is None and not filled and (batch is None or micro is None):
-        steps = 1  # what DeepSpeed itself takes where only one size is said
+        steps = 1  # DeepSpeed's default where only one size is given
     notes = []
     if filled:
         notes.append(f"auto: Trainer or Accelerate fills in {', '.join(filled)}, and here the command line does.")
@@ -222,22 +216,17 @@ def _deepspeed_division(table: Mapping[str, Any], stage: int, name: str) -> Divi
     return "after"
 
 
-# Megatron-LM's arguments, from the flags of a script or its YAML; as read in its `training/arguments.py`.
+# -- Megatron-LM's arguments, from a script's flags or its YAML; source: its `training/arguments.py` --
 
 
 _FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-"""Megatron-FSDP's strategies, and the stage of ZeRO that cuts as much."""
+"""Megatron-FSDP's strategies, and the ZeRO stage that shards as much."""
 
 
 def megatron(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Returns what the arguments say.
+    """Reads flags, or the keys of a YAML, with underscores; raises UsageError for a number that is none.
 
-    Args:
-        table: Flags, or the keys of a YAML; with underscores.
-        name: Of the file.
-
-    Raises:
-        UsageError: A number that is none; a shell's variable is none either.
+    A shell's variable is no number either.
     """
     parallel = {**table_in(table, "model_parallel", name), **table}
     for key, value in parallel.items():
@@ -288,15 +277,15 @@ def _megatron_stage(table: Mapping[str, Any], name: str) -> int:
 
 
 def _on(table: Mapping[str, Any], key: str) -> bool:
-    """Whether a switch is there; the word behind it is no value of its, but whatever the script goes on with."""
+    """Whether a switch is there; the word after it is not its value, but the script's next word."""
     return str(table.get(key)).lower() not in ("none", "false")
 
 
-# A torchtitan TOML: releases up to 0.2.2 read one (`config/job_config.py`), 0.3 is configured in Python.
+# -- torchtitan's TOML: up to release 0.2.2 (`config/job_config.py`); 0.3 is configured in Python --
 #
-# `batch_size` is `local_batch_size` since mid 2025, and degrees stood in `training` and `experimental` before
-# `parallelism` had them. The accumulation is derived; a fork (flame) is told it. Since 0.2.2 the loss of a micro-batch
-# is its sum over the step's tokens (`forward_backward_step`), and FSDP divides no more
+# `batch_size` is `local_batch_size` since mid 2025, and degrees were in `training` and `experimental` before
+# `parallelism` had them. The accumulation is derived; a fork (flame) has a key for it. Since 0.2.2 the loss of a
+# micro-batch is its sum over the step's tokens (`forward_backward_step`), and FSDP no longer divides
 # (`disable_fsdp_gradient_division`).
 
 
@@ -307,11 +296,7 @@ _STEP = (
 
 
 def torchtitan(table: Mapping[str, Any], name: str) -> BatchSettings:
-    """Returns what the file says; what it leaves out has torchtitan's default.
-
-    Raises:
-        UsageError: A number that is none, or a batch in tokens.
-    """
+    """Reads the file, with torchtitan's defaults; raises UsageError for an invalid number, or a batch in tokens."""
     training = table_in(table, "training", name)
     if any(key.startswith("num_tokens") for key in training):
         raise UsageError(
@@ -348,7 +333,7 @@ def torchtitan(table: Mapping[str, Any], name: str) -> BatchSettings:
 
 
 def _parallelism(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The degrees, which stood in two other tables until the end of 2024."""
+    """Returns the degrees, which were in two other tables until the end of 2024."""
     return {
         **table_in(table, "experimental", name),
         **table_in(table, "training", name),
@@ -370,14 +355,10 @@ _KNOWN = (
 
 
 def read_settings(text: str, name: str) -> BatchSettings:
-    """Returns what a configuration says of the batch in force.
+    """Reads the batch in force from a configuration's text.
 
-    Args:
-        text: Its text.
-        name: Its file, whose ending says the language; without one of JSON, TOML or YAML it is a script with flags.
-
-    Raises:
-        UsageError: It cannot be read, is none of those that are known, or says something that makes no sense.
+    The ending of `name` decides the language; without one of JSON, TOML or YAML it is a script with flags. Raises
+    UsageError where it cannot be read, is of no known kind, or makes no sense.
     """
     ending = PurePath(name).suffix.lower()
     if ending == ".toml":
@@ -407,7 +388,7 @@ def _of_table(table: Mapping[str, Any], name: str) -> BatchSettings:
 
 
 def _of_flags(flags: Mapping[str, Any], name: str) -> BatchSettings:
-    """What a program's flags say: of all programs that have some, only these two are known by theirs."""
+    """Reads a program's flags; only two programs can be recognised by theirs."""
     if "per_device_train_batch_size" in flags:
         return trainer_arguments(flags, name)
     if "micro_batch_size" in flags:
@@ -420,7 +401,7 @@ def _nothing(name: str) -> UsageError:
 
 
 def _listed(text: str) -> Mapping[str, Any]:
-    """The arguments, where what has another file's ending is a JSON list of them all the same."""
+    """Returns the arguments, where a file with another ending is a JSON list of them."""
     try:
         return _flags(json.loads(text)) if text.lstrip()[:1] == "[" else {}
     except (ValueError, RecursionError):

@@ -11,17 +11,12 @@ from ampdoctor.evidence.report_plan import LeftAsItIs, PlanChange
 from ampdoctor.evidence.targets import PLAN_FRAMEWORKS, PlanFramework
 from ampdoctor.scaling.trace import Division, divisors, reduction_shift
 
-# Who divides the gradients by the number of ranks, when, and what that costs if the reduce is in fp16.
+# -- who divides the gradients by the number of ranks, when, and what that costs in an fp16 reduce --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceStack:
-    """Frameworks that divide alike.
-
-    Attributes:
-        names: Which, and in which dtype they reduce.
-        division: When they divide.
-    """
+    """Frameworks that divide at the same time; `names` also has the dtype in which they reduce."""
 
     names: str
     division: Division
@@ -40,7 +35,7 @@ STACKS: tuple[ReduceStack, ...] = (
 are in the parameters' dtype, fp32 under autocast. FSDP2 reduces bf16 and fp32 by NCCL's AVG."""
 
 
-# The last window of an epoch, which has fewer micro-batches than a step: what each framework makes of it.
+# -- the last window of an epoch, which has fewer micro-batches than a step --
 
 
 _RIGHT: tuple[PlanFramework, ...] = ("transformers",)
@@ -64,14 +59,7 @@ def left_over(plan: BatchPlan, samples: int) -> int:
 def last_window(
     before: BatchPlan | None, after: BatchPlan, samples: int | None, framework: PlanFramework | None
 ) -> Iterator[PlanChange]:
-    """Yields what becomes of the last window.
-
-    Args:
-        before: The plan in force.
-        after: The plan to come.
-        samples: Of an epoch, if that is known.
-        framework: Whose loop it is; None for all.
-    """
+    """Yields what happens to the last window; `samples` are of an epoch, `framework` is None for all."""
     if framework in _NONE:
         yield PlanChange(what="last partial window", figure="none", said=_ENDLESS)
         return
@@ -119,27 +107,18 @@ _ACTIVATIONS: Mapping[Reduction, str] = {
     "tokens": f"log2(m'A'/(mA)) for a mean over the step's tokens, times the ranks that are averaged: {_SAME}",
     "step": "They follow the global batch, for a mean over the step's tokens whose ranks are added up.",
     "sum": "Nothing, for a sum that nothing divides.",
-}
-"""By how much activation gradients move, and why."""
+}  # how far activation gradients shift, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """From one plan to another.
-
-    Attributes:
-        before: The plan in force.
-        after: The plan to come.
-        devices: All devices before and after.
-        samples: Of an epoch; None if nobody has said.
-        said: What is known of the job.
-    """
+    """The step from one plan to another."""
 
     before: BatchPlan
     after: BatchPlan
-    devices: tuple[int, int]
-    samples: int | None
-    said: BatchSettings
+    devices: tuple[int, int]  # all devices before and after
+    samples: int | None  # of an epoch, if given
+    said: BatchSettings  # what is known of the job
 
     @property
     def same_batch(self) -> bool:
@@ -148,7 +127,7 @@ class Step:
 
 
 def has_scale(said: BatchSettings) -> bool:
-    """Whether the job may have a loss scale: it is in fp16, or nobody has said what it is in."""
+    """Returns whether the job may have a loss scale: it is in fp16, or its precision is unknown."""
     return said.precision in (None, "fp16")
 
 
@@ -239,7 +218,7 @@ def _loss_scale(shift: float) -> str:
 
 
 def _larger_weights(shift: GradientShift) -> str:
-    """What that scale does to weight gradients, of which a larger micro-batch sums more samples."""
+    """Formats the effect of that scale on weight gradients, of which a larger micro-batch sums more samples."""
     if shift.weight_least >= shift.activation:
         return ""
     larger = smaller(shift.weight_least - math.ceil(shift.activation))
@@ -352,16 +331,16 @@ def _unchanged(step: Step) -> Iterator[PlanChange]:
 
 
 def smaller(binades: float) -> str:
-    """Returns a shift in words."""
+    """Formats a shift."""
     if binades == 0:
         return "as before"
     many = f"{abs(binades):.3g} binade{'' if abs(binades) == 1 else 's'}"
     return f"{many} {'smaller' if binades > 0 else 'larger'}"
 
 
-# What each framework does with the settings in force, left as they are, on another number of ranks.
+# -- unchanged settings on another number of ranks, for each framework --
 #
-# Read in transformers 5.23 (`Trainer`), accelerate 1.15 (`data_loader.py`), lightning 2.6.6, deepspeed 0.19.8
+# Sources: transformers 5.23 (`Trainer`), accelerate 1.15 (`data_loader.py`), lightning 2.6.6, deepspeed 0.19.8
 # (`runtime/config.py`, `_set_batch_related_parameters`), megatron-core 0.16.1 (`num_microbatches_calculator.py`) and
 # torchtitan 0.2.2 (`train.py`).
 
@@ -379,13 +358,11 @@ _ALL_THREE = (
 
 
 def left_as_it_is(plan: BatchPlan, data_parallel: int, said: BatchSettings) -> tuple[LeftAsItIs, ...]:
-    """Returns what becomes of the batch if nobody edits the settings.
+    """Returns what happens to the batch if nobody edits the settings.
 
-    Args:
-        plan: The plan in force, whose batch is to be kept.
-        data_parallel: Ranks of the new cluster that see other samples.
-        said: The configuration that was read, as it stands: only its framework is spoken of. Where none was, each
-            framework is, with its usual way of saying the batch.
+    `plan` is in force, and its batch is to be kept. `data_parallel` are the new cluster's ranks with different samples.
+    `said` is the configuration as read: only its framework is reported; without one, each is, with its usual way to set
+    the batch.
     """
     of = PLAN_FRAMEWORKS if said.framework is None else (said.framework,)
     known = said if said.framework is not None else _usual(plan)
@@ -397,14 +374,7 @@ def _usual(plan: BatchPlan) -> BatchSettings:
 
 
 class _Left:
-    """One framework's settings on other ranks. What they do not say is as in the plan in force.
-
-    Args:
-        framework: Whose.
-        plan: The plan in force.
-        ranks: The new ones.
-        said: The settings.
-    """
+    """One framework's settings on other ranks; missing settings are as in the plan in force."""
 
     def __init__(self, framework: PlanFramework, plan: BatchPlan, ranks: int, said: BatchSettings) -> None:
         self._framework = framework
@@ -415,7 +385,7 @@ class _Left:
         self._steps = said.accumulation or plan.accumulation
 
     def outcome(self) -> LeftAsItIs:
-        """Returns what becomes of the batch."""
+        """Returns what happens to the batch."""
         said = self._said
         if self._framework == "deepspeed":
             return self._deepspeed()
@@ -457,7 +427,7 @@ class _Left:
         return self._refused(f"an assertion refuses a batch that is no multiple of {self._micro} x {self._ranks} ranks")
 
     def _shared_batch(self) -> LeftAsItIs:
-        """With `split_batches` the loader's batch is that of all ranks, who share it."""
+        """Judges `split_batches`: the loader's batch is that of all ranks, which share it."""
         batch = self._said.global_batch
         total = self._micro * self._plan.data_parallel if batch is None else batch // self._steps
         if total % self._ranks:
@@ -470,7 +440,7 @@ class _Left:
         )
 
     def _was(self, batch: int, other: int) -> str:
-        """The size that is derived beside another, on the ranks in force; nothing where these could not share it."""
+        """Formats the derived size on the ranks in force; "" where they could not share the batch."""
         size, left = divmod(batch, self._plan.data_parallel * other)
         return "" if left else f"{size} -> "
 

@@ -1,4 +1,4 @@
-"""A plan in a framework's own words: a fragment that runs as printed, and refuses to train with another batch."""
+"""A plan as a framework's settings: a fragment that runs as printed, and refuses to train with another batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ from ampdoctor.evidence.targets import PlanFramework
 
 
 def emit_plan(plan: BatchPlan, cluster: Cluster, framework: PlanFramework) -> EmittedSettings:
-    """Returns the fragment.
-
-    Args:
-        plan: The plan.
-        cluster: Where it runs.
-        framework: In whose words.
-
-    Raises:
-        UsageError: torchrun is told nodes, and nobody has said how the devices lie on them.
-    """
+    """Returns the fragment; raises UsageError for torchrun without the devices of a node."""
     return _EMITTERS[framework](plan, cluster)
 
 
@@ -147,7 +138,7 @@ def _torchrun(plan: BatchPlan, cluster: Cluster) -> EmittedSettings:
 
 
 def _shared(cluster: Cluster) -> str:
-    """What divides the ranks where some see the same samples."""
+    """Returns the divisor of the ranks where some see the same samples."""
     return f" // {cluster.model_parallel}" if cluster.model_parallel > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""What fp16 flushes to zero of each gradient, before and after a step's batch is cut anew, from a measured profile."""
+"""From a measured profile: which share of each gradient fp16 flushes to zero, before and after another plan."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ampdoctor.scaling.choose import DEFAULT_TAIL, cancelled
 from ampdoctor.scaling.closed_forms import highest_exponent, upper_log2
 
 _MIXES = frozenset({"batch_norm", "sync_batch_norm"})
-"""Ops whose backward gives to a sample's gradient from the others of the micro-batch."""
+"""Ops whose backward mixes the other samples of the micro-batch into a sample's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Shares of a gradient's nonzero elements that fp16 makes zero.
+    """Shares of a gradient's nonzero elements that fp16 flushes to zero.
 
     Attributes:
-        before: With the plan before, at the loss scale of now.
-        after: With the plan after, at the same scale: at least this much.
-        after_most: And at most this much. It is larger than `after` only under another micro-batch, because it is
-            unknown how far the samples' gradients agree: for weight gradients, and for all of a model with BatchNorm.
+        before: With the plan before, at the present loss scale.
+        after, after_most: With the plan after, at the same scale: at least and at most. They differ only under another
+            micro-batch, because it is unknown how far the samples' gradients agree: for weight gradients, and for all
+            of a model with BatchNorm.
         kept: The most with the plan after, at `FlushedPlan.init_scale`.
-        lower_bound: True for weight gradients if some activation gradient loses so much (1 %) that what they are made
-            of is incomplete: they then lose more than their own magnitudes say.
+        lower_bound: Weight gradients where some activation gradient loses so much (1 %) that their inputs are
+            incomplete: they then lose more than their own magnitudes show.
     """
 
     before: float
@@ -40,33 +40,26 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedLayer:
-    """One gradient that is half in the half-precision run.
+    """One gradient that is half in the half-precision run."""
 
-    Attributes:
-        place: Where it is; `place.module` is the layer.
-        nonzero: Its measured elements that are not zero, over all steps.
-        shares: What becomes zero.
-    """
-
-    place: Place
-    nonzero: int
-    shares: Shares
+    place: Place  # `place.module` is the layer
+    nonzero: int  # measured nonzero elements, over all steps
+    shares: Shares  # what becomes zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedPlan:
-    """What a new plan does to the gradients of a measured run.
+    """The effect of a new plan on the gradients of a measured run.
 
     Attributes:
-        scale: The loss scale of now.
-        init_scale: The smallest power of two, from the one on that moves with the activation gradients, at which no
-            gradient loses more than it did before; if one would overflow there, the largest at which none does.
+        scale: The present loss scale.
+        init_scale: The smallest power of two, from the scale that moves with the activation gradients on, at which no
+            gradient loses more than before; if one would overflow there, the largest at which none does.
         bound_by: The gradient that would overflow, as `Site.label`; None if the scale keeps everything.
         shift: From the plan before to the plan after.
-        layers: Every half gradient, in the profile's order, but for weight gradients that cancel (`scaling.cancelled`):
-            what is small there is fp32's own rounding.
-        activation_grad: All activation gradients together; None if none is half.
-        weight_grad: All weight gradients together.
+        layers: Every half gradient in the profile's order, without weight gradients that cancel (`scaling.cancelled`):
+            their small values are fp32's own rounding.
+        activation_grad, weight_grad: All activation or weight gradients together; None if none is half.
     """
 
     scale: float
@@ -88,19 +81,9 @@ def flushed_plan(
 ) -> FlushedPlan:
     """Returns the flushed shares of every gradient under both plans, and the `init_scale` that keeps them.
 
-    The profile says with how many micro-batches a step it was measured, and is taken to be of the micro-batch of
-    `before`; it may have been measured on one device with another accumulation than the job's.
-
-    Args:
-        profile: The measured ranges.
-        before: The plan in force.
-        after: The plan to come.
-        reduction: What the loss of a backward is divided by.
-        scale: The loss scale of now; the profile's own by default.
-
-    Raises:
-        UsageError: The scale is not a positive finite number, or is not given and the run has none because it is not in
-            fp16.
+    The profile has its own accumulation, and is assumed to have the micro-batch of `before`; it may come from one
+    device. `scale` is the present loss scale, by default the profile's; raises UsageError where it is invalid, or
+    missing.
     """
     now = _scale_of(profile, scale)
     measured = BatchPlan(micro_batch=before.micro_batch, accumulation=profile.run.accumulation, data_parallel=1)
@@ -150,16 +133,9 @@ def _scale_of(profile: RangeProfile, scale: float | None) -> float:
 
 
 class _Gradients:
-    """The half gradients of a profile under two plans.
+    """The half gradients of a profile under two plans: `then` and `new` are the shifts from the measured plan to each.
 
-    Args:
-        profile: The measured ranges.
-        then: The shift from the measured plan to the one before.
-        new: The shift from the measured plan to the one after.
-        now: The loss scale of now.
-
-    Attributes:
-        indices: Their sites, but for those that cancel.
+    `indices` are their sites, without those that cancel.
     """
 
     def __init__(self, profile: RangeProfile, *, then: GradientShift, new: GradientShift, now: float) -> None:
@@ -172,7 +148,7 @@ class _Gradients:
         self.indices = [index for index in profile.half_gradients() if index not in noise]
 
     def shares(self, indices: list[int], kept: float, *, lossy: bool = False) -> Shares:
-        """Returns the shares of these sites, which are of one kind, together."""
+        """Returns the joint shares of these sites, which are of one kind."""
         kind = self._profile.sites[indices[0]].kind
         histogram = sum((self._profile.histograms[index] for index in indices), Histogram.empty())
         least, most = self._ends(self._new, kind)
@@ -189,7 +165,7 @@ class _Gradients:
         return max((self._keeps(index, exponent) for index in self.indices), default=exponent)
 
     def limit(self) -> tuple[float, str]:
-        """Returns the largest exponent at which no gradient is expected to overflow, and the first that would."""
+        """Returns the largest exponent at which no gradient should overflow, and the first that would."""
         limits: list[tuple[float, str]] = []
         for index in self._profile.half_gradients():
             site, series = self._profile.sites[index], self._profile.log2_series(index)

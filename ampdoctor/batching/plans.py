@@ -1,4 +1,4 @@
-"""How one optimizer step's batch is cut into what a device sees at once."""
+"""How an optimizer step's batch is split into micro-batches, accumulation and ranks; and what is known of the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BatchPlan:
 
 
 def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
-    """All plans whose product is `global_batch` exactly, the largest micro-batch first.
+    """Returns all plans whose product is `global_batch` exactly, the largest micro-batch first.
 
     There is none if `data_parallel` does not divide `global_batch`.
     """
@@ -42,24 +42,15 @@ def exact_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> 
     )
 
 
-# The devices of a job, and how many of them see other data.
+# -- the devices of a job --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices, and the groups of them that work on the same samples.
+    """Devices, and their groups that work on the same samples; raises UsageError for sizes that do not fit together.
 
-    Expert parallelism takes its ranks from the data parallel ones and is not counted.
-
-    Attributes:
-        devices: All of them.
-        tensor: Tensor parallel size.
-        pipeline: Pipeline parallel size.
-        context: Context (sequence) parallel size.
-        per_node: Devices of a node; None if nobody has said.
-
-    Raises:
-        UsageError: A size below 1, or a product of parallel sizes that does not divide the devices.
+    Expert parallelism takes its ranks from the data parallel ones and is not counted. `per_node` is the devices of a
+    node, if given.
     """
 
     devices: int
@@ -89,12 +80,12 @@ class Cluster:
 
     @property
     def data_parallel(self) -> int:
-        """Groups of devices that see other samples."""
+        """Groups of devices with different samples."""
         return self.devices // self.model_parallel
 
     @property
     def shards(self) -> int:
-        """Ranks over which ZeRO and FSDP cut states: context parallel ranks hold the same parameters, and share too."""
+        """Ranks over which ZeRO and FSDP shard states, with context parallel ranks, which hold the same parameters."""
         return self.data_parallel * self.context
 
     def with_data_parallel(self, ranks: int) -> Cluster:
@@ -108,13 +99,13 @@ class Cluster:
         )
 
 
-# Where no plan is exact: the plans of the nearest batches, and fewer ranks on which one is.
+# -- where no plan is exact --
 
 
 def nearest_plans(global_batch: int, data_parallel: int, max_micro_batch: int) -> tuple[BatchPlan, ...]:
     """Returns the plans of the nearest multiples of `data_parallel` below and above, nearest first.
 
-    Of plans that are as far off, the one below comes first, then the larger micro-batch. Every batch that the ranks can
+    Among equally near plans, the one below comes first, then the larger micro-batch. Every batch that the ranks can
     share evenly is a multiple of their number: no other plan is nearer.
     """
     below = global_batch // data_parallel * data_parallel
@@ -130,9 +121,9 @@ def most_ranks_that_divide(global_batch: int, data_parallel: int) -> int:
     return next(ranks for ranks in range(min(data_parallel, global_batch), 0, -1) if global_batch % ranks == 0)
 
 
-# By how many binades (numbers of log2) the gradients of a backward pass move when a step's batch is cut anew.
+# -- the shift (log2) of a backward's gradients under another plan --
 #
-# Sample i adds c g_i to the loss's gradient, and all that differs between plans is c and how many samples one backward
+# Sample i adds c g_i to the loss's gradient. Plans differ only in c and in the number of samples that one backward
 # sums. With m samples in a micro-batch and A of them before a step:
 #
 # | the loss                                        | c       | a sample's gradient | m that agree | m of noise    |
@@ -141,30 +132,29 @@ def most_ranks_that_divide(global_batch: int, data_parallel: int) -> int:
 # | step: a sum over the N tokens of all            | 1/N     | 1/N                 | m/N          | sqrt(m)/N     |
 # | a sum that nothing divides                      | 1       | 1                   | m            | sqrt(m)       |
 #
-# An activation's gradient belongs to one sample. (BatchNorm mixes samples: its backward takes their mean over the
-# micro-batch away from each, which is a sum of m over m.) A weight's gradient is summed over the micro-batch inside a
-# single product, whose result is what fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m)
-# times it (they are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line;
-# in the third it is the same for every plan of a batch. What ranks divide by afterwards, in the reduce, is
-# `scaling.shifts.reduction_shift`.
+# An activation's gradient belongs to one sample. (BatchNorm mixes samples: its backward subtracts from each the mean
+# over the micro-batch, which is a sum of m over m.) A weight's gradient is summed over the micro-batch inside a single
+# product, whose result fp16 has to hold: between m times a sample's (they all point one way) and sqrt(m) times it (they
+# are independent; the usual case late in a training). N is m A D samples' tokens, hence the second line; in the third
+# it is the same for every plan of a batch. The division by the ranks in the reduce is `scaling.trace.reduction_shift`.
 
 
 Reduction = Literal["mean", "sum", "tokens", "step"]
-"""What the loss of a backward is: a mean over the micro-batch that is then divided by the accumulation; a sum that
-nothing divides (Megatron's per-token loss, which divides the gradients at the end); a sum over the tokens of the whole
-optimizer step, divided by their number, for a reduce that takes the mean over the ranks (transformers since 4.46) or,
-`step`, for one that adds them up (torchtitan since 0.2.2)."""
+"""The loss of a backward: a mean over the micro-batch, divided by the accumulation; a sum that nothing divides
+(Megatron's per-token loss, which divides the gradients at the end); a sum over the tokens of the whole optimizer step,
+divided by their number, for a reduce that takes the mean over the ranks (transformers since 4.46) or, `step`, for a
+reduce that adds them up (torchtitan since 0.2.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientShift:
-    """Binades by which gradients become smaller, and by which the scale that serves them rises; below 0: larger.
+    """log2 of the factor by which gradients become smaller, and the suitable scale rises; below 0: larger.
 
     Attributes:
         activation: Of activation gradients; exact for each sample.
-        weight: Of the weight gradients that one backward delivers, where the samples' gradients agree.
-        weight_noise: Of the same where they are independent. What is real lies between the two; both are equal if the
-            micro-batch stays.
+        weight: Of the weight gradients of one backward, where the samples' gradients agree.
+        weight_noise: The same where they are independent. The truth lies between the two; both are equal under the same
+            micro-batch.
     """
 
     activation: float
@@ -173,30 +163,25 @@ class GradientShift:
 
     @property
     def activation_mixed(self) -> float:
-        """Of what BatchNorm adds to each activation gradient, as far as it is the mean of independent samples."""
+        """Of BatchNorm's part of each activation gradient, as far as it is the mean of independent samples."""
         return self.activation + (self.activation - self.weight) / 2.0
 
     @property
     def weight_least(self) -> float:
-        """The smaller of the two of weight gradients: they are then largest, which is what an overflow asks."""
+        """The smaller value for weight gradients, which are then largest: for overflow."""
         return min(self.weight, self.weight_noise)
 
     @property
     def weight_most(self) -> float:
-        """The larger of the two: they are then smallest, which is what underflow asks."""
+        """The larger value for weight gradients, which are then smallest: for underflow."""
         return max(self.weight, self.weight_noise)
 
 
 def gradient_shift(before: BatchPlan, after: BatchPlan, reduction: Reduction = "mean") -> GradientShift:
-    """Returns the shift from one plan to another; the number of ranks moves nothing beyond what it does to m and A.
+    """Returns the shift from one plan to another; the number of ranks only matters through m and A.
 
     For a mean, activation gradients shift by log2(m'A' / (m A)), which is the same for all exact plans of a cluster
     (m A = global batch / ranks), and weight gradients that agree by log2(A' / A).
-
-    Args:
-        before: The plan whose gradients are known.
-        after: The plan that is asked about.
-        reduction: What the loss is divided by.
     """
     old, new = _divisor(before, reduction), _divisor(after, reduction)
     activation = math.log2(new / old)
@@ -211,7 +196,7 @@ def _divisor(plan: BatchPlan, reduction: Reduction) -> int:
     return plan.global_batch if reduction == "step" else plan.micro_batch * plan.accumulation
 
 
-# What a framework's configuration says of the batch in force.
+# -- the batch in force, as a framework's configuration gives it --
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -219,30 +204,22 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """What is said of the batch, and of the devices that share it; None for what is not said.
+    """What is given about the batch and the devices; None for everything that is not given.
 
     Attributes:
-        framework: Whose configuration it is; None for the command line alone.
-        global_batch: Samples of an optimizer step, where the framework is told: the product of the others may not be
-            given in its place.
+        framework: The configuration's framework; None for the command line alone.
+        global_batch: Samples of an optimizer step; only as given, never the product of the others.
         micro_batch: Samples that a rank runs at once.
         accumulation: Micro-batches before a step.
-        devices: All devices.
-        tensor: Tensor parallel size.
-        pipeline: Pipeline parallel size.
-        context: Context parallel size.
-        per_node: Devices of a node.
-        shard_stage: As ZeRO counts them.
+        shard_stage: As in ZeRO.
         within_node: Only the devices of a node share a copy of the states (FSDP's HYBRID_SHARD).
-        precision: Of the run's computation.
-        reduction: What its loss is divided by.
         division: When an fp16 reduce divides by the ranks; `none`: it is not in fp16.
-        rounds_down: It trains with a smaller batch rather than refuse one that cannot be shared (Megatron-LM).
+        rounds_down: It trains with a smaller batch instead of refusing one that cannot be shared (Megatron-LM).
         fixed_total: The data loader's batch is that of all ranks (Accelerate's and Trainer's `split_batches`).
-        filled: Sizes that are not given here are given elsewhere, and stay (DeepSpeed's "auto").
-        peak_memory: Most bytes that a device of it has held, where it was measured.
-        unmeasured: It is of a run's log, and its memory was not measured.
-        notes: What else there is to say, a sentence each.
+        filled: Missing sizes are given elsewhere, and stay (DeepSpeed's "auto").
+        peak_memory: Largest measured number of bytes on a device.
+        unmeasured: It is from a run's log, without measured memory.
+        notes: Further remarks, a sentence each.
     """
 
     framework: PlanFramework | None = None
@@ -267,26 +244,20 @@ class BatchSettings:
     notes: tuple[str, ...] = ()
 
 
-# The plan that is in force, from as much of it as is said.
+# -- the plan in force, from what is given --
 
 
-MAX_GLOBAL_BATCH = 1 << 24
-"""Samples of a step: beyond it somebody has counted tokens."""
+MAX_GLOBAL_BATCH = 1 << 24  # samples of a step: more are counted in tokens
 GIVEN = "micro-batch and accumulation as given"
 DERIVED = "one of micro-batch and accumulation as given, and the other derived"
 ASSUMED = "taken to be the largest micro-batch that fits and divides; --micro-batch says otherwise"
 
 
 def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -> tuple[BatchPlan | None, str]:
-    """Returns the plan before and where it is known from; None if nothing is said of a cluster before.
+    """Returns the plan in force, and how it is known; None if no cluster before is given.
 
-    Args:
-        said: What is known of the batch.
-        data_parallel: Ranks of the cluster before that see other samples.
-        most: The largest micro-batch that fits a device there, if that is known.
-
-    Raises:
-        UsageError: What is said contradicts itself, or no plan on that cluster gives the batch.
+    `data_parallel` counts the ranks before that see different samples, `most` is the largest micro-batch that fits a
+    device there, if known. Raises UsageError for contradictions, or where no plan on that cluster gives the batch.
     """
     _counted(said)
     if data_parallel is None:
@@ -321,9 +292,9 @@ def in_force(said: BatchSettings, data_parallel: int | None, most: int | None) -
 
 
 def is_only_asked(said: BatchSettings, before: Cluster | None, after: Cluster) -> bool:
-    """Whether nothing is in force: one cluster is named, nothing says how it cuts the batch, and it cannot evenly.
+    """Returns whether no job runs yet: one cluster and no division of the batch are given, and none is even.
 
-    Such a job there is not; somebody asks what this cluster can do.
+    Then the user only wants to know what this cluster can do.
     """
     cut = said.micro_batch is not None or said.accumulation is not None
     batch = said.global_batch
@@ -331,11 +302,7 @@ def is_only_asked(said: BatchSettings, before: Cluster | None, after: Cluster) -
 
 
 def global_batch_of(said: BatchSettings, plan: BatchPlan | None) -> int:
-    """Returns the batch that is to be kept.
-
-    Raises:
-        UsageError: Nobody has said it, or it counts tokens.
-    """
+    """Returns the batch to keep; raises UsageError if it is not given, or counts tokens."""
     batch = said.global_batch if plan is None else plan.global_batch
     if batch is None:
         raise UsageError(
@@ -345,11 +312,7 @@ def global_batch_of(said: BatchSettings, plan: BatchPlan | None) -> int:
 
 
 def within_bounds(batch: int) -> int:
-    """Returns a global batch that can be one: of larger ones not even the divisors are asked.
-
-    Raises:
-        UsageError: It counts tokens.
-    """
+    """Returns a plausible global batch; raises UsageError for one in tokens, before its divisors are computed."""
     if batch > MAX_GLOBAL_BATCH:
         raise UsageError(f"a global batch of {batch} is beyond {MAX_GLOBAL_BATCH}: it counts samples, not tokens")
     return batch
@@ -376,29 +339,26 @@ def _checked(plan: BatchPlan, batch: int | None) -> BatchPlan:
     return plan
 
 
-# What a device needs for a micro-batch: the states of its share of the parameters, and the samples.
+# -- memory of a device: the states of its share of the parameters, and the samples --
 
 
 ADAM_BYTES = (2, 2, 12)
 """Bytes of a parameter in mixed precision with Adam: half weight, half gradient, and in fp32 weight and two moments
 (ZeRO, Rajbhandari et al. 2020, section 3.1: 2 + 2 + K with K = 12)."""
 STAGES = (0, 1, 2, 3)
-"""ZeRO's: nothing is cut; optimizer states; and gradients; and parameters, as FSDP's full shard."""
+"""ZeRO's: nothing is sharded; optimizer states; also gradients; also parameters, as FSDP's full shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """The parameters, gradients and optimizer states of a model, and what of them is cut over the ranks.
+    """The parameters, gradients and optimizer states of a model, and which of them are sharded.
 
     Attributes:
-        parameters: Of the whole model.
+        parameters: Of the whole model; raises UsageError unless at least 1 and countable.
         stage: ZeRO's stage; 0 also for DDP, 3 for FSDP's full shard.
         bytes_each: Bytes of a parameter's weight, gradient and optimizer states.
         within_node: Only the devices of a node share a copy, and each node has its own (FSDP's HYBRID_SHARD).
-        node: So many devices are taken to be on a node of a cluster that does not say it; None: on one for all.
-
-    Raises:
-        UsageError: No parameters, a stage that there is not, or bytes that are negative or not to be counted.
+        node: Assumed devices of a node where the cluster does not have them; None: all on one.
     """
 
     parameters: float
@@ -420,7 +380,7 @@ class States:
     def on(self, cluster: Cluster) -> float:
         """Returns the bytes on each device: tensor and pipeline parallel ranks cut the model, shards cut its states.
 
-        Embeddings that pipeline stages hold twice, and what is gathered for a while, are not counted.
+        Not counted: embeddings that pipeline stages hold twice, and what is gathered temporarily.
         """
         weight, gradient, moments = self.bytes_each
         cut = {1: moments, 2: gradient + moments, 3: weight + gradient + moments}.get(self.stage, 0.0)
@@ -436,19 +396,12 @@ class States:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What is known of a device's memory, in bytes; None for what is not.
+    """A device's memory in bytes, as far as it is known."""
 
-    Attributes:
-        per_sample: What one more sample of the micro-batch takes.
-        device: What there is.
-        states: What is there whatever the micro-batch.
-        known_to_fit: The largest micro-batch that is known to fit on the cluster before.
-    """
-
-    per_sample: float | None = None
-    device: float | None = None
-    states: States | None = None
-    known_to_fit: int | None = None
+    per_sample: float | None = None  # of one more sample of the micro-batch
+    device: float | None = None  # capacity
+    states: States | None = None  # whatever the micro-batch
+    known_to_fit: int | None = None  # largest micro-batch that is known to fit on the cluster before
 
     def needs(self, micro_batch: int, cluster: Cluster) -> float | None:
         """Returns the bytes that a micro-batch needs on each device; None if no sample's size is known."""
@@ -457,10 +410,10 @@ class Memory:
         return micro_batch * self.per_sample + (0.0 if self.states is None else self.states.on(cluster))
 
     def most(self, before: Cluster | None, after: Cluster) -> int | None:
-        """Returns the largest micro-batch that fits after; None if nothing says so.
+        """Returns the largest micro-batch that fits after, if anything determines it; the smaller of two bounds.
 
-        The device's own memory says so, and so does what is known to fit before: it still does but for the samples
-        whose room larger shards have taken. Both hold, and the smaller counts.
+        One is the device's memory. The other is the micro-batch that is known to fit before, less the samples whose
+        memory larger shards now take.
         """
         found: list[int] = []
         if self.per_sample is not None and self.device is not None:
@@ -477,16 +430,15 @@ class Memory:
         return self.states.on(after) - self.states.on(before)
 
     def lost_samples(self, before: Cluster | None, after: Cluster) -> int:
-        """Returns how many samples the states' growth takes at most; 0 if it is not known what a sample takes."""
+        """Returns how many samples the states' growth takes at most; 0 if a sample's size is not known."""
         grown = self.growth(before, after)
         return math.ceil(grown / self.per_sample) if self.per_sample is not None and grown > 0 else 0
 
 
 def per_sample_of_peak(peak: float, micro_batch: int, states: States | None, cluster: Cluster) -> float:
-    """Returns the bytes of a sample from the peak memory of a measured run: at most what is left beside the states.
+    """Returns the bytes of a sample from the measured peak memory: at most the rest beside the states.
 
-    Raises:
-        UsageError: The states alone are larger than the peak: they are not those of the run that was measured.
+    Raises UsageError where the states alone exceed the peak: they are not those of the measured run.
     """
     beside = peak - (0.0 if states is None else states.on(cluster))
     if beside <= 0:
@@ -497,33 +449,20 @@ def per_sample_of_peak(peak: float, micro_batch: int, states: States | None, clu
     return beside / micro_batch
 
 
-# What `plan` is asked.
+# -- the request of `plan` --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A batch, the cluster that it is to be cut for, and what is known of both.
+    """A batch, the cluster to plan for, and what is known of both."""
 
-    Attributes:
-        read: What a configuration says of the batch in force.
-        said: The same, with what the command line says in its place.
-        before: The cluster in force; None if nothing is said of one.
-        after: The cluster to plan for.
-        memory: What is known of a device's memory.
-        samples: Of an epoch; None if nobody has said.
-        emit: In whose words the plan is wanted.
-        profile: File of a saved profile.
-        scale: The loss scale of now, for a profile whose run has none of its own.
-        config: File of the configuration that was read.
-    """
-
-    read: BatchSettings = field(default_factory=BatchSettings)
-    said: BatchSettings
-    before: Cluster | None
+    read: BatchSettings = field(default_factory=BatchSettings)  # the configuration's settings of the batch in force
+    said: BatchSettings  # the same, overridden by the command line
+    before: Cluster | None  # the cluster in force, if one is given
     after: Cluster
     memory: Memory = field(default_factory=Memory)
-    samples: int | None = None
-    emit: PlanFramework | None = None
-    profile: str | None = None
-    scale: float | None = None
-    config: str | None = None
+    samples: int | None = None  # of an epoch, if given
+    emit: PlanFramework | None = None  # the framework whose settings are wanted
+    profile: str | None = None  # file of a saved profile
+    scale: float | None = None  # the present loss scale, for a profile whose run has none
+    config: str | None = None  # file of the configuration

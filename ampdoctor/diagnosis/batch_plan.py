@@ -47,11 +47,8 @@ def _no_exact_plan(section: PlanSection, _: Thresholds) -> Iterator[Finding]:
 
 
 def product(plan: PlannedBatch) -> str:
-    """A plan as its product."""
+    """Formats a plan as a product."""
     return f"{plan.data_parallel} x {plan.micro_batch} x {plan.accumulation} = {plan.global_batch}"
-
-
-# AMP802: not even one sample fits a device of the new cluster.
 
 
 NOTHING_FITS = register(

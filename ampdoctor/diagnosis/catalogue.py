@@ -1,6 +1,6 @@
-"""The catalogue of rules: what a rule is, its page, its thresholds, and what all rules find together.
+"""The catalogue of rules: a rule, its page, its thresholds, and what all rules find together.
 
-A rule's file calls `register`, and nothing else lists it: `rules` imports every module of `diagnosis`.
+A rule's file calls `register`. There is no other list: `rules` imports every module of `diagnosis`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,21 @@ from ampdoctor.evidence.location import NonFinite, Phase, Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Moves, Threshold, Thresholds
 
-# A rule's page, docs/rules/CODE.md: what a person reads about a rule, read from there and written nowhere else.
+# -- pages: docs/rules/CODE.md is the only source of a rule's texts --
 
 
-_INSTALLED = Path(__file__).with_name("pages")
-"""Where the wheel puts docs/rules (pyproject.toml, force-include)."""
+_INSTALLED = Path(__file__).with_name("pages")  # the wheel puts docs/rules there (pyproject.toml, force-include)
 _IN_THE_TREE = Path(__file__).parents[2] / "docs" / "rules"
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _ESCAPED = re.compile(r"\\([\\`*\[\]|_<])")
 
 HEADINGS = ("What it means", "How it is decided", "Threshold", "What to do", "Where it is known to be wrong")
-"""The sections of every page, in the order in which they are read and in that of the fields of `Page`."""
+"""The sections of every page, in their order, which is also the order of the fields of `Page`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The texts about a rule, each for the person who got the finding.
-
-    Attributes:
-        meaning: What a finding says, and what it does to training.
-        decided: How it is decided, from which numbers.
-        threshold: The threshold and why that one.
-        action: What to do.
-        wrong: Where it is known to be wrong, or silent.
-    """
+    """The texts about a rule, for the person who got the finding: the sections of `HEADINGS`."""
 
     meaning: str
     decided: str
@@ -56,18 +47,13 @@ class Page:
 
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
-        """Each (heading, text), in the order in which they are read."""
+        """Each (heading, text), in the order of the page."""
         return tuple(zip(HEADINGS, astuple(self), strict=True))
 
 
 @cache
 def read_page(code: str) -> Page:
-    """Return the page of a rule; the same one is read once.
-
-    Raises:
-        FileNotFoundError: The rule has none.
-        ValueError: Its sections are not those of `HEADINGS`.
-    """
+    """Return the page of a rule, cached; raises ValueError where its sections are not those of `HEADINGS`."""
     file = pages_folder() / f"{code}.md"
     _, *parts = _HEADING.split(file.read_text(encoding="utf-8"))
     if tuple(parts[::2]) != HEADINGS:
@@ -76,12 +62,12 @@ def read_page(code: str) -> Page:
 
 
 def pages_folder() -> Path:
-    """Return the folder of all pages: in an installed wheel beside this file, else in the source tree."""
+    """Return the folder of all pages: beside this file in an installed wheel, else in the source tree."""
     return _INSTALLED if _INSTALLED.is_dir() else _IN_THE_TREE
 
 
 def _prose(section: str) -> str:
-    """The section as plain text on one line, without its table."""
+    """Return the section as plain text on one line, without its table."""
     lines = (line for line in section.splitlines() if not line.startswith("|"))
     return _ESCAPED.sub(r"\1", " ".join(" ".join(lines).split()))
 
@@ -91,8 +77,8 @@ Evidence = TypeVar("Evidence")
 Finder: TypeAlias = Callable[[Evidence, Thresholds], Iterable[Finding]]
 
 SCANNED: tuple[Command, ...] = ("scan",)
-"""A replay judges the checkpoint that it loads as well, where it is given one: what it does not say of it, it may not
-have looked at."""
+"""A replay also judges the checkpoint that it loads. Where its report does not mention the checkpoint, the replay may
+not have examined it."""
 REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
 MEASURED: tuple[Command, ...] = ("profile", "recommend")
 WATCHED: tuple[Command, ...] = ("run", "health")
@@ -102,38 +88,26 @@ PLANNED: tuple[Command, ...] = ("plan",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule of the catalogue; what a person reads about it is its page.
+    """One rule of the catalogue. The texts about it are on its page."""
 
-    Attributes:
-        code: Stable code ("AMP101"); it never changes its meaning.
-        name: Stable kebab-case name.
-        title: One line.
-        worst: The worst severity that it can have.
-        commands: Those that always look for what it finds; none for a rule on the configuration itself.
-        thresholds: The numbers by which it judges and which a user may move, in the order of its page.
-        ruins_checkpoint: Values are lost with a finding, so that only an earlier checkpoint helps.
-    """
-
-    code: str
-    name: str
-    title: str
-    worst: Severity
-    commands: tuple[Command, ...]
-    thresholds: tuple[Threshold, ...] = ()
-    ruins_checkpoint: bool = False
+    code: str  # stable ("AMP101"): a code never changes its meaning
+    name: str  # stable, kebab-case
+    title: str  # one line
+    worst: Severity  # the worst severity that a finding can have
+    commands: tuple[Command, ...]  # these always apply the rule; none for a rule on the configuration itself
+    thresholds: tuple[Threshold, ...] = ()  # those that a user may move, in the order of the page
+    ruins_checkpoint: bool = False  # a finding means lost values: only an earlier checkpoint helps
 
     @property
     def page(self) -> Page:
-        """What a person reads about it."""
+        """The page of the rule."""
         return read_page(self.code)
 
     def judges(self, evidence: type[Evidence]) -> Callable[[Finder[Evidence]], Finder[Evidence]]:
-        """Register the function below it: wherever such evidence is judged, it says what this rule finds.
+        """Register the decorated function: `judge` calls it with each evidence of this class and the thresholds.
 
-        A rule may judge several kinds of evidence, or none: what only a replay can decide, a workflow asks by name.
-
-        Args:
-            evidence: The class that the function takes, beside the thresholds in force.
+        A rule may judge several classes of evidence, or none: a workflow calls rules by name that only a replay can
+        decide.
         """
 
         def registered(find: Finder[Evidence]) -> Finder[Evidence]:
@@ -143,10 +117,9 @@ class Rule:
         return registered
 
 
-REGISTERED: dict[str, Rule] = {}
-"""By code; whole once every module of `diagnosis` is imported, which `catalogue.rules` does."""
+REGISTERED: dict[str, Rule] = {}  # by code; complete once `rules` has imported every module of `diagnosis`
 FINDERS: dict[type, list[tuple[str, Finder[Any]]]] = {}
-"""By the kind of evidence that they judge, with their rules' codes; whole likewise."""
+"""By the class of evidence, each with the rule's code; complete once `rules` was called."""
 
 
 def register(
@@ -159,11 +132,7 @@ def register(
     thresholds: tuple[Threshold, ...] = (),
     ruins_checkpoint: bool = False,
 ) -> Rule:
-    """Enter a rule into the catalogue, from the file of its function; the arguments are as in `Rule`.
-
-    Raises:
-        ValueError: The code is another rule's already.
-    """
+    """Add a rule to the catalogue; raises ValueError where the code is taken."""
     if code in REGISTERED:
         raise ValueError(f"{code} is registered twice")
     REGISTERED[code] = Rule(
@@ -178,17 +147,13 @@ def register(
     return REGISTERED[code]
 
 
-# The catalogue of rules: every rule that a module of `diagnosis` registers, and what they find together.
+# -- all rules --
 
 
-_A_WORD = 4
-"""Letters from which a part of a name says something."""
-_A_DIGIT = 0.8
-"""Likeness of codes that differ in one digit, or in the order of two."""
-_A_SLIP = 0.9
-"""Likeness from which a name can only be that one."""
-_MANY = 8
-"""Rules that a sentence can offer."""
+_A_WORD = 4  # letters from which a part of a name is specific enough
+_A_DIGIT = 0.8  # similarity of codes that differ in one digit or in the order of two
+_A_SLIP = 0.9  # similarity from which only that name can be meant
+_MANY = 8  # rules that a sentence can suggest
 
 
 @cache
@@ -201,12 +166,7 @@ def rules() -> Mapping[str, Rule]:
 
 
 def judge(evidence: Any, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
-    """Return what every rule on this kind of evidence finds, worst first.
-
-    Args:
-        evidence: A `CheckpointSummary`, a `CheckpointChange` or a `Trend`.
-        thresholds: What counts as harmful, as too many.
-    """
+    """Return what every rule on this kind of evidence finds, worst first."""
     rules()
     finders = sorted(FINDERS[type(evidence)], key=itemgetter(0))
     found = (finding for _, find in finders for finding in find(evidence, thresholds))
@@ -221,11 +181,7 @@ def codes_in(*places: str) -> frozenset[str]:
 
 
 def find_rule(wanted: str) -> Rule:
-    """The rule with a code or a name, in any case.
-
-    Raises:
-        UsageError: There is none; the sentence names near ones.
-    """
+    """Return the rule with a code or a name, in any case; raises UsageError with similar names if there is none."""
     key = wanted.strip()
     for rule in rules().values():
         if key.upper() == rule.code or key.lower() == rule.name:
@@ -236,7 +192,7 @@ def find_rule(wanted: str) -> Rule:
 
 
 def _near(key: str) -> list[str]:
-    """Codes that begin with the same digits, names with that word in them, else what is spelt nearly so."""
+    """Return codes with the same first digits or names that contain the word, else those with a similar spelling."""
     digits, word = "".join(filter(str.isdecimal, key)), key.lower().replace("_", "-").replace(" ", "-")
     codes = [code for code in rules() if digits and code.startswith(f"AMP{digits}")]
     names = [rule.name for rule in rules().values() if not digits and len(word) >= _A_WORD and word in rule.name]
@@ -249,7 +205,7 @@ def _near(key: str) -> list[str]:
     return found[:_MANY]
 
 
-# Moving thresholds: which there are, and their values in force once a user has moved some.
+# -- thresholds that a user has moved --
 
 
 _CODE = re.compile(r"AMP\d{3}")
@@ -261,14 +217,10 @@ def all_thresholds() -> Mapping[str, Threshold]:
 
 
 def thresholds_from(*layers: Moves) -> Thresholds:
-    """The thresholds with these values moved.
+    """Return the thresholds with these values, by code and name; a later layer overrides those before it.
 
-    Args:
-        layers: Values by code and name; a later layer wins over those before it.
-
-    Raises:
-        UsageError: A code or a name that is not known, a value that is no number or out of its range, or values that
-            contradict each other.
+    Raises UsageError for an unknown code or name, a value that is no number or out of range, and values that contradict
+    each other.
     """
     values: dict[str, float] = {}
     for layer in layers:
@@ -288,11 +240,7 @@ def thresholds_from(*layers: Moves) -> Thresholds:
 
 
 def check_threshold(code: str, name: str, value: float) -> None:
-    """Refuse a value that no combination of others could make right.
-
-    Raises:
-        UsageError: The code or the name is not known, or the value is no number or out of its range.
-    """
+    """Raise UsageError where the threshold is unknown, or no other thresholds could make the value valid."""
     _checked(_find(code, name), value)
 
 
@@ -304,13 +252,13 @@ def _find(code: str, name: str) -> Threshold:
     if names:
         raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")
     near = difflib.get_close_matches(code.upper(), {threshold.code for threshold in all_thresholds().values()}, n=1)
-    asked = _CODE.fullmatch(code) is not None  # another rule's code is no slip of the finger
+    asked = _CODE.fullmatch(code) is not None  # another rule's code is no misspelling
     hint = f"did you mean {near[0]}?" if near and not asked else "`ampdoctor rule CODE` shows a rule's."
     raise UsageError(f"{code} is no rule with a threshold that can be moved; {hint}")
 
 
 def _checked(threshold: Threshold, value: Any) -> float:
-    """The value, an int where it is whole and only that makes sense."""
+    """Return the value, as an int where the threshold is a whole number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{threshold.label} is {value!r}, which is no number")
     if not threshold.lowest <= value <= threshold.highest:
@@ -323,7 +271,7 @@ def _checked(threshold: Threshold, value: Any) -> float:
     return int(value) if threshold.whole else float(value)
 
 
-# A finding about a checkpoint: its rule's name and help, and the checkpoint's step, filled in.
+# -- a checkpoint's finding --
 
 
 NOT_REPLAYED = "A scan reads the file only; bisect-nan --checkpoint replays the run with the change."
@@ -348,24 +296,10 @@ def checkpoint_finding(
     cause: str | None = None,
     prescription: Prescription | None = None,
 ) -> Finding:
-    """A finding of a rule.
+    """Make a finding of a rule, with the rule's name and help, at the checkpoint's step.
 
-    Args:
-        summary: The checkpoint.
-        rule: Whose finding it is.
-        severity: How bad it is here.
-        message: One sentence with the numbers that matter.
-        evidence: The numbers behind it; JSON values.
-        phase: As in `Where`.
-        module: As in `Where`.
-        op: As in `Where`.
-        born: What is non-finite there.
-        tensor: As in `Where`.
-        file: As in `Where`; "" for none.
-        also: As in `Finding`.
-        global_step: Where it began in the run; None: the checkpoint's own step.
-        cause: As in `Finding`.
-        prescription: The change.
+    `message` is one sentence with the numbers that matter; `evidence` holds JSON values. `born` is what is non-finite
+    there, `file` is "" for none, and `global_step` is where it began in the run (None: the checkpoint's own step).
     """
     return Finding(
         code=rule.code,
@@ -389,7 +323,7 @@ def checkpoint_finding(
     )
 
 
-# AMP911 and AMP912: an ignore of the configuration that has outlived its use; `gates` finds it.
+# AMP911 and AMP912: unused and expired ignores of the configuration; `gates` finds them.
 
 
 UNUSED_IGNORE = register(

@@ -20,16 +20,14 @@ COMPOUNDING = 3.5
 """A run's gradient error divided by that of rounding each tensor once: the median for runs that flush fewer than 1 % of
 the activation gradients; beyond, the error is larger by an unknown factor."""
 MAX_EXPONENT = 24
-"""No larger scale than 2^24 is proposed (Apex has the same cap): more gains nothing if nothing flushes, and a run whose
-gradients start near zero would ask for any number."""
+"""No larger scale than 2^24 is proposed (Apex has the same cap). A larger one gains nothing if nothing flushes, and a
+run whose gradients start near zero would need any number."""
 DEFAULT_INTERVAL = 2000
-DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL
-"""The quantile at which a scaler with torch's defaults settles."""
+DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL  # the quantile at which a scaler with torch's defaults settles
 NOISE = 2.0**-18
 """A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums
 over some thousand terms lose some), or has inputs that fp16 itself cannot hold: the loss scale is not the cause."""
-_SEARCHED = 64
-"""Number of exponents that are searched below a tensor's highest one: more than fp16's 40 binades."""
+_SEARCHED = 64  # exponents that are searched below a tensor's highest one: more than fp16's 40
 
 
 _NONE = Shift()
@@ -40,7 +38,7 @@ class ScaleChoice:
     """The scale for one profile.
 
     Attributes:
-        exponent: log2 of the scale; the largest at which no gradient is expected to overflow.
+        exponent: log2 of the scale; the largest at which no gradient should overflow.
         bound_by: What forbids a larger scale: a site's label, the loss, or the cap.
         unserved: Modules whose gradients this scale does not serve; () if one scale serves all.
         share: Their share of the weight (parameter elements) of all measured modules.
@@ -62,13 +60,12 @@ class ScaleChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A scaler's effect over the recorded steps, from histograms alone; fractions of nonzero elements.
+    """A scaler's effect over the recorded steps, from histograms alone; shares of nonzero elements.
 
     Attributes:
-        skip_rate: Share of steps skipped.
-        skipped: Number of skipped steps.
-        poisoned: True if a step would write infinities into the weights.
-        settled: True if the last step is taken.
+        skip_rate: Share of steps skipped; `skipped` is their number.
+        poisoned: A step would write infinities into the weights.
+        settled: The last step is taken.
         scale: Loss scale of a typical taken step.
         activation_flushed, weight_flushed: Share that becomes zero at that scale.
         relative_error: L2 error of the weight gradients at that scale, from rounding alone: a lower bound, because
@@ -86,12 +83,9 @@ class Prediction:
 
 
 def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _NONE) -> ScaleChoice | None:
-    """Returns the scale, and the modules that it does not serve; None if no half gradient has a finite nonzero value.
+    """Returns the scale and the modules that it does not serve; None if no half gradient has a finite nonzero value.
 
-    Args:
-        profile: The measured ranges.
-        thresholds: The error that is as good as bf16's, and the share of fp32 modules that is still cheap.
-        shift: What the training does to gradients that the recording did not.
+    `shift` is the effect of the training on gradients that the recording lacks.
     """
     limits = {index: highest + math.floor(shift.highest) for index, highest in _limits(profile).items()}
     if not limits:
@@ -109,7 +103,7 @@ def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _
 def _among_intervals(
     profile: RangeProfile, limits: Mapping[int, int], errors: _Errors, safe: ScaleChoice, most: float
 ) -> ScaleChoice:
-    """The best scale, with fp32 for the modules it misses; if those are too many, the scale that is safe for all."""
+    """Returns the best scale, with fp32 for the modules it misses; if those are too many, the scale safe for all."""
     intervals = _intervals(profile, limits, errors)
     exponent, missed, share = stab(intervals)
     if share <= most and "" not in missed:
@@ -122,13 +116,7 @@ def _among_intervals(
 
 
 def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
-    """Returns what a scaler with these settings would have done over the recorded steps.
-
-    Args:
-        profile: The measured ranges.
-        settings: The scaler at the first step.
-        without: Modules in fp32.
-    """
+    """Predicts the effect of a scaler over the recorded steps, with the modules in `without` in fp32."""
     trace = trace_of(profile, without)
     steps = simulate(settings, np.exp2(trace.log2_amax).tolist())
     taken = {index: step.scale for index, step in enumerate(steps) if not step.skipped}
@@ -148,14 +136,9 @@ def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection
 
 
 def _by_step(trace: StepTrace, taken: Mapping[int, float]) -> tuple[float, float, float] | None:
-    """Returns flushed shares of activation and weight gradients, and the latter's error, each step at its own scale.
+    """Returns the flushed shares of activation and weight gradients and the latter's error, each step at its scale.
 
-    Args:
-        trace: The recorded steps.
-        taken: Scale of each step that is taken.
-
-    Returns:
-        The three figures; None if no step is taken, or a scale lies outside the curves.
+    `taken` has the scale of each taken step. None if no step is taken, or a scale lies outside the curves.
     """
     inside = [2.0 ** EXPONENTS[0] <= scale <= 2.0 ** EXPONENTS[-1] for scale in taken.values()]
     if not taken or not all(inside):
@@ -191,11 +174,9 @@ class Interval:
 def stab(intervals: Sequence[Interval]) -> tuple[int, tuple[str, ...], float]:
     """Returns the exponent inside intervals of the largest total weight; among equals the largest exponent.
 
-    The intervals that it misses are the cheapest set of modules to keep out of half precision: without such a set, the
-    other intervals have a common point, and here the kept weight is largest.
-
-    Returns:
-        The exponent, the modules missed in sorted order, and their share of the whole weight.
+    Also returns the modules missed, sorted, and their share of the whole weight. They are the cheapest set of modules
+    to keep out of half precision: without such a set, the other intervals have a common point, and here the kept weight
+    is largest.
     """
     candidates = sorted({i.highest for i in intervals})  # moving up to the next right end loses no interval
     total = sum(i.weight for i in intervals)
@@ -209,7 +190,7 @@ def stab(intervals: Sequence[Interval]) -> tuple[int, tuple[str, ...], float]:
 
 
 def _limits(profile: RangeProfile) -> dict[int, int]:
-    """Maps each half gradient to the largest exponent at which it is not expected to overflow."""
+    """Maps each half gradient to the largest exponent at which it should not overflow."""
     found = {}
     for index in profile.half_gradients():
         series = profile.log2_series(index)
@@ -221,7 +202,7 @@ def _limits(profile: RangeProfile) -> dict[int, int]:
 def cancelled(profile: RangeProfile) -> frozenset[int]:
     """Returns the weight gradients that are only fp32's rounding of a sum that cancels: nothing can be lost there.
 
-    A key projection's bias is the common case: softmax does not see it, so its gradient is zero apart from noise.
+    The bias of a key projection is the common case: softmax ignores it, so its gradient is zero apart from noise.
     """
     outputs = {
         site.module: histogram.amax or 0.0
@@ -238,11 +219,8 @@ def cancelled(profile: RangeProfile) -> frozenset[int]:
 class _Errors:
     """Relative L2 errors of gradients in fp16 by loss scale, for all of them at once.
 
-    Args:
-        profile: The profile.
-        limits: The gradients, each with the largest exponent to compute.
-        tolerated: The largest error at which a tensor still counts as served.
-        lost: By how many binades the gradients are smaller than recorded.
+    `limits` has the largest exponent to compute for each gradient. A tensor with an error of at most `tolerated` is
+    served. The gradients are smaller than recorded by 2^lost.
     """
 
     def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float, *, lost: int = 0) -> None:
@@ -258,7 +236,7 @@ class _Errors:
         self._served = errors <= tolerated
 
     def tolerable(self, index: int, exponent: int) -> bool:
-        """Is a gradient served at this scale?"""
+        """Returns whether a gradient is served at this scale."""
         return bool(self._served[self._rows[index], exponent - self._first])
 
     def lowest(self, index: int, highest: int) -> int:
@@ -290,14 +268,13 @@ def _capped(profile: RangeProfile, choice: ScaleChoice) -> ScaleChoice:
     return choice
 
 
-# A dynamic scaler's settings in closed form, from a trace; each with what it is bound by.
+# -- a dynamic scaler's settings in closed form from a trace, each with what bounds it --
 #
 # a = log2(growth_factor) and b = -log2(backoff_factor) throughout.
 
 
 NOTHING = "nothing: the usual default"
-USUAL_INTERVAL = 2000
-"""torch's growth_interval."""
+USUAL_INTERVAL = 2000  # torch's growth_interval
 SHORTEST_INTERVAL = 200
 """With a shorter interval, the skips after growths do more harm: 0.35 % of the steps at ln 2 / 200."""
 STRONGEST_BACKOFF = 0.125
@@ -317,13 +294,8 @@ def growth_interval(
     Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; a tenth of the steps left, so that it grows
     at all; `Spikes.longest_interval`, so that spikes do not ratchet it down. They win over the lower bounds.
 
-    Args:
-        growth_factor: Above 1.
-        backoff_factor: Between 0 and 1.
-        skip_rate: rho, the share of steps that a settled scaler may skip.
-        drift: r, trend of log2 of the largest gradient, in binades per step; only a fall binds.
-        steps_left: Number of the run's remaining steps; None if unknown.
-        spikes: The trace's spikes; what they cost depends on this backoff factor.
+    `skip_rate` is rho, the share of steps that a settled scaler may skip. `drift` is r, the trend of log2 of the
+    largest gradient per step; only a fall binds.
     """
     climb = math.log2(growth_factor)
     wanted = math.ceil(equilibrium_skip_rate(growth_factor, backoff_factor, 1) / skip_rate)
@@ -344,14 +316,11 @@ def growth_interval(
 
 
 def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> Bound:
-    """Returns 1/2 for isolated overflows; 2^-ceil(H/2) for bursts of H binades, at least 1/8; 3/4 against ratcheting.
+    """Returns 1/2 for isolated overflows; 2^-ceil(H/2) for bursts of height 2^H, at least 1/8; 3/4 against ratcheting.
 
-    Each isolated overflow costs b binades whatever its size, and 3/4 makes b 0.4. But 3/4 skips 1.8 times as often at
-    the same interval, so it is only for spikes that would push the interval below 200, without hysteresis.
-
-    Args:
-        spikes: Overflows of the trace at the scale that the usual steps allow.
-        hysteresis_available: The framework can ignore a first overflow.
+    Each isolated overflow lowers log2 of the scale by b whatever its size, and 3/4 makes b 0.4. But 3/4 skips 1.8 times
+    as often at the same interval, so it is only for spikes that would push the interval below 200, where the framework
+    has no hysteresis. `spikes` are at the scale that the usual steps allow.
     """
     if spikes.isolated:
         ratchets = spikes.longest_interval(2.0, 0.5) < SHORTEST_INTERVAL
@@ -365,11 +334,9 @@ def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> Bound:
 
 
 def growth_factor(drift: float, interval: float) -> Bound:
-    """Returns 2; 4 if gradients shrink by more than a binade per interval, which doubling cannot follow.
+    """Returns 2; or 4 if gradients shrink by more than half per interval, which doubling cannot follow.
 
-    Args:
-        drift: Binades per step, as in `growth_interval`.
-        interval: Clean steps between two growths.
+    `drift` is log2 per step, as in `growth_interval`.
     """
     if -drift * interval > 1.0:
         return Bound(value=4.0, by="gradients that shrink")
@@ -377,19 +344,14 @@ def growth_factor(drift: float, interval: float) -> Bound:
 
 
 def hysteresis(spikes: Spikes) -> Bound:
-    """Returns 2 if overflows are isolated spikes, so that the first one is ignored; else 1.
-
-    Args:
-        spikes: Overflows of the trace.
-    """
+    """Returns 2 if overflows are isolated spikes, so that the first one is ignored; else 1."""
     return Bound(value=2, by="isolated spikes") if spikes.isolated else Bound(value=1, by=NOTHING)
 
 
 def alarm_scale(lowest: int) -> Bound:
     """Returns the scale at which something is wrong: 2^max(lowest - 4, -10). It is an alarm, never a floor to train on.
 
-    Args:
-        lowest: Smallest exponent at which the gradients do not flush (`lowest_exponent`).
+    `lowest` is the smallest exponent at which the gradients do not flush (`lowest_exponent`).
     """
     if lowest - 4 <= -10:
         return Bound(value=2.0**-10, by="2^-10, at which any run is in trouble")

@@ -19,48 +19,35 @@ from ampdoctor.errors import UsageError
 from ampdoctor.numerics import FORMATS
 
 FP16 = FORMATS["fp16"]
-LIM = math.log2(FP16.overflow_at)
-"""log2 of the smallest magnitude that overflows: 15.99965."""
-FLUSH = math.log2(FP16.flush_at)
-"""log2 of the largest magnitude that flushes: -25."""
+LIM = math.log2(FP16.overflow_at)  # log2 of the smallest magnitude that overflows: 15.99965
+FLUSH = math.log2(FP16.flush_at)  # log2 of the largest magnitude that flushes: -25
 
-FEWEST_FOR_TREND = 8
-"""With fewer steps, a line explains too much by chance."""
+FEWEST_FOR_TREND = 8  # with fewer steps, a line explains too much by chance
 SLOPE_STEPS = 64
-MANY_STEPS = 2000
-"""Degrees of freedom from which Student's quantile is that of an expansion."""
+MANY_STEPS = 2000  # degrees of freedom from which Student's quantile is computed by an expansion
 MAX_SPREADS = 4.0
 """Largest multiple of the spread that is added to the median.
 
 Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 22 steps on. At 2, 3 and 4 steps it is 918, 38
-and 15, which only says how few steps were seen. A dynamic scaler pays one skipped step for each binade too high, and
-growth_interval steps of more underflow for each binade too low: such a low guess is expensive.
+and 15, which only shows how few steps were seen. A dynamic scaler pays one skipped step for each doubling too high, and
+growth_interval steps of more underflow for each halving too low: such a low guess is expensive.
 """
 
 
 def highest_exponent(log2_magnitude: float) -> int:
-    """Returns the largest integer s at which a magnitude does not overflow: below the limit, so ceil(LIM - Q) - 1.
-
-    Args:
-        log2_magnitude: log2 of the unscaled magnitude, finite.
-    """
+    """Returns the largest integer s at which a magnitude (its log2) does not overflow: ceil(LIM - Q) - 1."""
     return math.ceil(LIM - log2_magnitude) - 1
 
 
 def lowest_exponent(log2_magnitude: float) -> int:
-    """Returns the smallest integer s at which a magnitude does not flush: floor(-25 - Q) + 1 (the tie flushes).
-
-    Args:
-        log2_magnitude: log2 of the unscaled magnitude, finite.
-    """
+    """Returns the smallest integer s at which a magnitude (its log2) does not flush (ties do): floor(-25 - Q) + 1."""
     return math.floor(FLUSH - log2_magnitude) + 1
 
 
 def loss_scale_limit(loss_magnitude: float) -> int | None:
     """Returns the largest s that keeps a loss below the limit if it stays fp16 when scaled (shape [1], FSDP1's scaler).
 
-    Args:
-        loss_magnitude: Largest |loss| seen; 0 limits nothing.
+    `loss_magnitude` is the largest |loss|; 0 limits nothing.
     """
     return highest_exponent(math.log2(loss_magnitude)) if loss_magnitude > 0 else None
 
@@ -68,10 +55,7 @@ def loss_scale_limit(loss_magnitude: float) -> int | None:
 def head_scale_limit(elements: int) -> int:
     """Returns the largest s at which a softmax cross-entropy over `elements` tokens keeps its gradient finite.
 
-    The gradient of its logits is (p - y) S / M with |p - y| <= 1; M is 1 for a summed loss.
-
-    Args:
-        elements: M, at least 1.
+    The gradient of its logits is (p - y) S / M with |p - y| <= 1. M, the elements, is 1 for a summed loss.
     """
     if elements < 1:
         raise UsageError(f"a loss is a mean over at least one element, not {elements}")
@@ -82,11 +66,9 @@ def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_in
     """Returns the share of steps that a settled dynamic scaler skips: ln(1 + a / b) / N.
 
     a = log2(growth_factor), b = -log2(backoff_factor). From (1 - p)^N = b / (a + b), the level at which growth and
-    backoff balance; simulations gave 1.03 to 1.2 times it for gradients that vary by a binade or more. GradScaler's
-    defaults give 3.5e-4.
-
-    Raises:
-        UsageError: The settings do not grow, do not back off, or never complete an interval.
+    backoff balance; simulations gave 1.03 to 1.2 times it for gradients that vary by a factor of two or more.
+    GradScaler's defaults give 3.5e-4. Raises UsageError for settings that do not grow, do not back off, or never
+    complete an interval.
     """
     if not (growth_factor > 1.0 and 0.0 < backoff_factor < 1.0 and growth_interval >= 1):
         raise UsageError("an equilibrium needs growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1")
@@ -94,11 +76,9 @@ def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_in
 
 
 def upper_log2(series: Sequence[float], tail: float) -> float:
-    """Returns the magnitude (log2) that one further step exceeds with probability `tail`, at least the largest seen.
+    """Returns the log2 magnitude that one further step exceeds with probability `tail`, at least the largest seen.
 
-    Args:
-        series: log2 of the largest magnitude of each step, finite, at least one.
-        tail: Probability, above 0 and below one half.
+    `series` is log2 of the largest magnitude of each step, finite, at least one. `tail` is above 0 and below 0.5.
     """
     return max(usual_log2(series, tail), *series)
 
@@ -107,12 +87,8 @@ def usual_log2(series: Sequence[float], tail: float) -> float:
     """Returns the same for the bulk of the steps, which spikes (fewer than half of them) do not move.
 
     m + t sigma sqrt(1 + 1/n): median m, sigma = 1.4826 MAD, t Student's quantile with n - 1 degrees of freedom, at most
-    `MAX_SPREADS`. A trend is not spread: if a line explains part of it, the rest counts (the gradients of a run that
-    converges fall by 20 binades, and none of them is ever above the first).
-
-    Args:
-        series: log2 of the largest magnitude of each step, finite, at least one.
-        tail: Probability, above 0 and below one half.
+    `MAX_SPREADS`. A trend is not spread: if a line explains part of it, the rest counts (the gradients of a converging
+    run fall by a factor of 2^20, and none of them is ever above the first).
     """
     count = len(series)
     if count == 0:
@@ -144,15 +120,11 @@ def _without_trend(series: Sequence[float]) -> Sequence[float]:
 
 @functools.lru_cache  # a profile needs the same quantile at each of its thousands of sites
 def student_t_quantile(tail: float, freedom: int) -> float:
-    """Returns the t that Student's distribution exceeds with probability `tail`.
+    """Returns the t that Student's distribution exceeds with probability `tail` (below 0.5), with `freedom` >= 1.
 
-    The distribution function for whole degrees of freedom is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4);
-    it is inverted by bisection to double precision. From `MANY_STEPS` on, where the sum would be long, the normal
-    quantile is expanded in powers of 1/freedom (26.7.5): the two differ by at most 1e-11 there for tails down to 1e-4.
-
-    Args:
-        tail: Above 0, below one half.
-        freedom: Degrees of freedom, at least 1.
+    The distribution function for whole degrees of freedom is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4); it
+    is inverted by bisection to double precision. From `MANY_STEPS` on, where the sum would be long, the normal quantile
+    is expanded in powers of 1/freedom (26.7.5): the two differ by at most 1e-11 there for tails down to 1e-4.
     """
     if not 0.0 < tail < 0.5 or freedom < 1:
         raise UsageError(f"Student's quantile needs 0 < tail < 0.5 and freedom >= 1, not {tail} and {freedom}")
@@ -160,7 +132,7 @@ def student_t_quantile(tail: float, freedom: int) -> float:
         z, n = -statistics.NormalDist().inv_cdf(tail), float(freedom)
         first, second = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z
         return z + first / (4 * n) + second / (96 * n**2) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    low, high = 0.0, math.pi / 2  # of the angle arctan(t / sqrt(freedom)), in which the sum is written
+    low, high = 0.0, math.pi / 2  # the angle arctan(t / sqrt(freedom)), in which the sum is written
     for _ in range(80):
         middle = 0.5 * (low + high)
         if _upper_tail(middle, freedom) > tail:
@@ -180,14 +152,12 @@ def _upper_tail(angle: float, freedom: int) -> float:
     return 0.5 * (1.0 - between)
 
 
-# Steps whose gradients exceed the rest: how often, how high, how long, and how heavy their tail is.
+# -- spikes: steps whose gradients exceed the rest --
 
 
-TAIL = math.log(2.0) / 2000
-"""The quantile at which a scaler with torch's defaults settles."""
+TAIL = math.log(2.0) / 2000  # the quantile at which a scaler with torch's defaults settles
 TAIL_SHARE = 0.1
-FEWEST_FOR_TAIL = 300
-"""With fewer steps, the top tenth is too few to fit."""
+FEWEST_FOR_TAIL = 300  # with fewer steps, the top tenth is too few to fit
 HEAVY = 0.2
 
 
@@ -198,9 +168,10 @@ class Spikes:
     Attributes:
         steps: Number of steps of the trace.
         lengths: Number of steps of each run.
-        heights: Binades by which the scale would have to fall for the run to fit, at least 1; inf if no scale fits.
-        excess: 99 % quantile over all steps of the binades above the bulk's limit, 0.0 if fewer exceed it; runs that no
-            scale fits do not count.
+        heights: log2 of the factor by which the scale would have to fall for the run to fit, at least 1; inf if none
+            fits.
+        excess: 99 % quantile over all steps of log2 above the bulk's limit, 0.0 if fewer exceed it; runs that no scale
+            fits do not count.
         tail_index: xi of a generalised Pareto distribution of the top tenth; None with fewer than 300 steps.
     """
 
@@ -212,7 +183,7 @@ class Spikes:
 
     @property
     def isolated(self) -> bool:
-        """Are there runs, with a median length of one step?"""
+        """Whether there are runs, with a median length of one step."""
         return bool(self.lengths) and statistics.median(self.lengths) <= 1
 
     @property
@@ -222,19 +193,16 @@ class Spikes:
 
     @property
     def spiky(self) -> bool:
-        """Is the tail heavy? Then the recorded spikes say little about the height of the next."""
+        """Whether the tail is heavy: the recorded spikes then do not bound the next."""
         return self.tail_index is not None and self.tail_index > HEAVY
 
     def longest_interval(self, growth_factor: float, backoff_factor: float) -> float:
         """Returns the longest growth interval, in clean steps, with which the scale still climbs; inf without spikes.
 
-        Growth makes up for runs at a rate lambda, of D binades each, if a clean interval is likely enough:
-        (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda. At that N the scale only wanders, so half of it is
-        returned. A run backs off until it fits or ends, b binades a step whatever its height.
-
-        Args:
-            growth_factor: Above 1; a = log2 of it.
-            backoff_factor: Between 0 and 1; b = -log2 of it.
+        Growth makes up for runs at a rate lambda, of D (log2) each, if a clean interval is likely enough:
+        (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda, with a = log2(growth_factor). At that N the scale
+        only wanders, so half of it is returned. A run backs off until it fits or ends, by b = -log2(backoff_factor) a
+        step whatever its height.
         """
         if not self.lengths:
             return math.inf
@@ -248,8 +216,7 @@ class Spikes:
 def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
     """Returns the spikes of a trace without its drift.
 
-    Args:
-        log2_amax: Shape (n,); -inf if all gradients were zero, +inf if one was not finite at any scale.
+    `log2_amax` has the shape (n,): -inf if all gradients were zero, +inf if one was not finite at any scale.
     """
     finite = log2_amax[np.isfinite(log2_amax)]
     if len(finite) == 0:
@@ -272,9 +239,6 @@ def tail_index(series: NDArray[np.float64]) -> float:
 
     Hosking and Wallis, 1987: with excesses y in ascending order, a0 = mean y and a1 = mean (1 - p) y,
     xi = 2 - a0 / (a0 - 2 a1). Below 0 the tail ends, 0 is exponential, from 0.5 on its variance is infinite.
-
-    Args:
-        series: Shape (n,), finite.
     """
     threshold = np.quantile(series, 1.0 - TAIL_SHARE)
     excess = np.sort(series[series > threshold]) - threshold

@@ -1,4 +1,4 @@
-"""Settings in the form that other frameworks take: a fragment that runs as printed, and what it cannot express."""
+"""Settings in the form of other frameworks: a fragment that runs as printed, and notes on what it cannot express."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ampdoctor.evidence.targets import FRAMEWORKS, Framework
 from ampdoctor.numerics import FORMATS
 from ampdoctor.scaling.scalers import ScalerSettings, expressible
 
-# An emitter's request and result, and remarks that several emitters share.
+# -- an emitter's request and result, and shared remarks --
 
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -23,7 +23,7 @@ Language = Literal["python", "json", "shell"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """Settings in the terms of a framework.
+    """Settings as a framework takes them.
 
     Attributes:
         framework: The framework.
@@ -41,12 +41,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """The result of one emitter.
-
-    Attributes:
-        lines: Lines in its language, without newlines at their ends.
-        notes: See `Emitted`.
-    """
+    """The result of one emitter: lines without newlines, and notes as in `Emitted`."""
 
     lines: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -54,23 +49,14 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The request to an emitter.
+    """The request to an emitter."""
 
-    Attributes:
-        settings: Checked: a positive finite scale, factors that grow and back off, whole counts.
-        real: The settings as the framework will run them.
-        precision: The run's compute precision; the settings matter only for fp16.
-        islands: Names of modules that compute in fp32 nevertheless; () if the whole run does.
-        loss_in_half: The loss is fp16 where it is scaled.
-        device: Device type of the training.
-    """
-
-    settings: ScalerSettings
-    real: ScalerSettings
-    precision: Precision
-    islands: tuple[str, ...]
-    loss_in_half: bool
-    device: str
+    settings: ScalerSettings  # checked: a positive finite scale, factors that grow and back off, whole counts
+    real: ScalerSettings  # the settings as the framework will run them
+    precision: Precision  # the run's compute precision; the settings matter only for fp16
+    islands: tuple[str, ...]  # modules that compute in fp32 nevertheless; () if the whole run does
+    loss_in_half: bool  # the loss is fp16 where it is scaled
+    device: str  # device type of the training
 
     def differences(self) -> Iterator[str]:
         """Yields a sentence for each setting, except the floor, that the framework runs with another value."""
@@ -85,19 +71,14 @@ class Request:
             yield f"there is no hysteresis there: the first overflow backs off, instead of the {_th(wanted.hysteresis)}"
 
     def half_loss(self, why: str, remedy: str) -> Iterator[str]:
-        """Yields a remark if the loss is fp16 where it is scaled.
-
-        Args:
-            why: What the framework does with a half loss.
-            remedy: What to write instead.
-        """
+        """Yields a remark if the loss is fp16 where it is scaled: why that matters there, and the remedy."""
         if self.loss_in_half:
             limit = FORMATS["fp16"].overflow_at / self.real.scale
             yield f"{why}: at this scale one of {limit:g} or more becomes inf, so {remedy}"
 
 
 def number(value: float) -> str:
-    """Returns a number for a command line: a whole one without a point, so that integer options accept it."""
+    """Formats a number for a command line: a whole one without a point, so that integer options accept it."""
     return str(int(value)) if value == int(value) else repr(value)
 
 
@@ -105,9 +86,9 @@ def _th(count: int) -> str:
     return {2: "second", 3: "third"}.get(count, f"{count}th")
 
 
-# Frameworks whose users write the loop, or the Trainer's arguments, in Python: all of them run torch's own scaler.
+# -- frameworks with Python settings, which all run torch's own scaler --
 #
-# Held to torch 2.13, accelerate 1.15, transformers 5.23 and lightning 2.6.6 in the tests.
+# Tests run torch 2.13, accelerate 1.15, transformers 5.23 and lightning 2.6.6.
 
 
 _TORCH_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
@@ -197,7 +178,7 @@ def accelerate(request: Request) -> Fragment:
 
 
 def transformers(request: Request) -> Fragment:
-    """Returns a fragment for the Trainer of Hugging Face transformers: its arguments say the precision alone."""
+    """Returns a fragment for the Trainer of Hugging Face transformers: its arguments only set the precision."""
     importing = "from transformers import Trainer, TrainingArguments"
     made = f"trainer = Trainer(model, TrainingArguments({_TRAINING_ARGUMENTS[request.precision]}))"
     if request.precision != "fp16":
@@ -250,7 +231,7 @@ def _without_scaler(request: Request) -> Fragment:
 
 
 def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], notes: tuple[str, ...] = ()) -> Fragment:
-    """Returns imports, islands and body, with blank lines as formatters want them."""
+    """Returns imports, islands and body, with blank lines as formatters expect."""
     lines = list(imports)
     if request.islands:
         importing, *applied = apply_call("fp32_modules", request.islands)
@@ -262,7 +243,7 @@ def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], n
 
 
 def _scaler(request: Request, name: str) -> tuple[str, ...]:
-    """Returns the lines that build `scaler`; with a floor, it is of a class that stops the run there.
+    """Returns the lines that build `scaler`; with a floor, its class stops the run there.
 
     GradScaler has no floor: at a scale of 2^-128 its inverse is infinite in fp32, and a clean step ruins the weights.
     The guard is a class rather than a line for the loop, because Trainers call `update()` themselves.
@@ -291,7 +272,7 @@ def _fallen(floor: str) -> str:
 
 
 def _resumed(request: Request, scaler: str) -> Iterator[str]:
-    """Yields what loading a checkpoint undoes; a count of clean steps beyond the new interval would never reach it."""
+    """Yields what loading a checkpoint undoes; a count of clean steps above the new interval would never reach it."""
     kept = {name: value for name, value in request.settings.arguments().items() if name != "init_scale"}
     entries = ", ".join(f"{quoted(name)}: {literal(value)}" for name, value in {**kept, "_growth_tracker": 0}.items())
     yield (
@@ -300,24 +281,23 @@ def _resumed(request: Request, scaler: str) -> Iterator[str]:
     )
 
 
-# Frameworks that take numbers: DeepSpeed's JSON, and the flags of Megatron-LM and fairseq. Each has its own scaler.
+# -- frameworks with numeric settings and their own scalers: DeepSpeed's JSON, flags of Megatron-LM and fairseq --
 #
-# Read in deepspeed 0.19.8 (runtime/precision_config.py, runtime/fp16/), megatron-core 0.16.1 (core/optimizer/) and
+# Sources: deepspeed 0.19.8 (runtime/precision_config.py, runtime/fp16/), megatron-core 0.16.1 (core/optimizer/) and
 # fairseq 0.12.2 (dataclass/configs.py, optim/).
 
 
-SHOWN = 8
-"""Maximum number of module names in one sentence."""
+SHOWN = 8  # most module names in one sentence
 
 
 def deepspeed(request: Request) -> Fragment:
-    """The sections `fp16` and `bf16` of a DeepSpeed configuration."""
+    """Returns the sections `fp16` and `bf16` of a DeepSpeed configuration."""
     sections: dict[str, dict[str, Any]] = {half: {"enabled": request.precision == half} for half in ("fp16", "bf16")}
     if request.precision != "fp16":
         return Fragment(lines=_json(sections), notes=tuple(_islands(request, "DeepSpeed")))
     real = request.real
     sections["fp16"] |= {
-        "loss_scale": 0,  # a dynamic one
+        "loss_scale": 0,  # dynamic
         "initial_scale_power": round(math.log2(real.scale)),
         "loss_scale_window": real.growth_interval,
         "hysteresis": real.hysteresis,
@@ -339,7 +319,7 @@ def deepspeed(request: Request) -> Fragment:
 
 
 def megatron(request: Request) -> Fragment:
-    """Flags of Megatron-LM's training scripts."""
+    """Returns flags of Megatron-LM's training scripts."""
     islands = tuple(_islands(request, "Megatron-LM"))
     if request.precision != "fp16":
         return Fragment(lines=_flags("pretrain_gpt.py", *_half(request)), notes=islands)
@@ -364,7 +344,7 @@ def megatron(request: Request) -> Fragment:
 
 
 def fairseq(request: Request) -> Fragment:
-    """Flags of fairseq-train."""
+    """Returns flags of fairseq-train."""
     islands = tuple(_islands(request, "fairseq"))
     if request.precision != "fp16":
         return Fragment(lines=_flags("fairseq-train", *_half(request)), notes=islands)
@@ -432,7 +412,7 @@ def _flags(script: str, *flags: str) -> tuple[str, ...]:
     return ("AMP_ARGS=(", *(f"    {flag}" for flag in flags), f')  # then: {script} ... "${{AMP_ARGS[@]}}"')
 
 
-# `emit`: settings in a framework's own terms.
+# -- the entry point --
 
 
 _EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = {
@@ -492,11 +472,7 @@ def emit(
 
 
 def _checked(settings: ScalerSettings) -> ScalerSettings:
-    """Returns the same as Python's own numbers.
-
-    Raises:
-        UsageError: A scaler with these settings never grows, never backs off or has no usable scale.
-    """
+    """Returns the same as Python's own numbers; raises UsageError for settings with which no scaler works."""
     scale = _number(settings, "scale", above=0.0, below=math.inf)
     floor = settings.min_scale
     if floor is not None and not 0.0 < floor <= scale:

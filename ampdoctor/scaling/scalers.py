@@ -1,10 +1,10 @@
 """The exact rules of each framework's dynamic loss scaler, over many scalers (lanes) at once, and its settings.
 
-A scaler changes only when it grows or when a step overflows; in between it counts. Each rule set therefore tells how
-many clean steps are left to the next growth, and what clean steps and overflows do. The rules were read in torch 2.13
+A scaler changes only when it grows or when a step overflows; in between it counts. Each rule set therefore computes the
+clean steps to the next growth, and the effect of clean steps and overflows. Sources: torch 2.13
 (`AmpGradScalerKernels.cpp`), DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`), megatron-core 0.16.1
-(`optimizer/grad_scaler.py`) and fairseq 0.12.2 (`optim/dynamic_loss_scaler.py`); tests hold them to the real objects.
-Settings that nobody should use are simulated as well: each class says how they behave.
+(`optimizer/grad_scaler.py`) and fairseq 0.12.2 (`optim/dynamic_loss_scaler.py`); tests compare with the real objects.
+Unreasonable settings are simulated as well: each class documents the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ampdoctor.evidence.targets import Framework
 from ampdoctor.numerics import FORMATS
 
-# A dynamic loss scaler's settings, in GradScaler's terms; additional settings of other frameworks are optional.
+# -- settings, named as in GradScaler; those of other frameworks are optional --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class ScalerSettings:
         backoff_factor: Multiplier after an overflow.
         growth_interval: Clean steps between two growths.
         growth_tracker: Clean steps since the last growth or backoff.
-        min_scale: The floor below which backoff does not go; None if there is none, as in GradScaler.
+        min_scale: Backoff stops here; None if there is no floor, as in GradScaler.
         hysteresis: Number of overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere.
         tolerance: Share of overflows among the steps since the scale changed that causes a backoff (fairseq).
-        abort_scale: A backoff to this scale or below ends the run (fairseq); None if none does.
+        abort_scale: A backoff to this scale or below ends the run (fairseq); None: none does.
     """
 
     scale: float = 65536.0
@@ -63,7 +63,7 @@ class ScalerSettings:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of a GradScaler that starts like this."""
+        """Returns the keyword arguments of a GradScaler with this start."""
         return {
             "init_scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -74,19 +74,13 @@ class ScalerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A setting, and what bounds it.
-
-    Attributes:
-        value: The setting.
-        by: What bounds it, in words that complete "bound by ...".
-    """
+    """A setting, and what bounds it: `by` completes "bound by ..."."""
 
     value: float
     by: str
 
 
-NEVER = 2**61
-"""More clean steps than any run has."""
+NEVER = 2**61  # more clean steps than any run has
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -94,14 +88,10 @@ Flags = NDArray[np.bool_]
 
 
 class Lanes(ABC):
-    """Scalers that follow one rule set.
+    """Scalers that follow one rule set, one lane per entry of `settings`.
 
-    Args:
-        settings: One entry per lane.
-
-    Attributes:
-        scale: Loss scale of each lane before its next step, float64 of shape (lanes,).
-        stopped: The scaler raised an exception, which ends the run; bool of shape (lanes,).
+    `scale` is the loss scale of each lane before its next step, float64 of shape (lanes,). `stopped`, bool of that
+    shape, is true where the scaler raised an exception, which ends the run.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -110,13 +100,13 @@ class Lanes(ABC):
         self._count = _integers(s.growth_tracker for s in settings)
 
     def clean(self, steps: Integers) -> None:
-        """Let 0 to `to_growth()` clean steps pass in each lane."""
+        """Runs 0 to `to_growth()` clean steps in each lane."""
         due = steps == self.to_growth()
         self._count = self._count + steps
         self._grow(due)
 
     def overflow(self, where: Flags) -> None:
-        """Let one step with an overflow pass in these lanes."""
+        """Runs one step with an overflow in these lanes."""
         self._back_off(where)
         self._count = np.where(where, 0, self._count)
 
@@ -165,9 +155,9 @@ class MegatronLanes(Lanes):
     """megatron-core's `DynamicGradScaler`: fp32, with a floor and hysteresis.
 
     Overflows use up the hysteresis even if clean steps lie between them: only growth refills it. Growth to infinity is
-    not refused, and infinity is final. The interval is compared with `==`, so an interval that is not a whole number is
-    never reached. Values that its constructor refuses (a scale, floor, interval or hysteresis of 0 or below, a floor
-    above the scale) are simulated by the same rules. The factors are fixed at 2 and 1/2.
+    not refused, and infinity is final. The interval is compared with `==`, so a fractional one is never reached. Values
+    that its constructor refuses (a scale, floor, interval or hysteresis of 0 or below, a floor above the scale) are
+    simulated by the same rules. The factors are fixed at 2 and 1/2.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -196,8 +186,8 @@ class DeepSpeedLanes(Lanes):
     """DeepSpeed's `DynamicLossScaler` (ZeRO 1 to 3), not consecutive: Python floats, a floor, hysteresis.
 
     It grows after interval + 1 clean steps from the start or an overflow, then after every interval. Only growth
-    refills the hysteresis; with one below 1 it never backs off. An overflow that would back off at the floor raises; so
-    does any overflow at a scale that is not finite (the log message needs an int). An interval of 0 raises a
+    refills the hysteresis; with one below 1 it never backs off. An overflow that would back off at the floor raises,
+    and so does any overflow at a non-finite scale (the log message needs an int). An interval of 0 raises a
     ZeroDivisionError at the second clean step; a negative one counts as its magnitude; with 2.5, every whole multiple
     counts (DeepSpeed's configuration refuses all of these). The factors are fixed at 2 and 1/2.
     """
@@ -295,21 +285,17 @@ DEFAULTS: dict[Framework, ScalerSettings] = {
     "megatron": replace(_DEEPSPEED, scale=2.0**32),
     "fairseq": ScalerSettings(scale=128.0, growth_interval=2**14, abort_scale=1e-4),
 }
-"""Each scaler's settings if nothing is set; fairseq divides its interval by data parallel size and update_freq."""
+"""Each scaler's settings by default; fairseq divides its interval by data parallel size and update_freq."""
 
 
 def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSettings:
-    """Returns the settings as the framework would run them, written down as closely as it allows.
+    """Returns the settings that the framework would run, as close to these as it allows.
 
     torch's scalers have neither floor nor hysteresis. DeepSpeed, Megatron and fairseq always double and halve.
     DeepSpeed takes the power of two at or below the scale, and a whole floor of at least 1, below which it does not
     start. Megatron takes a positive floor, at most the scale. fairseq takes a whole scale of at least 1, `min_scale` as
     the threshold, and no hysteresis (its tolerance is no substitute: after 1,000 clean steps, 5 % ignores 50 overflows
-    in a row). A value that is not a number is left as it is.
-
-    Args:
-        settings: The wanted settings.
-        framework: The framework whose scaler it will be.
+    in a row). A value that is not a number stays.
     """
     if RULES[framework] is TorchLanes:
         return replace(settings, min_scale=None, hysteresis=1, tolerance=0.0, abort_scale=None)
@@ -335,7 +321,7 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
     return replace(
         fixed,
         scale=float(_at_least_one(settings.scale)) if usable else settings.scale,
-        growth_tracker=0,  # its checkpoints keep the scale alone
+        growth_tracker=0,  # its checkpoints keep only the scale
         hysteresis=1,
         tolerance=settings.tolerance,
         abort_scale=settings.abort_scale if settings.abort_scale is not None else defaults.abort_scale,
@@ -347,13 +333,13 @@ def _at_least_one(value: float) -> int:
 
 
 def fp32(values: Floats) -> Floats:
-    """Returns values rounded to float32, in float64; infinite if float32 has no such number."""
+    """Returns values rounded to float32, in float64; infinite beyond float32's range."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values.astype(np.float32).astype(np.float64)
 
 
 def _by_equality(interval: Integers, count: Integers) -> Integers:
-    """Returns the steps until the count equals the interval; NEVER if it is there already, or beyond."""
+    """Returns the steps until the count equals the interval; NEVER if the count is there already, or beyond."""
     left = interval - count
     return np.where(left >= 1, left, NEVER)
 
@@ -379,17 +365,17 @@ def _period(interval: float) -> int:
     return abs(Fraction(interval).numerator) if isfinite(interval) else NEVER
 
 
-# Simulates loss scalers over traces of gradient magnitudes: which steps they skip, and the scale of the others.
+# -- simulation over traces of gradient magnitudes --
 #
-# The walk leaps from one change of a scaler to the next (`rules`), so its cost depends on the changes, not on the
-# steps. torch's scaler has no floor: at a scale of 2^-128 and below, its inverse is infinite in fp32, and a clean step
-# ruins the weights.
+# The walk leaps from one change of a scaler to the next, so its cost depends on the changes, not on the steps. torch's
+# scaler has no floor: at a scale of 2^-128 and below, its inverse is infinite in fp32, and a clean step ruins the
+# weights.
 
 
 OVERFLOW_AT = FORMATS["fp16"].overflow_at
 LEAP = 256
-"""Longest leap, in steps: a look ahead of this length finds the next overflow of every lane (256 and 512 were the
-fastest of 32 to 512 for a few hundred lanes)."""
+"""Longest leap, in steps: a window of this length finds the next overflow of every lane (256 and 512 were the fastest
+of 32 to 512 for a few hundred lanes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +395,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What scalers do over traces; every array has the shape (settings, traces, steps).
+    """Simulated scalers over traces; every array has the shape (settings, traces, steps).
 
     Attributes:
         scale: float64, loss scale during each step; after the run's end, the last one.
@@ -427,16 +413,13 @@ class Simulation:
 def simulate(
     settings: ScalerSettings, maxima: Iterable[float | None], framework: Framework = "torch"
 ) -> tuple[SimulatedStep, ...]:
-    """Returns what the scaler does over a trace.
+    """Simulates a scaler over a trace; one entry per step, up to the step at which the scaler raises an exception.
 
     Args:
         settings: The scaler before the first step.
         maxima: Largest magnitude of all unscaled half gradients of each step; None or 0.0 if all were zero, inf (or
             NaN) if a value was not finite at any scale.
         framework: The framework whose rules it follows.
-
-    Returns:
-        One entry per step, up to the one at which the scaler raises an exception.
     """
     trace = np.array([[0.0 if m is None else abs(m) for m in maxima]], np.float64)
     run = simulate_lanes([settings], trace, framework)
@@ -445,13 +428,10 @@ def simulate(
 
 
 def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float64], framework: Framework) -> Simulation:
-    """Returns what each scaler does over each trace.
+    """Simulates each scaler over each trace.
 
-    Args:
-        settings: The scalers before the first step.
-        maxima: float64 of shape (traces, steps): largest magnitude of all unscaled half gradients, 0.0 if all were
-            zero, inf or NaN if one was not finite at any scale.
-        framework: The framework whose rules they follow.
+    `maxima` is float64 of shape (traces, steps): the largest magnitude of all unscaled half gradients, 0.0 if all were
+    zero, inf or NaN if one was not finite at any scale.
     """
     traces, steps = maxima.shape
     trace_of_lane = np.tile(np.arange(traces), len(settings))
@@ -515,13 +495,9 @@ def _walk(lanes: Lanes, trace_of_lane: Integers, maxima: Floats) -> tuple[Intege
 
 
 def _clean_ahead(maxima: Floats, scale: Floats) -> Integers:
-    """Returns the number of steps before the first overflow in each row, all of them if there is none.
+    """Returns the number of steps before the first overflow in each row of (lanes, steps), all if there is none.
 
     A gradient is multiplied by the scale in fp32; zero times an infinite scale is NaN, which counts as an overflow.
-
-    Args:
-        maxima: Shape (lanes, steps).
-        scale: Shape (lanes,).
     """
     over = ~(maxima * np.abs(fp32(scale))[:, None] < OVERFLOW_AT)
     free: Integers = np.where(over.any(axis=1), over.argmax(axis=1), maxima.shape[1])

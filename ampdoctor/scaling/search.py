@@ -1,8 +1,8 @@
 """Searches the scaler's settings that serve a trace best, and decides whether they are worth a change.
 
-Candidates run by the exact rules of the framework over replicas of the trace (`bootstrap`): first all of them over a
-few, then the best and the present settings over many, all with the same replicas. The optimum is flat: the present
-settings stay unless something beats them by more than noise.
+Candidates run by the framework's exact rules over replicas of the trace: first all of them over a few replicas, then
+the best and the present settings over many. The optimum is flat: the present settings stay unless others are better by
+more than noise.
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ from ampdoctor.scaling.scalers import (
 )
 from ampdoctor.scaling.trace import Drift, Replicas, StepTrace, find_drift, resample
 
-# Scores candidates over replicas of a trace.
+# -- scores of candidates over replicas of a trace --
 
 
-LOOKS = 500
-"""Number of evenly spread steps of each replica whose errors are read: means over 200 replicas need no more."""
-ERROR_WEIGHT = 10.0
-"""Number of skipped steps that are as bad as a relative error of 1 in all of them (numerics: our default)."""
+LOOKS = 500  # evenly spread steps of each replica whose errors are read: means over 200 replicas need no more
+ERROR_WEIGHT = 10.0  # skipped steps that are as bad as a relative error of 1 in all of them (numerics: our default)
 
-Quantiles = tuple[float, float, float]
-"""5 %, 50 % and 95 % over the replicas."""
+Quantiles = tuple[float, float, float]  # 5 %, 50 % and 95 % over the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +48,6 @@ class Expectation:
 
     Attributes:
         settings: As the framework runs them.
-        skips: Number of skipped steps.
-        skip_rate: Their share.
         relative_error: L2 error of the weight gradients from rounding each tensor once, mean over the taken steps.
         activation_flushed, weight_flushed: Share of nonzero gradient elements that become zero, same mean.
         final_scale: Loss scale at the end.
@@ -105,14 +100,9 @@ def score_all(
     framework: Framework,
     tolerated: float,
 ) -> list[Scores]:
-    """Returns each candidate's figures over each replica.
+    """Returns each candidate's figures over each replica of the trace.
 
-    Args:
-        candidates: The settings, as the framework runs them.
-        trace: The recorded steps.
-        replicas: Replicas of this trace.
-        framework: The framework whose rules they follow.
-        tolerated: Relative error of a run up to which nothing is lost.
+    `tolerated` is the relative error of a run up to which nothing is lost.
     """
     run = simulate_lanes(candidates, replicas.maxima, framework)
     return [_score(run, lane, trace, replicas, tolerated) for lane in range(len(candidates))]
@@ -134,8 +124,8 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
         result: NDArray[np.float64] = (np.where(taken, values, 0.0) * weight).sum(axis=1)
         return result
 
-    # Below the curves' first scale, the error of subnormals doubles with each binade until all is lost. A share of
-    # zeros that is tiny there says nothing more: the error is a lower bound of what flushes.
+    # Below the curves' first scale, the error of subnormals doubles with each halving until all is lost. A tiny share
+    # of zeros there means nothing more: the error is a lower bound of what flushes.
     below = np.exp2(np.clip(lowest - exponent, 0.0, 64.0))
     error = np.minimum(trace.error[source, column] * below, 1.0)
     least = np.where(below > 1.0, error, 0.0)
@@ -153,13 +143,13 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
 
 
 def quantiles(values: NDArray[np.float64]) -> Quantiles:
-    """Returns 5 %, 50 % and 95 % quantiles of a figure."""
+    """Returns the 5 %, 50 % and 95 % quantiles of a figure."""
     low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
     return (low, middle, high)
 
 
 def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
-    """Returns the summary of a candidate's figures."""
+    """Summarises a candidate's figures."""
     return Expectation(
         settings=settings,
         skips=quantiles(scores.skips),
@@ -176,68 +166,48 @@ def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
 
 
 REPLICAS = 200
-FIRST_REPLICAS = 8
-"""Number of replicas of the first pass, over all candidates."""
-MOST_STEPS = 4_000_000
-"""Maximum of replicas times steps: a long horizon gets fewer replicas, but their figures vary less."""
+FIRST_REPLICAS = 8  # replicas of the first pass, over all candidates
+MOST_STEPS = 4_000_000  # most replicas times steps: a long horizon gets fewer replicas, but their figures vary less
 FEWEST_REPLICAS = 8
-FIRST_STEPS = 10_000
-"""Horizon of the first pass, in steps."""
+FIRST_STEPS = 10_000  # horizon of the first pass, in steps
 WORTH_SKIPS = 1e-3
-"""A change pays if it saves at least this share of skipped steps: less is within what equal runs differ by ..."""
-WORTH_ERROR = 1e-3
-"""... or at least this much relative error."""
+"""A change pays if it saves at least this share of skipped steps: smaller savings are noise between equal runs ..."""
+WORTH_ERROR = 1e-3  # ... or at least this much relative error
 MOST_SKIPS = 1e-2
-"""Share of skipped steps that better gradients may cost: twenty times what the usual settings skip (AMP707)."""
+"""Share of skipped steps that better gradients may cost: twenty times the share of the usual settings (AMP707)."""
 INTERVALS = (200, 500, 1000, 2000)
 BACKOFFS = (0.25, 0.5, 0.75)
 NEIGHBOURS = (-2, -1, 0)
-"""Binades around the closed form's scale; none above it, because its bound (an fp16 loss, a cap) may be outside the
-trace, and a dynamic scaler finds the rest by itself."""
+"""log2 of scales relative to the closed form's. None is above it, because its bound (an fp16 loss, a cap) may be
+outside the trace, and a dynamic scaler finds the rest by itself."""
 CENSORED_MOST = 0.2
-"""If more than this share of the steps has an unknown largest gradient, the trace says little about its own tail."""
+"""If more than this share of the steps has an unknown largest gradient, the trace does not show its own tail."""
 FEWEST_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """What the best candidate gains over the present settings; differences are paired by replica.
+    """The gain of the best candidate over the present settings; differences are paired by replica."""
 
-    Attributes:
-        objective: `Expectation.objective`: present minus best.
-        skip_rate: Median difference.
-        relative_error: Median difference, from rounding each tensor once, as in `Expectation`.
-        headroom: Binades by which the present scale starts below the closed form's; negative above it.
-    """
-
-    objective: Quantiles
-    skip_rate: float
-    relative_error: float
-    headroom: float
+    objective: Quantiles  # `Expectation.objective`: present minus best
+    skip_rate: float  # median difference
+    relative_error: float  # median difference, from rounding each tensor once, as in `Expectation`
+    headroom: float  # log2 of the closed form's scale over the present one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confidence:
-    """How far to trust the outcome.
+    """How far to trust the outcome."""
 
-    Attributes:
-        steps: Number of recorded steps.
-        censored: Share of them with an unknown largest gradient (skipped fp16 steps).
-        exceedances: Number of the horizon's m steps that are expected to exceed the largest of the n recorded ones:
-            m / (n + 1). At a static scale these are overflows.
-        drift: The trace's drift.
-        spikes: The trace's spikes.
-    """
-
-    steps: int
-    censored: float
-    exceedances: float
+    steps: int  # recorded steps
+    censored: float  # share of them with an unknown largest gradient (skipped fp16 steps)
+    exceedances: float  # m / (n + 1): of the horizon's m steps, so many should exceed the largest of n recorded
     drift: Drift
     spikes: Spikes
 
     @property
     def low(self) -> bool:
-        """True if a recording of 50 steps in fp32 or bf16 should come first."""
+        """Whether a recording of 50 steps in fp32 or bf16 should come first."""
         return self.steps < FEWEST_STEPS or self.censored > CENSORED_MOST
 
 
@@ -247,13 +217,10 @@ class Outcome:
 
     Attributes:
         settings: The settings to use, as the framework runs them; the present ones if nothing is worth a change.
-        change: True if they differ from the present ones (the framework's defaults if there are none).
-        margin: The best candidate's gain over the present settings.
+        change: They differ from the present ones (the framework's defaults if there are none).
         bounds: What bounds each setting of the closed form, by the name of the setting; "min_scale" is an alarm.
-        expected_current: Figures of the present settings; None if the run has no scaler.
-        expected_default: Figures of the framework's defaults.
-        expected_chosen: Figures of `settings`.
-        confidence: How far to trust the outcome.
+        expected_current, expected_default, expected_chosen: Figures of the present settings (None: the run has no
+            scaler), of the framework's defaults, and of `settings`.
     """
 
     settings: ScalerSettings
@@ -276,19 +243,11 @@ def search(
     censored: float = 0.0,
     remaining_steps: int | None = None,
 ) -> Outcome:
-    """Returns the settings to use with a trace.
+    """Returns the settings to use with a trace; raises UsageError where no step was recorded, or none is left.
 
-    Args:
-        trace: At least one step.
-        current: The run's scaler; None if it has none.
-        start: log2 of the largest scale at which no gradient is expected to overflow, and what bounds it.
-        framework: The framework whose scaler it is.
-        thresholds: What is tolerated; the horizon is used if `remaining_steps` is None.
-        censored: Share of the steps whose largest gradient is unknown.
-        remaining_steps: Number of the run's remaining steps; None if unknown.
-
-    Raises:
-        UsageError: No step was recorded, or none is left.
+    `current` is the run's scaler, if it has one. `start` is log2 of the largest scale at which no gradient should
+    overflow, and what bounds it. `censored` is the share of the steps whose largest gradient is unknown. The horizon is
+    that of `thresholds` where `remaining_steps` is None.
     """
     if trace.steps < 1 or (remaining_steps is not None and remaining_steps < 1):
         raise UsageError("a search for a scaler's settings needs a recorded step, and a step to come")
@@ -356,14 +315,9 @@ def expect(
     thresholds: Thresholds,
     remaining_steps: int | None = None,
 ) -> Expectation:
-    """Returns what settings would do with a trace, over the replicas that `search` takes.
+    """Returns the effect of settings on a trace, over the same replicas as `search`.
 
-    Args:
-        settings: The scaler at the first step.
-        trace: At least one step.
-        framework: The framework whose scaler it is.
-        thresholds: What is tolerated; the horizon is used if `remaining_steps` is None.
-        remaining_steps: Number of the run's remaining steps; None if unknown.
+    The horizon is that of `thresholds` where `remaining_steps` is None.
     """
     horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
     many = resample(trace, find_drift(trace.log2_amax), replicas=_replicas(horizon), steps=horizon)
@@ -383,14 +337,7 @@ def closed_form(
 ) -> dict[str, Bound]:
     """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound.
 
-    Args:
-        trace: The recorded steps.
-        drift: The trace's drift.
-        spikes: The trace's spikes.
-        start: As in `search`.
-        framework: The framework whose scaler it is.
-        thresholds: What is tolerated.
-        remaining_steps: Number of the run's remaining steps; None if unknown.
+    `start` is as in `search`.
     """
     fixed = RULES[framework] is not TorchLanes
     bounds = {"scale": Bound(value=2.0**start.value, by=start.by)}
@@ -420,7 +367,7 @@ def closed_form(
 
 
 def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
-    """The run's scaler by the framework's rules, at its present scale: only a start is rounded, or raised to 1."""
+    """Returns the run's scaler by the framework's rules, at its present scale: only a first scale is rounded."""
     return replace(expressible(current, framework), scale=current.scale)
 
 
@@ -495,7 +442,7 @@ def _changes(settings: ScalerSettings, incumbent: ScalerSettings) -> int:
 
 
 def _worth_it(used: Scores, best: Scores) -> bool:
-    """Is the second better than the first by more than noise?"""
+    """Returns whether the second is better than the first by more than noise."""
     ruined = np.maximum(used.poisoned, used.ended) - np.maximum(best.poisoned, best.ended)
     if ruined.mean() > 0.0:
         return True
@@ -515,11 +462,10 @@ def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound)
     )
 
 
-# A simulated path of a loss scale that is typical of many and short enough to draw, and the recorded steps' limits.
+# -- a typical simulated path of a loss scale, short enough to draw, and the recorded steps' limits --
 
 
-MOST_POINTS = 2000
-"""Maximum number of a line's points and of a path's skipped steps: a drawing has no more pixels to show them."""
+MOST_POINTS = 2000  # most points of a line, and most skipped steps of a path: a drawing has no more pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,10 +473,10 @@ class Trajectory:
     """The loss scale of one replica, step by step.
 
     Attributes:
-        points: (step, scale) from which on it has this scale. If there are more than `MOST_POINTS` changes, the lowest
-            and the highest scale in each of half as many equal spans.
-        changes: Number of points without that thinning.
-        skips: Skipped steps; an even choice if there are more than `MOST_POINTS`.
+        points: (step, scale) of each change. If there are more than `MOST_POINTS`, the lowest and the highest scale in
+            each of half as many equal spans.
+        changes: Number of points before thinning.
+        skips: Skipped steps, evenly chosen if there are more than `MOST_POINTS`.
         skipped: Number of all skipped steps.
         replica: Number of the replica.
     """
@@ -543,25 +489,13 @@ class Trajectory:
 
 
 def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> Trajectory:
-    """Returns the path of the replica that is typical of some settings: that with the median number of skipped steps.
-
-    Args:
-        expected: What the settings do over all replicas.
-        trace: The trace of the replicas.
-        framework: The framework whose scaler it is.
-        horizon: Number of simulated steps.
-    """
+    """Returns the path of the replica with the median number of skipped steps, over `horizon` simulated steps."""
     replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
     return drawn(simulate_lanes([expected.settings], replica.maxima, framework), expected.typical)
 
 
 def drawn(run: Simulation, replica: int = 0) -> Trajectory:
-    """Returns the path of a simulation's first lane.
-
-    Args:
-        run: The simulation of one lane.
-        replica: Number of the replica that it is of.
-    """
+    """Returns the path of a simulation's first lane, which is the replica of this number."""
     scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
     starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
     skips = np.flatnonzero(over)

@@ -1,4 +1,4 @@
-"""Each recorded step as a loss scaler sees it, in arrays: all that a simulation needs of a profile."""
+"""Recorded steps in arrays, with all that a simulation of a loss scaler needs of a profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampdoctor.numerics import FORMATS
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 
-# How accumulation and fp16 reductions shift the scales that serve a run, in binades (numbers of log2).
+# -- shifts of the suitable scales by accumulation and fp16 reductions, in log2 --
 
 
 Division = Literal["before", "after", "split"]
@@ -27,35 +27,22 @@ Division = Literal["before", "after", "split"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """By how many binades the ends of the interval of serving scales move.
+    """The shift (log2) of the interval of suitable scales."""
 
-    Attributes:
-        lowest: Shift of the smallest scale at which little flushes.
-        highest: Shift of the largest scale at which nothing overflows.
-    """
-
-    lowest: float = 0.0
-    highest: float = 0.0
+    lowest: float = 0.0  # of the smallest scale at which little flushes
+    highest: float = 0.0  # of the largest scale at which nothing overflows
 
     def __add__(self, other: Shift) -> Shift:
         return Shift(lowest=self.lowest + other.lowest, highest=self.highest + other.highest)
 
 
 def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, half_gradients: bool = False) -> Shift:
-    """Returns the shift by another number of micro-batches per step.
+    """Returns the shift for another number of micro-batches per step.
 
-    A loss divided by A makes every half intermediate smaller by A: both ends move by log2 of the change, and so should
-    the scale. A summed loss moves nothing. The `.grad` of fp16 parameters is summed in fp16, which in the worst case
-    lowers the upper end by log2 A.
-
-    Args:
-        before: Micro-batches per step when the gradients were measured.
-        after: Micro-batches per step when the scale will be used.
-        loss_divided: The loss is divided by their number (DeepSpeed, accelerate, Lightning).
-        half_gradients: Parameters, and therefore the sums in `.grad`, are fp16.
-
-    Raises:
-        UsageError: A number below 1.
+    `before` is that of the recording. A loss divided by A (`loss_divided`: DeepSpeed, accelerate, Lightning) makes
+    every half intermediate smaller by A: both ends move by log2 of the change, and so should the scale. A summed loss
+    moves nothing. The `.grad` of fp16 parameters (`half_gradients`) is summed in fp16, which in the worst case lowers
+    the upper end by log2 A.
     """
     change = _log2_ratio(after, before)
     moved = change if loss_divided else 0.0
@@ -63,34 +50,20 @@ def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, ha
 
 
 def reduction_shift(ranks: int, division: Division) -> Shift:
-    """Returns the shift by an all-reduce in fp16; one in fp32 or bf16 moves nothing.
+    """Returns the shift by an all-reduce in fp16 over `ranks`; one in fp32 or bf16 moves nothing.
 
-    What divides after the sum lets it grow by as much in the worst case; what divides before it flushes as much more.
-
-    Args:
-        ranks: n, the number of ranks over which gradients are averaged.
-        division: When the reduction divides by n.
-
-    Raises:
-        UsageError: Fewer than 1 rank.
+    Division after the sum lets it grow by as much in the worst case; division before it flushes as much more.
     """
     before, after = divisors(ranks, division)
     return Shift(lowest=math.log2(before), highest=0.0 - math.log2(after))
 
 
 def divisors(ranks: int, division: Division) -> tuple[int, float]:
-    """Returns by what a reduction divides before its sum, and after it.
+    """Returns the divisors of a reduction over `ranks`: before its sum, and after it.
 
-    FSDP's first divisor doubles, from 1, as long as it divides n and is below what is left (torch's
+    FSDP's first divisor doubles, from 1, as long as it divides n and is below the remaining quotient (torch's
     `DefaultState._get_gradient_predivide_factor`): both are about sqrt(n) for a power of two, and far from it where n
     has few factors of 2.
-
-    Args:
-        ranks: n.
-        division: When.
-
-    Raises:
-        UsageError: Fewer than 1 rank.
     """
     if ranks < 1:
         raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {ranks}")
@@ -114,7 +87,7 @@ Array = NDArray[np.float64]
 _NONE = Shift()
 
 _FACTORS_BELOW = EXPONENTS - len(EXPONENTS)
-"""log2 of factors below the recorded ones: a loss that is scaled by hand has its smaller scales there."""
+"""log2 of factors below the recorded ones: the smaller scales of a loss that is scaled by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +95,8 @@ class StepTrace:
     """n recorded steps, in order; gradients are of the unscaled loss.
 
     Attributes:
-        log2_amax: float64 of shape (n,): log2 of the largest magnitude of all half gradients; -inf where all were
-            zero, +inf where one was not finite at any scale. A step overflows at the scale S iff amax S >= 65520.
+        log2_amax: float64 of shape (n,): log2 of the largest magnitude of all half gradients; -inf where all were zero,
+            +inf where one was not finite at any scale. A step overflows at the scale S iff amax S >= 65520.
         error: float64 of shape (n, 43): relative L2 error of the half weight gradients after rounding to fp16 at each
             of the scales 2^EXPONENTS; inf where something overflows; 0 where there is no nonzero gradient.
         activation_flushed: float64 of shape (n, 43): share (0 to 1) of the nonzero elements of half activation
@@ -143,15 +116,12 @@ class StepTrace:
 
 
 def trace_of(profile: RangeProfile, without: Collection[str] = (), shift: Shift = _NONE) -> StepTrace:
-    """Returns the trace of a profile.
+    """Returns the trace of a profile; gradients of the modules in `without`, which are in fp32, do not count.
 
-    Args:
-        profile: The measured ranges.
-        without: Modules in fp32: their gradients do not count.
-        shift: What the training does to gradients that the recording did not.
+    `shift` is the effect of the training on gradients that the recording lacks.
     """
     series, base = profile.series, math.log2(profile.run.base_scale)
-    carried = base + shift.lowest  # the factor that the recorded gradients have at their lower end, unlike the loss's
+    carried = base + shift.lowest  # the recorded gradients' factor at their lower end, unlike the loss's
     activations, weights = (profile.of_kind(kind, without) for kind in ("activation_grad", "weight_grad"))
     amax = series.amax[:, [*activations, *weights]].max(axis=1, initial=0.0)
     with np.errstate(divide="ignore"):
@@ -187,10 +157,9 @@ def _over(sums: Array, totals: Array) -> Array:
 
 
 def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> tuple[Array, Array]:
-    """Returns flushed share and error at the factors below the recorded ones, of all steps together, for each step.
+    """Returns flushed share and error of all steps together at the factors below the recorded ones, for each step.
 
-    Returns:
-        Two arrays of shape (n, 43); 0 for a step without such gradients.
+    Two arrays of shape (n, 43); 0 for a step without such gradients.
     """
     counts = profile.merged(kind, without).counts.reshape(1, -1)
     flushed = _over(flushed_counts(counts, "fp16", _FACTORS_BELOW).astype(np.float64), counts.sum(axis=1))
@@ -202,22 +171,17 @@ def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> t
 def _at_loss_scales(curves: Array, below: Array, carried: float) -> Array:
     """Turns curves over factors of the measured gradients, which carry 2^carried, into curves over scales of the loss.
 
-    Args:
-        curves: Shape (n, 43), over 2^EXPONENTS.
-        below: Shape (n, 43), over the factors below.
-        carried: log2 of the factor that the measured gradients carry.
+    `curves` (over 2^EXPONENTS) and `below` (over the factors below) have the shape (n, 43).
     """
     factors, wanted = np.concatenate([_FACTORS_BELOW, EXPONENTS]), EXPONENTS - carried
     return np.stack([np.interp(wanted, factors, curve) for curve in np.concatenate([below, curves], axis=1)])
 
 
-# Makes more steps than were recorded: replicas of a trace, drawn in blocks, with its drift kept.
+# -- replicas: more steps than were recorded, drawn in blocks, with the trace's drift --
 
 
-BLOCK = 50
-"""Shortest mean block in steps, if the trace is long enough: bursts of overflows stay together."""
-BLOCKS = 4
-"""Minimum number of blocks in a trace: with fewer, a replica would be the trace itself, rotated."""
+BLOCK = 50  # shortest mean block in steps, if the trace is long enough: bursts of overflows stay together
+BLOCKS = 4  # least number of blocks in a trace: with fewer, a replica would be the trace itself, rotated
 SLOPE_POINTS = 400
 """A longer trace is cut into this many pieces, and their medians give the slope: 10,000 steps have 50 million pairs."""
 FEWEST_FOR_DRIFT = 8
@@ -227,51 +191,34 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A linear trend of log2 of the largest gradient.
+    """A linear trend of log2 of the largest gradient."""
 
-    Attributes:
-        slope: Binades per step; 0.0 if its confidence interval includes 0.
-        low, high: The confidence interval (95 %).
-        autocorrelation: Number of steps over which steps resemble each other, at least 1.
-    """
-
-    slope: float
-    low: float
+    slope: float  # per step; 0.0 if the confidence interval includes 0
+    low: float  # confidence interval (95 %): `low` to `high`
     high: float
-    autocorrelation: float
+    autocorrelation: float  # number of steps over which steps resemble each other, at least 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """Traces of `steps` steps each, made of recorded steps.
+    """Traces of `steps` steps each, made of recorded steps; all arrays have the shape (replicas, steps)."""
 
-    Attributes:
-        source: int64 of shape (replicas, steps): the index of the recorded step.
-        shift: float64 of the same shape: by how many binades its gradients are larger than recorded.
-        maxima: float64 of the same shape: largest magnitude, after the shift.
-    """
-
-    source: NDArray[np.int64]
-    shift: NDArray[np.float64]
-    maxima: NDArray[np.float64]
+    source: NDArray[np.int64]  # index of the recorded step
+    shift: NDArray[np.float64]  # log2 of the factor by which its gradients are larger than recorded
+    maxima: NDArray[np.float64]  # largest magnitude, after the shift
 
 
 def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed: int = 0, first: int = 0) -> Replicas:
-    """Draw replicas by the stationary bootstrap (Politis and Romano, 1994).
+    """Draws replicas by the stationary bootstrap (Politis and Romano, 1994).
 
     Blocks start anywhere, have geometric lengths, and wrap round the end of the trace. Their mean length is the larger
-    of `BLOCK` and the autocorrelation length, but at most a `BLOCKS`th of the trace. The drift is taken out of the
+    of `BLOCK` and the autocorrelation length, but at most a `BLOCKS`th of the trace. The drift is removed from the
     recorded steps and added again by the replica's own step. It continues for as many steps as were recorded and then
-    stops: a line through 50 steps says nothing about the ten thousandth, and gradients that fall as in a warm-up do not
+    stops: a line through 50 steps does not reach the ten thousandth, and gradients that fall as in a warm-up do not
     fall for ever.
 
-    Args:
-        trace: At least one step.
-        drift: The drift of this trace.
-        replicas: Number of replicas.
-        steps: Length of each replica.
-        seed: The same seed gives the same replicas; the first ones are the same for any number of them.
-        first: Number of the first replica.
+    The same seed gives the same replicas: the first ones are the same for any number of them. `first` is the number of
+    the first replica.
     """
     n = trace.steps
     mean_block = max(1.0, min(max(BLOCK, drift.autocorrelation), n / BLOCKS))
@@ -296,10 +243,7 @@ def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
     """Returns the Theil-Sen slope with Sen's confidence interval (1968), over the steps with a finite nonzero gradient.
 
     The interval is that of Kendall's statistic. Its variance is multiplied by the autocorrelation length of the
-    residuals (Hamed and Rao, 1998, shortened); otherwise a slow wave would pass for a trend.
-
-    Args:
-        log2_amax: Shape (n,), may hold infinities.
+    residuals (Hamed and Rao, 1998, shortened); otherwise a slow wave would count as a trend.
     """
     at = np.flatnonzero(np.isfinite(log2_amax))
     if len(at) < FEWEST_FOR_DRIFT:
@@ -326,11 +270,7 @@ def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
 
 
 def autocorrelation_length(series: NDArray[np.float64]) -> float:
-    """Returns 1 + 2 (rho_1 + rho_2 + ...) up to the first rho <= 0: how many steps count as one, at least 1.
-
-    Args:
-        series: Shape (n,), finite.
-    """
+    """Returns 1 + 2 (rho_1 + rho_2 + ...) up to the first rho <= 0: how many steps count as one, at least 1."""
     n = len(series)
     centred = series - series.mean()
     spectrum = np.fft.rfft(centred, 2 * n)

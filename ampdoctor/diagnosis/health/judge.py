@@ -1,4 +1,4 @@
-"""Judges a run step by step, with every rule on steps and on tensors; and what their findings share."""
+"""Judges a run step by step with all rules on steps and on tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from ampdoctor.evidence.log_records import (
 from ampdoctor.evidence.report import SEVERITIES, Finding, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
-# A finding about a run over time: its rule's name and help filled in.
+# -- the finding of a rule on steps or tensors --
 
 
 First = Literal["data", "forward", "gradient", "optimizer", "scale", "logits", "weights", "hardware"]
 """What moved first."""
-TENSOR = "{tensor}"
-"""Stands in the message of a rule on tensors where the worst tensor's name belongs."""
+TENSOR = "{tensor}"  # placeholder for the worst tensor's name in a rule's message
 
 
 def over_time_finding(
@@ -48,19 +47,10 @@ def over_time_finding(
     also: Iterable[int] = (),
     nonfinite: NonFinite = "none",
 ) -> Finding:
-    """A finding of a rule on steps or tensors.
+    """Makes a finding of a rule on steps or tensors, with the rule's name and help.
 
-    Args:
-        rule: Whose finding it is.
-        severity: How bad it is here.
-        message: One sentence with the numbers that matter.
-        step: The attempted step at which it was seen.
-        first: What moved first, as far as the log tells.
-        evidence: The numbers behind it; JSON values.
-        phase: As in `Where`.
-        tensor: Index of the worst tensor's name; None for a finding about none.
-        also: Of the others.
-        nonfinite: As in `Where`.
+    `step` is the attempted step at which it was seen, `first` is what moved first, as far as the log shows. `tensor` is
+    the index of the worst tensor's name and `also` those of the others. `evidence` holds JSON values.
     """
 
     def place(index: int | None) -> Where:
@@ -79,17 +69,16 @@ def over_time_finding(
 
 
 def ahead(steps: float) -> str:
-    """Returns a number of steps as a forecast has it: two digits."""
+    """Formats a forecast in steps, with two digits."""
     if not math.isfinite(steps) or steps < 1:
         return "at once"
     digits = max(0, int(math.log10(steps)) - 1)
     return f"in about {int(round(steps, -digits)):,} steps"
 
 
-_ROOT = 16
-"""Optimizers that are followed; further ones are not judged."""
+_ROOT = 16  # optimizers that are judged; further ones are not
 _DEPARTS = {"data": "batch", "forward": "forward", "loss": "forward"}
-"""What departs where a look in place has found that a number of a phase is not finite."""
+"""What departs where the diagnosis of a step found a non-finite number in a phase."""
 
 _Find = Callable[[Any, Thresholds], Iterable[Finding]]
 
@@ -103,11 +92,8 @@ class _Told:
 class Judge:
     """Judges a run while it goes on, or its log afterwards: the same lines give the same findings.
 
-    Causal: what it says after a line rests on that line and those before. It keeps a few hundred numbers a tensor,
-    whatever the length of the run.
-
-    Args:
-        thresholds: Those in force.
+    It is causal: its findings after a line depend on that line and those before. It keeps a few hundred numbers a
+    tensor, independent of the length of the run.
     """
 
     def __init__(self, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
@@ -123,7 +109,7 @@ class Judge:
         self._looked_at: int | None = None
 
     def hear(self, line: Line | DetailTable) -> tuple[Finding, ...]:
-        """Takes a line, and returns what is new with it, worst first; nothing for most."""
+        """Takes a line and returns the new findings, worst first; none for most lines."""
         if isinstance(line, StepLine):
             return self._hear_step(line)
         if isinstance(line, DetailLine | DetailTable):
@@ -138,11 +124,7 @@ class Judge:
         return ()
 
     def ends(self, end: EndLine | None = None) -> tuple[Finding, ...]:
-        """Returns what is to be said of the last steps once nothing more comes; nothing when asked again.
-
-        Args:
-            end: The line that ends the log; None where it just breaks off.
-        """
+        """Returns the findings on the last steps of a finished log, once; `end` is None where the log just stops."""
         new: list[Finding] = []
         for optimizer, moment in self._steps.items():
             if moment.end is None:
@@ -152,14 +134,14 @@ class Judge:
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
 
     def hear_all(self, lines: Iterable[Stamped]) -> tuple[Finding, ...]:
-        """Takes many, and returns all that was found, in the order in which it was."""
+        """Takes many lines, and returns all findings in the order in which they were made."""
         return tuple(finding for one in lines for finding in self.hear(one.line))
 
     def resumes(self) -> None:
-        """The training goes on in a new process, whose steps are counted anew: what was usual still is."""
+        """Continues with a new process, whose steps are numbered anew; what was usual stays."""
         for moment in self._steps.values():
             moment.resumes()
-        self._tensors.clear()  # its names have other numbers, and looks are rare
+        self._tensors.clear()  # the new process numbers names anew, and looks are rare
         self._told.clear()
         self._looked_at = None
 
@@ -169,18 +151,16 @@ class Judge:
             if len(self._steps) >= _ROOT:
                 return ()
             moment = self._steps[line.optimizer] = StepMoment()
-        elif (
-            line.step <= moment.line.step
-        ):  # a rollback, or another run in the same log: what came before is not its past
+        elif line.step <= moment.line.step:  # a rollback, or another run: earlier lines are not its past
             moment = self._steps[line.optimizer] = StepMoment()
             self._tensors.pop(line.optimizer, None)
         moment.alone = len(self._steps) == 1
         moment.groups = self._groups[line.optimizer] if line.optimizer < len(self._groups) else ()
         moment.hear(line)
-        if moment.departed.get("schedule") == line.step:  # an optimizer that leaps moves what the others see
+        if moment.departed.get("schedule") == line.step:  # one optimizer's jump changes what the others see
             for other in self._steps.values():
                 other.departs("schedule")
-        if moment.batch.size.changed:  # weights grow at another pace with batches of another size
+        if moment.batch.size.changed:  # weights grow at another pace with another batch size
             self._tensors.pop(line.optimizer, None)
         found: list[Finding] = []
         for find in self._on_steps:
@@ -189,14 +169,14 @@ class Judge:
         return self._new(found, line.optimizer, line.step) if found else ()
 
     def knows(self, line: LookLine) -> None:
-        """Counts what a look in place has found among what moved first, and goes on telling of its step."""
+        """Records what the diagnosis of a step found as a candidate for what moved first."""
         born = {one.where.phase for one in line.findings if one.where.nonfinite != "none"}
         for what in {_DEPARTS[phase] for phase in born & _DEPARTS.keys()}:
             for moment in self._steps.values():
                 moment.departs(what, line.step)
 
     def _hear_detail(self, line: DetailLine | DetailTable) -> tuple[Finding, ...]:
-        if line.reason != "sampled":  # the looks that a firing adds are not evenly spaced
+        if line.reason != "sampled":  # the extra looks after a finding are not evenly spaced
             return ()
         courses = self._tensors.setdefault(line.optimizer, TensorCourses())
         if courses.moment.seen and line.step < courses.moment.line.step:  # a step's details come before its own line
@@ -212,7 +192,7 @@ class Judge:
         return self._new(found, line.optimizer, line.step) if found else ()
 
     def _named(self, finding: Finding) -> Finding:
-        """The finding with the names of its tensors: a rule knows their numbers only."""
+        """Returns the finding with the names of its tensors: a rule only has their numbers."""
         if finding.where.tensor is None:
             return replace(finding, message=finding.message.replace(TENSOR, "the model"))
         where, *also = (
@@ -230,7 +210,7 @@ class Judge:
         return self._names[number] if number < len(self._names) else f"tensor {number}"
 
     def _new(self, found: Sequence[Finding], optimizer: int, step: int) -> tuple[Finding, ...]:
-        """Those that are not the same alert as one that was told, or a graver one."""
+        """Returns the findings that were not reported before, or are more severe now."""
         new = []
         for finding in map(self._named, found):
             key = (finding.code, finding.where.tensor, optimizer)
@@ -241,13 +221,13 @@ class Judge:
                 if not graver and not finding.evidence.get("ended"):
                     continue
             self._told[key] = _Told(finding.severity, step)
-            if step == self._looked_at:  # what is known of that step, op and line, says more
+            if step == self._looked_at:  # the step's own diagnosis, with op and line, is more detailed
                 continue
             new.append(self._of(finding, optimizer))
         return tuple(sorted(new, key=lambda one: SEVERITIES.index(one.severity)))
 
     def _of(self, finding: Finding, optimizer: int) -> Finding:
-        """Says whose step it was, where there are several optimizers."""
+        """Adds the optimizer's name, where there are several."""
         if len(self._steps) < 2:
             return finding
         name = self._optimizers[optimizer] if optimizer < len(self._optimizers) else str(optimizer)

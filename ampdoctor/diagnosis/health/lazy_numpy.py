@@ -1,4 +1,4 @@
-"""numpy, imported when it is first used: the catalogue of rules alone, which a watched script has read, needs none."""
+"""numpy, imported on first use: a watched script imports the catalogue of rules, which does not need numpy."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     value = line.gradient_norm if of_norm else line.loss
     of_loss = line.loss is not None and not math.isfinite(line.loss)
     if undecided and not of_loss and moment.scale.in_a_row >= LEAST_ROWS:
-        return ()  # the last of many that were skipped; or of norms that are never measured
+        return ()  # the last of many skipped steps, or norms that are never measured
     may_be_skipped = undecided and not (of_loss and moment.scale.now is None)
     said = ", and the step was taken" if line.skipped is False else ""
     if of_norm and of_loss:
@@ -53,9 +53,6 @@ def _steps_not_finite(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
         evidence={"loss": line.loss, "gradient_norm": line.gradient_norm, "skipped": line.skipped},
     )
     return (finding,)
-
-
-# AMP720: the gradient norm or the loss leaves at once what was usual.
 
 
 GRADIENT_JUMP_DEVIATIONS = Threshold(
@@ -100,7 +97,7 @@ GRADIENT_JUMP = register(
 
 @GRADIENT_JUMP.judges(StepMoment)
 def gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
-    """A step whose norm or loss lies beyond whatever was usual before it."""
+    """A step whose norm or loss is far above the usual, and beyond all recent values."""
     least = thresholds[GRADIENT_JUMP_DEVIATIONS]
     if not moment.judged or (moment.norm_above < least and moment.loss_above < least) or moment.line.skipped:
         return ()
@@ -144,9 +141,6 @@ def gradient_jump(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
     return (finding,)
 
 
-# AMP741: the loss or the gradient norm has grown many times over before there is a usual.
-
-
 CLIMBS_AT_FIRST_LOSS = Threshold(
     code="AMP741",
     name="loss",
@@ -180,7 +174,7 @@ CLIMBS_AT_FIRST = register(
 @CLIMBS_AT_FIRST.judges(StepMoment)
 def _climbs_at_first(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.alone:
-        return ()  # what one of several optimizers wins, another loses
+        return ()  # with several optimizers, one's gain is another's loss
     loss, norm = moment.first_losses.rise(RECENT), moment.first_norms.rise(FIRST)
     if loss < thresholds[CLIMBS_AT_FIRST_LOSS] and norm < thresholds[CLIMBS_AT_FIRST_NORM]:
         return ()
@@ -210,9 +204,6 @@ def _climbs_at_first(moment: StepMoment, thresholds: Thresholds) -> Sequence[Fin
 
 def _known(value: float) -> float | None:
     return None if value != value else value  # noqa: PLR0124 - NaN is not itself
-
-
-# AMP724: the loss or the gradient norm climbs, step by step.
 
 
 LEVEL_SHIFTS_SUM = Threshold(
@@ -255,26 +246,26 @@ LEVEL_SHIFTS = register(
 )
 _ROOTS = [math.sqrt(span) for span in SPANS]
 _BOTH = 3.0
-"""Deviations of its mean by which the loss itself must be above the usual for the two to have climbed together: a norm
-that climbs under a loss that does not is told by its own threshold."""
+"""Least deviations of the loss's mean for loss and norm to climb together. A norm that climbs under a steady loss has
+its own threshold."""
 _LONG = _ROOTS[1]
-"""Of the norm alone, only means over 8 steps and more: four large norms in a row are a burst, as PPO has in health
-where its returns grow, and what jumps is AMP720's to tell."""
+"""For the norm alone, only means over 8 steps and more count. Four large norms in a row are a burst, as in a healthy
+PPO whose returns grow; jumps are AMP720's."""
 _FALLS = -1.0
-"""Deviations below the usual from which a loss falls: a norm that rises with it belongs to a phase of fast learning."""
+"""Deviations below the usual from which a loss falls: a norm that rises then belongs to a phase of fast learning."""
 
 
 @LEVEL_SHIFTS.judges(StepMoment)
 def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if not moment.judged or moment.rising or not moment.alone or moment.loss.count < LENGTH:
-        return ()  # where several optimizers step, what one wins, another loses
+        return ()  # with several optimizers, one's gain is another's loss
     loss, norm = moment.loss.height(), moment.norm.height()
     if (
         loss + norm < _ROOTS[0] * thresholds[LEVEL_SHIFTS_SUM]
         and loss < _ROOTS[0] * thresholds[LEVEL_SHIFTS_LOSS]
         and norm < SPANS[1] * thresholds[LEVEL_SHIFTS_NORM]
     ):
-        return ()  # as at most steps: all that lies above the usual is not enough for the shortest span
+        return ()  # as at most steps: all excess together is not enough for the shortest span
     losses, norms = moment.loss.lifts(), moment.norm.lifts()
     if not moment.moves(moment.norm.latest):
         norms = tuple(0.0 for _ in norms)
@@ -308,9 +299,6 @@ def _level_shifts(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
         evidence={"loss_lift": loss, "norm_lift": norm, "latest": course.latest, "usual": course.usual},
     )
     return (finding,)
-
-
-# AMP721: a loss that left what was usual and has not come back.
 
 
 LOSS_NOT_BACK_STEPS = Threshold(
@@ -361,9 +349,6 @@ def _loss_not_back(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
     return (finding,)
 
 
-# AMP739: the loss has given back much of what it had learned, however slowly.
-
-
 DESCENT_LOST_SHARE = Threshold(
     code="AMP739",
     name="share",
@@ -385,7 +370,7 @@ DESCENT_LOST = register(
 @DESCENT_LOST.judges(StepMoment)
 def _descent_lost(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]:
     if moment.loss.count % HOP or moment.loss.count < LENGTH or not moment.alone:
-        return ()  # what is usual changes once a hop
+        return ()  # the usual loss changes once a hop
     descent, usual = moment.descent, moment.loss.usual
     way = descent.fallen_from - descent.lowest
     if not descent.falls or usual - descent.lowest < thresholds[DESCENT_LOST_SHARE] * way:
@@ -402,9 +387,6 @@ def _descent_lost(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findin
         evidence={"usual": usual, "lowest": descent.lowest, "highest": descent.fallen_from, "share": share},
     )
     return (finding,)
-
-
-# AMP732: the training loss falls at once, as where batches repeat.
 
 
 LOSS_FALLS_DEVIATIONS = Threshold(
@@ -448,9 +430,6 @@ def _loss_falls(moment: StepMoment, thresholds: Thresholds) -> Sequence[Finding]
         evidence={"usual": loss.usual, "recent": loss.recent, "deviations": -loss.shift},
     )
     return (finding,)
-
-
-# AMP731: the loss stands, while gradients do not.
 
 
 PLATEAU_STEPS = Threshold(

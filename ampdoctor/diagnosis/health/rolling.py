@@ -1,4 +1,4 @@
-"""What a number of a run usually is, and how far a value is from that: over the last steps."""
+"""Rolling statistics of a run: the usual value of a number over the last steps, and how far a value is from it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from typing import TypeAlias
 
 from ampdoctor.evidence.log_records import StepLine
 
-LENGTH = 128
-"""Accepted steps that say what is usual: numerics of the public rules lie between 100 (ZClip) and 256 (OLMo)."""
-RECENT = 16
-"""Of these, the last ones, whose median tells a change of level."""
-LEAST = 32
-"""Values below which nothing is said."""
-HOP = 16
-"""Values between two sortings; between them the last one's median and deviation hold."""
+LENGTH = 128  # accepted steps that define what is usual: between 100 (ZClip) and 256 (OLMo) in public rules
+RECENT = 16  # the last of these: their median shows a change of level
+LEAST = 32  # with fewer values, nothing is reported
+HOP = 16  # values between two sortings: until the next one, median and deviation stay the same
 SPANS = (4, 8, 16)
-"""Values whose mean is held against what is usual: a climb is seen in few values if it is steep, in more if it is not.
-None is longer than `RECENT`, so that no value is part of both sides."""
+"""Numbers of last values whose mean is compared with the usual. A few values show a steep climb, more values a slow
+one. None is longer than `RECENT`, so that no value is on both sides."""
 FLOOR = 0.02
-"""Robust deviation that is assumed at least, as a share of the value: a quiet stretch must not make a tremor an
-alarm."""
-FADES = 0.999
-"""By which the memory of a departure fades a value: it counts for about a thousand."""
-MOST = 5.0
-"""Deviations that one value counts in a mean: a single outlier is a jump, and no climb."""
-_ROBUST = 1.4826
-"""Times the median absolute deviation: the standard deviation of a normal distribution."""
+"""Smallest robust deviation that is assumed, as a share of the value: after a quiet stretch, a small move must not be
+an alarm."""
+FADES = 0.999  # factor per value by which the memory of a departure fades: it lasts about a thousand values
+MOST = 5.0  # most deviations that one value counts in a mean: a single outlier is a jump, not a climb
+_ROBUST = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
 _TAIL = 0.8 / 1.645
-"""Times the way from the median to the 95th percentile: four fifths of the standard deviation of a normal distribution,
-and more than it where large values are frequent."""
+"""Times the distance from the median to the 95th percentile: four fifths of the standard deviation of a normal
+distribution, and more than that where large values are frequent."""
 
 
 _Place: TypeAlias = Callable[[float], float]
@@ -42,18 +35,13 @@ _LEVEL = (0.0,) * len(SPANS)
 
 
 class Course:
-    """The last values of a number, and what is usual of them; in logarithms where all are positive.
+    """Rolling median and robust deviation (MAD) of one number; in logarithms where all values are positive.
 
-    A gradient norm is near log-normal and drifts; a loss may be negative, as a policy's is. Median and MAD are not
-    moved by the very spikes that they are meant to find; where large values are usual, the upper tail counts as well.
+    A gradient norm is near log-normal and drifts. A loss may be negative, as in reinforcement learning. The spikes that
+    the rules look for do not move median and MAD. Where large values are usual, the upper tail counts as well.
 
-    Every value of a long run goes through here, most are asked for little: a value is kept, and the window is sorted
-    when something is asked that needs it, once a hop. What is said is the same, whenever it is asked.
-
-    Attributes:
-        count: Values so far.
-        highest: The highest value of the window, and of those since; -inf before the first.
-        lowest: The lowest, likewise.
+    This is a hot path: `add` only stores the value. The window is sorted on demand, at most once a hop. The results do
+    not depend on when they are read. `highest` and `lowest` cover the window and the values since.
     """
 
     __slots__ = (
@@ -70,9 +58,9 @@ class Course:
     )
 
     def __init__(self) -> None:
-        self._values: list[float] = []  # the window as it was at the last hop, and what came since
-        self._window = 0  # length of the former
-        self._sorted = False  # what follows belongs to this window
+        self._values: list[float] = []  # the window as of the last hop, then the values since
+        self._window = 0  # length of the window
+        self._sorted = False  # whether the fields below belong to this window
         self._logs = True
         self._middle = self._recent = math.nan
         self._deviation = 1.0
@@ -80,9 +68,9 @@ class Course:
         self.count = 0
 
     def add(self, value: float) -> None:
-        """A finite value more."""
+        """Adds a finite value."""
         self._values.append(value)
-        if value > self.highest:  # noqa: PLR1730 - a call of max() takes longer, and here go all values
+        if value > self.highest:  # noqa: PLR1730 - max() is slower, and every value passes here
             self.highest = value
         if value < self.lowest:  # noqa: PLR1730
             self.lowest = value
@@ -92,18 +80,18 @@ class Course:
 
     @property
     def usual(self) -> float:
-        """Median of the older values (all but the last `RECENT`) as of the last hop; NaN before there are `LEAST`."""
+        """Median of the values before the last `RECENT`, as of the last hop; NaN for fewer than `LEAST` values."""
         return self.value_at(0.0)
 
     @property
     def recent(self) -> float:
-        """Median of the last `RECENT`, likewise."""
+        """Median of the last `RECENT` values as of the last hop."""
         self._know()
         return math.exp(self._recent) if self._logs else self._recent
 
     @property
     def shift(self) -> float:
-        """How far `recent` is above `usual`, in robust deviations; 0 before they are known."""
+        """How far `recent` is above `usual`, in robust deviations; 0 while they are not known."""
         self._know()
         return 0.0 if self.count < LEAST else (self._recent - self._middle) / self._deviation
 
@@ -114,19 +102,16 @@ class Course:
         return median(last) if last else math.nan
 
     def above(self, value: float) -> float:
-        """Returns how far a value is above the usual, in robust deviations; 0 where that is not known yet."""
+        """Returns how far a value is above the usual, in robust deviations; 0 while that is not known."""
         if self.count < LEAST:
             return 0.0
         if not self._sorted:
             self._sort()
-        at = math.log(value) if self._logs and value > 0 else self._place(value)  # every value comes here
+        at = math.log(value) if self._logs and value > 0 else self._place(value)  # hot: every value passes here
         return (at - self._middle) / self._deviation
 
     def outside(self, value: float) -> float:
-        """Returns how far a value lies outside of the window's values, in logarithms (or its own unit); 0 inside.
-
-        It is positive above the highest and negative below the lowest.
-        """
+        """Returns how far a value is above (positive) or below (negative) the window, in logarithms or its own unit."""
         if self.count < LEAST or self.lowest <= value <= self.highest:
             return 0.0
         self._know()
@@ -134,27 +119,23 @@ class Course:
         return max(0.0, at - self._place(self.highest)) + min(0.0, at - self._place(self.lowest))
 
     def lifts(self) -> tuple[float, ...]:
-        """Returns how far the mean of the last values of each of `SPANS` is above the usual, in robust deviations.
-
-        0 where too few values are known.
-        """
+        """Returns how far the mean over each of `SPANS` is above the usual, in robust deviations; 0 while unknown."""
         if self.count < LEAST + RECENT:
             return _LEVEL
         ways = list(map(self._counted, self._values[-RECENT:]))
         return tuple([sum(ways[-span:]) / span for span in SPANS])
 
     def value_at(self, deviations: float) -> float:
-        """Returns the value that lies so many robust deviations above the usual; NaN before that is known."""
+        """Returns the value that lies so many robust deviations above the usual; NaN while that is not known."""
         self._know()
         at = self._middle + deviations * self._deviation
         return math.exp(at) if self._logs else at
 
     def _hop(self) -> None:
-        """Makes of the last values a new window."""
         gone = self._values[:-LENGTH]
         del self._values[:-LENGTH]
         self._window, self._sorted = len(self._values), False
-        if self.highest in gone:  # the highest of all is seldom among the few that go
+        if self.highest in gone:  # rare: few values leave the window
             self.highest = max(self._values)
         if self.lowest in gone:
             self.lowest = min(self._values)
@@ -164,11 +145,10 @@ class Course:
             self._sort()
 
     def _sort(self) -> None:
-        """Learns from the window what is usual."""
         window = self._values[: self._window]
         older, recent = sorted(window[:-RECENT]), sorted(window[-RECENT:])
         self._logs = older[0] > 0 and recent[0] > 0
-        place = math.log if self._logs else float  # which keep the order: few values need theirs
+        place = math.log if self._logs else float  # monotonic: only a few values need their logarithm
         self._middle, self._recent = median(older, place), median(recent, place)
         floor = FLOOR if self._logs else FLOOR * max(abs(self._middle), 1e-12)
         tail = _TAIL * (place(older[int(0.95 * (len(older) - 1))]) - self._middle)
@@ -185,22 +165,17 @@ class Course:
 
 
 class LongCourse(Course):
-    """A course that is asked at every step, and knows how far the number has gone before its window."""
+    """Rolling statistics of a number that is judged at every step, with a memory of large values before the window."""
 
     __slots__ = ("_farthest", "_height", "_ways")
 
     def __init__(self) -> None:
         super().__init__()
         self._farthest = self._height = 0.0
-        self._ways = [0.0] * RECENT  # how far the last values are above the usual, but not below it
+        self._ways = [0.0] * RECENT  # how far the last values are above the usual, at least 0
 
     def add(self, value: float, above: float | None = None) -> None:
-        """A finite value more.
-
-        Args:
-            value: The value.
-            above: What `above` has said of it, where it was asked.
-        """
+        """Adds a finite value; `above` is the result of `above(value)`, where the caller has it."""
         way = self.above(value) if above is None else above
         way = 0.0 if way < 0.0 else MOST if way > MOST else way  # noqa: FURB136 - as above
         self._height += way - self._ways[-RECENT]
@@ -208,20 +183,19 @@ class LongCourse(Course):
         super().add(value)
 
     def height(self) -> float:
-        """Returns how far the last `RECENT` values are above the usual, summed up without those that are below.
+        """Returns the sum, over the last `RECENT` values, of how far each is above the usual (at least 0).
 
-        No mean of `lifts` times its span is more.
+        This is an upper bound on each mean of `lifts` times its span.
         """
         if not self._sorted:
             self._know()
         return self._height
 
     def beyond(self, value: float) -> float:
-        """Returns how far a value lies beyond the highest of the window, as a share of that one's way from the usual.
+        """Returns how far a value lies beyond the window's maximum, relative to (maximum - median); 0 within.
 
-        A number with a heavy tail goes far now and then, and has gone there before; of how far it has gone before the
-        window, a quarter counts, and fades. In logarithms (or, for what is not positive, in the value's own unit); 0
-        where it is not beyond.
+        A number with a heavy tail takes large values now and then. The largest value before the window counts a
+        quarter, and fades. In logarithms, or in the value's own unit where values are not positive.
         """
         if self.count < LEAST:
             return 0.0
@@ -249,20 +223,19 @@ class LongCourse(Course):
         self._height = sum(self._ways)
 
     def _way(self, value: float) -> float:
-        """How far a value is above the usual, in logarithms or its own unit."""
         if not self._sorted:
             self._sort()
         return self._place(value) - self._middle
 
 
 def median(ordered: Sequence[float], place: _Place = float) -> float:
-    """Returns the median of the places of values that are in order."""
+    """Returns the median of `place` of the sorted values."""
     middle, odd = divmod(len(ordered), 2)
     return place(ordered[middle]) if odd else (place(ordered[middle - 1]) + place(ordered[middle])) / 2
 
 
 def _median_way(ordered: Sequence[float], place: _Place, middle: float) -> float:
-    """Returns the median of the ways from the median to the places: the nearer half of these lie side by side."""
+    """Returns the median distance of the places from `middle`: the nearer half of the sorted values is contiguous."""
     count, half = len(ordered), len(ordered) // 2
     begin = bisect_left(range(count - half), 2 * middle, key=lambda at: place(ordered[at]) + place(ordered[at + half]))
     before = middle - place(ordered[begin - 1]) if begin else math.inf
@@ -273,25 +246,23 @@ def _median_way(ordered: Sequence[float], place: _Place, middle: float) -> float
     return (max(middle - place(ordered[begin]), place(ordered[begin + half - 1]) - middle) + farther) / 2
 
 
-# What a number was in a run's first steps: what it is held against until its usual can be relied on.
+# -- a number in a run's first steps: the reference while the usual value cannot be relied on --
 
 
-FIRST = 8
-"""Values whose median is the first level."""
+FIRST = 8  # their median is the first level
 WITHIN = 400
-"""Values that are held against it: so many of healthy trainings were measured for AMP741. What is usual, a median of
-128, follows a climb that lasts as long."""
+"""Values that are compared with the first level: AMP741 was measured on so many of healthy trainings. The usual value,
+a median of 128, follows a climb of that length."""
 _LIKE = 2.0
-"""Largest of them over the smallest one, from which they have no level: a loss that begins near zero, as a policy's."""
+"""Largest of the first values over the smallest. Beyond it they have no level: the loss begins near zero, as in
+reinforcement learning."""
 
 
 @dataclass(slots=True)
 class Beginning:
-    """The first values of a number, and its last ones, for its first `WITHIN` values.
+    """The first values of a number and its last ones, while it has at most `WITHIN` values.
 
-    Attributes:
-        count: Values so far.
-        first: Median of the first `FIRST`; NaN before they are there, and where they have no level.
+    `first` is the median of the first `FIRST` values; NaN before, and where they have no level.
     """
 
     count: int = 0
@@ -300,7 +271,7 @@ class Beginning:
     _last: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, value: float) -> None:
-        """A finite value more."""
+        """Adds a finite value."""
         if self.count >= WITHIN:
             return
         self.count += 1
@@ -314,64 +285,45 @@ class Beginning:
                 self.first = median(ordered)
 
     def rise(self, steps: int) -> float:
-        """Returns the median of the last values over the first level; 0 where either is not known, or no more asked.
-
-        Args:
-            steps: How many of the last, at most `RECENT`.
-        """
+        """Returns the median of the last `steps` (at most `RECENT`) values over the first level; 0 if unknown."""
         if math.isnan(self.first) or self.count < FIRST + steps or self.count >= WITHIN:
             return 0.0
         return median(sorted(list(self._last)[-steps:])) / self.first
 
 
-# How far a loss has come down, and how far it went up again on its way: what a rise of it is held against.
+# -- how far a loss has fallen, and how far it rose on the way: the measure of a rise --
 
 
 MATTERS = 0.02
-"""Of the way from the highest usual loss to the lowest, by which a loss must rise to matter: benchmarks/alerts holds
-for harm what is above by 2 % of the loss before training."""
-FALLEN = 3.0
-"""Robust deviations by which the lowest usual loss must be below the first for the loss to have fallen."""
+"""A rise of the loss matters from this share of (highest usual loss - lowest) on: benchmarks/alerts counts a rise by 2
+% of the loss before training as harm."""
+FALLEN = 3.0  # robust deviations by which the lowest usual loss must be below the first for the loss to have fallen
 UNTRIED = 500
-"""Accepted steps from the beginning of a training after which a loss that has not fallen is no beginner's any more, but
-one at rest, as a fine-tuning's may be. A policy's value loss rises in this time with the returns that it learns of."""
-_LATER = 1000
-"""A log that begins behind this step goes on with a training that fell before."""
+"""Accepted steps after which a loss that has not fallen is at rest, as in a fine-tuning, and no longer at its start. In
+reinforcement learning, the value loss rises in this time with the returns."""
+_LATER = 1000  # a log that begins after this step continues a training whose loss fell before
 
-LEAST_LOSSES = 8
-"""Losses from which a fall of theirs is told from noise."""
-CLEAR_FALL = 4.0
-"""Standard errors between the mean losses of two halves: by chance once in 30,000 such logs."""
-LEAST_FALL = 0.01
-"""Share of itself by which a loss falls that is said to fall: one without noise falls by momentum's remainder too."""
+LEAST_LOSSES = 8  # among fewer losses, a fall may be noise
+CLEAR_FALL = 4.0  # standard errors between the mean losses of two halves: by chance once in 30,000 such logs
+LEAST_FALL = 0.01  # least relative fall of a loss: momentum alone lowers a loss without noise too
 
 
 @dataclass(slots=True)
 class Descent:
-    """The usual losses of a run, hop by hop.
+    """The usual losses of a run, hop by hop."""
 
-    Attributes:
-        highest: The highest usual loss; -inf before one is known.
-        lowest: The lowest; inf before.
-        wandered: The most by which a usual loss was above the lowest before it, as of `LENGTH` steps ago.
-        fallen_from: The highest before the lowest; -inf before one is known.
-        falls: The lowest is below the first by `FALLEN` deviations.
-        fell: So it was before these losses, with batches of another size.
-        came: How far it had come down then.
-    """
-
-    highest: float = -math.inf
-    lowest: float = math.inf
-    wandered: float = 0.0
-    fallen_from: float = -math.inf
-    falls: bool = False
-    fell: bool = False
-    came: float = 0.0
+    highest: float = -math.inf  # -inf before one is known
+    lowest: float = math.inf  # inf before one is known
+    wandered: float = 0.0  # largest rise of a usual loss above the lowest before it, as of `LENGTH` steps ago
+    fallen_from: float = -math.inf  # the highest before the lowest; -inf before one is known
+    falls: bool = False  # the lowest is below the first by `FALLEN` deviations
+    fell: bool = False  # it had fallen before these losses, with another batch size
+    came: float = 0.0  # how far it had fallen then
     _first: float = math.nan
     _rises: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH // HOP))
 
     def follow(self, loss: LongCourse) -> None:
-        """A hop more."""
+        """Adds a hop."""
         usual = loss.usual
         if math.isnan(usual):
             return
@@ -386,33 +338,28 @@ class Descent:
         self._rises.append(usual - self.lowest)
 
     def anew(self) -> Descent:
-        """Returns that of the losses to come, which are of batches of another size and so at another height."""
+        """Returns a new one after a change of the batch size, which moves the level of the losses."""
         return Descent(fell=self.fell or self.falls, came=self._way())
 
     def _way(self) -> float:
         return max(self.came, self.highest - self.lowest)
 
     def is_left_by(self, loss: float, usual: float) -> bool:
-        """Whether a loss is above the usual by a part of the way that training has come: near zero, all is large."""
+        """Returns whether a loss is above the usual by `MATTERS` of its total fall: near zero, any factor is large."""
         return loss - usual >= MATTERS * self._way()
 
     def is_known(self, accepted: int, began: int) -> bool:
-        """Whether a rise says something: the loss has fallen, or is at rest, and is no beginner's.
-
-        Args:
-            accepted: Accepted steps so far.
-            began: The first step that is known.
-        """
+        """Returns whether a rise means something: the loss has fallen, or is past its start."""
         return self.falls or self.fell or accepted >= UNTRIED or began >= _LATER
 
 
 def falls_over(values: Sequence[float]) -> bool:
-    """Whether losses, in the order of their steps, fall far beyond their noise; those that are not finite are left out.
+    """Returns whether losses, in the order of their steps, fall far beyond their noise; ignores non-finite ones.
 
     The mean of the later half lies `CLEAR_FALL` standard errors, and `LEAST_FALL` of itself, below that of the earlier.
     """
     largest = max((abs(loss) for loss in values if math.isfinite(loss)), default=0.0)
-    losses = [loss / largest for loss in values if math.isfinite(loss)] if largest else []  # squares may be too large
+    losses = [loss / largest for loss in values if math.isfinite(loss)] if largest else []  # squares may overflow
     if len(losses) < LEAST_LOSSES:
         return False
     half = len(losses) // 2
@@ -422,34 +369,28 @@ def falls_over(values: Sequence[float]) -> bool:
     return before - statistics.fmean(late) > max(CLEAR_FALL * error, LEAST_FALL * abs(before))
 
 
-# What the batches of a run usually are: how large they are, what is in them, and whether they come again.
+# -- the batches of a run: their size, their content, and whether they repeat --
 
 
-STEADY = 16
-"""Steps with batches of one size after which another size is a change; where sizes vary all the time, none is."""
-REMEMBERED = 65_536
-"""Batches whose fingerprints are kept: an epoch of most trainings."""
+STEADY = 16  # steps of one batch size after which another is a change; where sizes vary all the time, none is
+REMEMBERED = 65_536  # batches whose fingerprints are kept: an epoch of most trainings
 _SHORT = 1 / 16
-"""Part of the new batches before it that a cycle of batches is short of: a second epoch is as long as the first."""
+"""Batches repeat in a short cycle if it is at most this share of the new batches before: a second epoch is as long as
+the first."""
 
 
 @dataclass(slots=True)
 class BatchSize:
-    """The size of batches, which is one for a long time, or varies.
+    """The batch size: constant for a long time, or varying."""
 
-    Attributes:
-        changed: With this step the size has changed for good: it is another one for the second time in a row.
-        other: This step's batch has another size than the steps before: the last of an epoch, or the first of many.
-    """
-
-    changed: bool = False
-    other: bool = False
+    changed: bool = False  # the size has changed for good: the second step in a row with the new size
+    other: bool = False  # this batch has another size than those before: the last of an epoch, or the first of many
     _usual: int | None = None
     _steps: int = 0
     _new: int | None = None
 
     def hear(self, elements: int | None) -> None:
-        """A step more."""
+        """Adds a step."""
         self.changed = self.other = False
         if elements is None:
             return
@@ -464,22 +405,16 @@ class BatchSize:
 
 @dataclass(slots=True)
 class Repeats:
-    """Whether batches come again, after many that were new.
+    """Whether batches repeat, after many new ones."""
 
-    Attributes:
-        steps: Steps in a row, up to this one, whose batch came again after a short cycle.
-        cycle: Steps from this batch back to the last one that was the same; 0 for a new one.
-        new_before: New batches in a row before the first that came again.
-    """
-
-    steps: int = 0
-    cycle: int = 0
-    new_before: int = 0
+    steps: int = 0  # steps in a row, up to this one, whose batch repeats in a short cycle
+    cycle: int = 0  # steps back to the last equal batch; 0 for a new one
+    new_before: int = 0  # new batches in a row before the first repeated one
     _seen: dict[int, int] = field(default_factory=dict)
     _heard: int = 0
 
     def hear(self, fingerprint: int | None) -> None:
-        """A taken step more."""
+        """Adds a step that was not skipped."""
         if fingerprint is None:
             self.steps = self.cycle = 0
             return
@@ -501,30 +436,23 @@ class Repeats:
 
 @dataclass(slots=True)
 class BatchCourses:
-    """What batches usually are.
-
-    Attributes:
-        size: Of the batches.
-        repeats: Whether they come again.
-        rms: Course of their root mean square, without this step's.
-        zeros: Course of their share of zeros, without this step's.
-    """
+    """The usual batches of a run."""
 
     size: BatchSize = field(default_factory=BatchSize)
     repeats: Repeats = field(default_factory=Repeats)
-    rms: Course = field(default_factory=Course)
-    zeros: Course = field(default_factory=Course)
+    rms: Course = field(default_factory=Course)  # root mean square, without this step's
+    zeros: Course = field(default_factory=Course)  # share of zeros, without this step's
 
     def hear(self, line: StepLine) -> None:
-        """A step more, of whose numbers `end_of` makes a part of what is usual."""
+        """Adds a step; `end_of` adds its numbers to the usual ones."""
         self.size.hear(line.batch_elements)
-        if self.size.changed:  # padding, say, is another share of longer sequences
+        if self.size.changed:  # longer sequences have another share of padding, say
             self.rms, self.zeros = Course(), Course()
         if not line.skipped:
             self.repeats.hear(line.batch_fingerprint)
 
     def end_of(self, line: StepLine) -> None:
-        """A step is over."""
+        """Adds the numbers of a finished step to the usual ones."""
         if line.batch_rms is not None and line.batch_zero_share is not None:
             self.rms.add(line.batch_rms)
             self.zeros.add(line.batch_zero_share)

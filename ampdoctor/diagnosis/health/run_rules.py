@@ -111,9 +111,6 @@ def _scale_ratchets(moment: StepMoment, thresholds: Thresholds) -> Sequence[Find
     return (finding,)
 
 
-# AMP740: every step is skipped, or the loss scale starts over again and again.
-
-
 NO_STEP_TAKEN_STEPS = Threshold(
     code="AMP740",
     name="settling",
@@ -153,10 +150,10 @@ def _no_step_taken(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
         return ()
     steps = scale.until - scale.since + 1
     from_the_first = not scale.taken
-    gone = moment.end is not None and scale.now is not None and scale.now <= 1  # which scales nothing, at the log's end
+    gone = moment.end is not None and scale.now is not None and scale.now <= 1  # ended at a scale that scales nothing
     least = thresholds[NO_STEP_TAKEN_STEPS] if from_the_first and not gone else HOPELESS
     if steps < least or (not from_the_first and scale.now is not None):
-        return ()  # of a scale that falls later on, AMP723 says more
+        return ()  # AMP723 reports a scale that falls later
     if not scale.told and falls_over(scale.losses):  # then the norm is not what the optimizer saw
         return ()
     which = "from the first one on" if from_the_first else f"from step {scale.since} on"
@@ -200,9 +197,6 @@ def _finding(moment: StepMoment, severity: Severity, message: str) -> Finding:
     )
 
 
-# AMP742: the loss scale is no number by which a loss can be scaled.
-
-
 NO_SUCH_SCALE = register(
     "AMP742",
     "no-such-scale",
@@ -218,7 +212,7 @@ def _no_such_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
     if wrong is None:
         return ()
     if math.isnan(wrong) and (moment.end is None or moment.scale.wrong_rows <= moment.scale.wrong_before):
-        return ()  # it may stand for a number that is not logged at each step, as a scale that follows shows
+        return ()  # NaN may mean "not logged at this step": a scale follows
     since = moment.scale.wrong_since
     finding = over_time_finding(
         NO_SUCH_SCALE,
@@ -231,9 +225,6 @@ def _no_such_scale(moment: StepMoment, _: Thresholds) -> Sequence[Finding]:
         evidence={"scale": wrong, "last_scale": moment.scale.now},
     )
     return (finding,)
-
-
-# AMP729: the learning rate, or the weight decay, of a parameter group jumps to where it has not been.
 
 
 SCHEDULE_JUMPS_FACTOR = Threshold(
@@ -255,8 +246,7 @@ SCHEDULE_JUMPS = register(
     thresholds=(SCHEDULE_JUMPS_FACTOR,),
 )
 
-MOST_NAMED = 8
-"""Parameters of a group that a finding names; it may have thousands."""
+MOST_NAMED = 8  # parameters of a group that a finding names; it may have thousands
 
 
 @SCHEDULE_JUMPS.judges(StepMoment)
@@ -298,10 +288,10 @@ def _jumps(moment: StepMoment, factor: float) -> Iterator[Finding]:
 
 
 def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
-    """The first group whose setting has jumped; None where none has.
+    """Returns the first group whose setting has jumped.
 
-    A learning rate that was zero belongs to a warm-up's first step or to a group that was frozen; a weight decay that
-    was zero was meant to be, and one below zero never is.
+    A learning rate of zero is a warm-up's first step or a frozen group. A weight decay of zero was meant, and one below
+    zero never is.
     """
     for group, (before, now, highest) in enumerate(zip(setting.before, setting.now, setting.highest, strict=False)):
         if from_zero and (now < 0 <= before or before == 0 == highest < now):
@@ -309,9 +299,6 @@ def _jumped(setting: Setting, factor: float, *, from_zero: bool) -> int | None:
         if before > 0 and now >= factor * max(before, highest):
             return group
     return None
-
-
-# AMP736: the numbers of a batch are far larger, far smaller, or far more often zero than those of any before.
 
 
 BATCH_CHANGES_FACTOR = Threshold(
@@ -362,7 +349,7 @@ def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
         return ()
     outside, more = batch.rms.outside(rms), thresholds[BATCH_CHANGES_ZEROS]
     if not outside and max(zeros, batch.zeros.highest) - batch.zeros.usual < more:
-        return ()  # as most batches; what follows asks for more than that
+        return ()  # as for most batches: the checks below require more
     what, above = "", batch.rms.above(rms)
     if (
         abs(outside) >= math.log(thresholds[BATCH_CHANGES_FACTOR])
@@ -398,11 +385,8 @@ def _batch_changes(moment: StepMoment, thresholds: Thresholds) -> Sequence[Findi
 
 
 def _more_zeros(zeros: Course) -> float:
-    """By how much the share of zeros of late is above the one before, where that is out of the usual as well."""
+    """Returns the rise of the share of zeros, where it is above the usual; else 0."""
     return zeros.latest - zeros.usual if zeros.lifts()[-1] >= _FAR_ZEROS else 0.0
-
-
-# AMP735: the same few batches come again and again, after many that were new.
 
 
 DATA_REPEATS_STEPS = Threshold(
@@ -462,9 +446,6 @@ def _ago(steps: int) -> str:
     return "the step before" if steps == 1 else f"{steps} steps before"
 
 
-# AMP730: steps take longer than they did, or memory keeps growing.
-
-
 SLOWS_DOWN_FACTOR = Threshold(
     code="AMP730",
     name="factor",
@@ -508,7 +489,7 @@ def _slower(moment: StepMoment, thresholds: Thresholds) -> Iterator[Finding]:
         (moment.memory, math.inf, thresholds[SLOWS_DOWN_MEMORY], "The peak of memory is", "bytes"),
     ):
         if course.count < LENGTH or course.highest < limit * min(course.lowest, early):
-            continue  # as most: no values differ by as much as the medians would have to
+            continue  # as for most: the values do not differ enough for the medians to
         usual = min(course.usual, early)
         if not usual > 0 or course.recent < limit * usual:
             continue

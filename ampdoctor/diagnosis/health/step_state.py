@@ -1,4 +1,4 @@
-"""What a rule on steps sees: the numbers of one optimizer over its steps, its loss scale, its losses."""
+"""The evidence of rules on steps: the numbers of one optimizer over its steps, its loss scale, its losses."""
 
 from __future__ import annotations
 
@@ -19,44 +19,30 @@ from ampdoctor.diagnosis.health.rolling import (
 )
 from ampdoctor.evidence.log_records import EndLine, StepLine
 
-# Steps whose loss or gradient norm is not finite: whether the weights took them, as the steps behind them show.
+# -- steps with a non-finite loss or gradient norm: did the weights take them? --
 #
-# Most logs do not say whether a step was skipped. Weights that took a NaN never give a finite loss again: a finite loss
-# behind such a step, or a loss scale that falls right behind it, proves that the scaler skipped it.
+# Most logs do not record whether a step was skipped. Weights that took a NaN never give a finite loss again. So a
+# finite loss after such a step, or a loss scale that falls right after it, proves that the scaler skipped it.
 
 
-LEAST_ROWS = 3
-"""Rows with a norm that is not finite, one after another: AMP703's, one or two are skipped steps as there should be."""
-HOPELESS = 8
-"""Steps over which they lie: AMP703's, eight halvings of the loss scale."""
-SETTLING = 40
-"""The same from the log's first step on: from the highest initial scale, 2^32, down to 1 are 32."""
+LEAST_ROWS = 3  # successive rows with a non-finite norm, as for AMP703: one or two are ordinary skipped steps
+HOPELESS = 8  # steps that these rows span, as for AMP703: eight halvings of the loss scale
+SETTLING = 40  # the same from the log's first step on: from the highest initial scale, 2^32, down to 1 are 32
 
 
 @dataclass(slots=True)
 class IllSteps:
-    """What became of the steps whose loss or norm is not finite.
+    """Steps with a non-finite loss or norm, and whether the weights took them."""
 
-    Attributes:
-        waiting: The first one of which nothing says yet whether the weights took it; None without one.
-        lost: The first of those that the weights took, at the line at which that is known; None at all others.
-        last: The log ends, and what waits will not be decided.
-    """
-
-    waiting: StepLine | None = None
-    lost: StepLine | None = None
-    last: bool = False
-    _taken: bool = False  # those before this one, in a row
-    _rows: int = 0  # that wait
+    waiting: StepLine | None = None  # the first step that is not decided yet
+    lost: StepLine | None = None  # the first step that the weights took; set only at the line that proves it
+    last: bool = False  # the log has ended, and `waiting` stays undecided
+    _taken: bool = False  # the weights took the steps before this one
+    _rows: int = 0  # rows since `waiting`
     _seen_finite: bool = False
 
     def hear(self, line: StepLine, *, skipped: bool) -> None:
-        """A step more.
-
-        Args:
-            line: The step.
-            skipped: Whether the step before it was skipped, as the log or this line says.
-        """
+        """Adds a step; `skipped` is whether the step before it was skipped, according to the log or this line."""
         self.lost = None
         if skipped:
             self.waiting, self._rows = None, 0
@@ -72,7 +58,7 @@ class IllSteps:
             self._wait(line)
 
     def ends(self) -> None:
-        """Nothing more comes."""
+        """Ends the log."""
         self.lost, self.last = None, True
 
     def _wait(self, line: StepLine) -> None:
@@ -91,16 +77,14 @@ class IllSteps:
 
 
 def is_ill(line: StepLine) -> bool:
-    """Whether a step's loss or gradient norm is not finite."""
+    """Returns whether a step's loss or gradient norm is not finite."""
     return any(value is not None and not math.isfinite(value) for value in (line.loss, line.gradient_norm))
 
 
 def proves_a_skip(before: StepLine, line: StepLine) -> bool:
-    """Whether a step's line proves that the one before it was skipped, of which the log does not say it.
+    """Returns whether a step's line proves that the step before it was skipped, where the log does not record it.
 
-    Args:
-        before: The step before, in the order of the log.
-        line: The step; where the log leaves steps out between the two, its loss scale proves nothing.
+    A lower loss scale proves it only if no steps are missing between the two lines.
     """
     scales = before.loss_scale, line.loss_scale
     if scales[0] is not None and scales[1] is not None and line.step == before.step + 1 and scales[1] < scales[0]:
@@ -111,13 +95,12 @@ def proves_a_skip(before: StepLine, line: StepLine) -> bool:
     return told is not None and math.isfinite(told)
 
 
-# The loss scale of one optimizer over its steps, and which of them were skipped.
+# -- the loss scale of one optimizer, and its skipped steps --
 
 
 _NO_GROWTH = 8.0
-"""Factor from one step to the next that no growth makes: torch's is 2 by default, and 4 the largest that is in use."""
-_MOST_LOSSES = 400
-"""Losses of a run of skipped steps that are kept."""
+"""No growth from one step to the next reaches this factor: torch's is 2 by default, and the largest in use is 4."""
+_MOST_LOSSES = 400  # losses that are kept of a run of skipped steps
 
 
 @dataclass(slots=True)
@@ -125,28 +108,20 @@ class ScaleHistory:
     """A loss scale over the steps.
 
     Attributes:
-        now: The present one; null before the first.
-        first: The first one.
         highest: The highest at which a step was taken.
-        falls: How often it has fallen since it last grew, not counting the falls before the first taken step.
-        fallen: Binades by which it has fallen since then.
-        taken: Steps that were taken.
-        skipped: Steps that were skipped.
-        in_a_row: Skipped steps up to this one.
-        since: The first of these.
-        until: The last of these.
-        told: The log itself says of each of these that it was skipped.
-        losses: Of these, where the log does not say it.
-        unmoved: Those of them, up to this one, that have left the scale where it was.
-        growths: How often it has grown.
-        settled: A step has been taken with this scaler.
-        anew: How often it rose as no scaler lets it rise: at once after a skipped step, or back to its first value.
-        is_new: It did so with this step.
-        lengths: Taken steps between the last falls, the newest at the end.
-        wrong: What the log calls the scale of the last step that has one, where no scale is that; null else.
-        wrong_since: The first of the steps with such a one, in a row.
-        wrong_rows: How many they are.
-        wrong_before: The most of them that a scale has followed.
+        falls: Falls since it last grew, without those before the first taken step.
+        fallen: log2 of the factor by which it fell since then.
+        in_a_row: Skipped steps up to this one; `since` is the first of them, `until` the last.
+        told: The log itself records each of these as skipped.
+        losses: The losses of these steps, where the log does not record it.
+        unmoved: Skipped steps in a row that left the scale as it was.
+        settled: A step was taken with this scaler.
+        anew: How often it rose as no scaler does: right after a skipped step, or back to its first value.
+        is_new: It did so at this step.
+        lengths: Taken steps between the last falls, the newest last.
+        wrong: The logged scale of the last step, if it is not positive and finite.
+        wrong_since: The first of such steps in a row; `wrong_rows` is their number.
+        wrong_before: The longest such run after which a valid scale followed.
     """
 
     now: float | None = None
@@ -175,7 +150,7 @@ class ScaleHistory:
     _step: int = -1
 
     def hear(self, line: StepLine) -> None:
-        """A step more; the one before it is settled."""
+        """Adds a step; `settle` was called for the one before."""
         self.is_new = False
         scale = self._heard(line)
         if scale is not None:
@@ -183,7 +158,7 @@ class ScaleHistory:
             self.unmoved = self.unmoved + 1 if line.skipped and scale == before else 0
             if before is None:
                 self.first = scale
-                if self.settled:  # the steps before were taken with it, and the log did not say so
+                if self.settled:  # the steps before were taken with it, although the log did not record it
                     self.highest = scale
             else:
                 self._move(line, before, scale)
@@ -192,7 +167,7 @@ class ScaleHistory:
             self.settle(line, skipped=line.skipped)
 
     def _heard(self, line: StepLine) -> float | None:
-        """Returns a step's scale; None for one that no scaler has."""
+        """Returns a step's scale; None where it is not positive and finite."""
         scale = line.loss_scale
         if scale is None:
             return None
@@ -207,7 +182,7 @@ class ScaleHistory:
         return None
 
     def settle(self, line: StepLine, *, skipped: bool) -> None:
-        """It is known whether a step was skipped: at once, or by the step behind it."""
+        """Records whether a step was skipped: at once, or when the next step shows it."""
         if not skipped:
             self.taken += 1
             self.in_a_row, self.told = 0, True
@@ -227,7 +202,7 @@ class ScaleHistory:
             self.losses.append(line.loss)
 
     def is_replaced_before(self, line: StepLine) -> bool:
-        """Whether the scale leaps back to its first value behind a run of skipped steps, which the last one ends."""
+        """Returns whether the scale jumps back to its first value right after a run of skipped steps."""
         scale, now = line.loss_scale, self.now
         leaps = scale is not None and now is not None and scale == self.first and scale >= _NO_GROWTH * now
         return leaps and self.in_a_row > 0 and line.step == self._step + 1
@@ -252,18 +227,13 @@ class ScaleHistory:
         return scale == self.first and scale >= _NO_GROWTH * before
 
 
-QUIET = 25
-"""Accepted steps without a judgement after the batch or the learning rate has changed at once."""
-_NO_SCHEDULE = 1.5
-"""Factor from one step to the next that no schedule makes that goes step by step."""
-FAR = 6.0
-"""Robust deviations from which a number has left what is usual: OLMo's and levanter's."""
+QUIET = 25  # accepted steps that are not judged after a sudden change of the batch or the learning rate
+_NO_SCHEDULE = 1.5  # larger than the factor per step of any smooth schedule
+FAR = 6.0  # robust deviations from which a number is not usual: as in OLMo and levanter
 _FAR_BEYOND = 10.0
-"""Factor beyond every learning rate before from which a jump is no restart, whose losses come back by themselves."""
-_LOOK_BACK = 32
-"""Steps within which one departure is held to belong to another."""
-EPISODE = 256
-"""Steps without the same finding after which it is told again: what goes on is one alert."""
+"""A larger jump of the learning rate, over all rates before, is no restart: after a restart, losses recover."""
+_LOOK_BACK = 32  # steps within which two departures belong together
+EPISODE = 256  # steps without the same finding after which it is reported again: a lasting problem is one alert
 _SAID = {
     "schedule": "optimizer",
     "batch": "data",
@@ -272,58 +242,39 @@ _SAID = {
     "gradient": "gradient",
     "scale": "scale",
 }
-"""What is said to have moved first where this has departed; of several in one step, the first here."""
+"""What moved first, for each number that departed; of several in one step, the first in this order."""
 
 
 @dataclass(slots=True)
 class Spike:
-    """A loss that left what was usual.
-
-    Attributes:
-        step: At which.
-        usual: The loss before it.
-        limit: Loss above which it has not come back.
-        above: Steps since then that were above the limit, of those since the last one below it.
-        value: The loss at that step.
-    """
+    """A loss that left the usual range."""
 
     step: int
-    usual: float
-    limit: float
-    value: float
-    above: int = 0
+    usual: float  # the loss before it
+    limit: float  # a loss above it has not come back
+    value: float  # the loss at that step
+    above: int = 0  # steps since the spike above the limit, in a row
 
 
-_STRETCH = 200
-"""Losses whose mean is held against the best one before."""
-_GAIN = 1e-3
-"""Share by which a mean must be below the best one to count as lower: the means of 200 noisy losses differ by as
-much."""
+_STRETCH = 200  # losses in a mean that is compared with the best mean before
+_GAIN = 1e-3  # relative decrease from which a mean counts as lower: the means of 200 noisy losses differ by as much
 
 
 @dataclass(slots=True)
 class Plateau:
-    """How long the loss has not fallen.
+    """How long the loss has not fallen."""
 
-    Attributes:
-        best: Lowest mean of `_STRETCH` losses.
-        steps: Steps since then.
-        norm_then: Mean gradient norm at that time.
-        norm_now: Of the last stretch.
-        told: Somebody has said so.
-    """
-
-    best: float = math.nan
-    steps: int = 0
-    norm_then: float = math.nan
-    norm_now: float = math.nan
-    told: bool = False
+    best: float = math.nan  # lowest mean of `_STRETCH` losses
+    steps: int = 0  # steps since then
+    norm_then: float = math.nan  # mean gradient norm at that time
+    norm_now: float = math.nan  # mean gradient norm of the last stretch
+    told: bool = False  # it was reported
     _loss: float = 0.0
     _norm: float = 0.0
     _count: int = 0
 
     def add(self, loss: float, norm: float) -> None:
-        """An accepted step more."""
+        """Adds an accepted step."""
         self._loss += loss
         self._norm += norm
         self._count += 1
@@ -339,20 +290,14 @@ class Plateau:
 
 @dataclass(slots=True)
 class Setting:
-    """A setting of an optimizer's parameter groups.
-
-    Attributes:
-        now: Of each group.
-        before: In the step before; empty where there were other groups.
-        highest: The highest of each before this step.
-    """
+    """A setting of an optimizer, one value per parameter group."""
 
     now: tuple[float, ...] = ()
-    before: tuple[float, ...] = ()
-    highest: tuple[float, ...] = ()
+    before: tuple[float, ...] = ()  # in the step before; empty where the number of groups has changed
+    highest: tuple[float, ...] = ()  # the highest of each group before this step
 
     def hear(self, values: tuple[float, ...]) -> None:
-        """A step more."""
+        """Adds a step."""
         if values == self.now == self.before:
             return
         if len(values) != len(self.now):
@@ -363,13 +308,13 @@ class Setting:
         self.before, self.now = self.now, values
 
     def rises(self, factor: float) -> bool:
-        """Whether that of a group is higher than in the step before by a factor, or was zero."""
+        """Returns whether a group's value is more than `factor` times the last one; any rise from zero counts."""
         return self.now != self.before and any(
             now > factor * before for before, now in zip(self.before, self.now, strict=False)
         )
 
     def falls(self, factor: float) -> bool:
-        """Whether that of a group is lower than in the step before by a factor, or was none and is below zero."""
+        """Returns whether a group's value fell by more than `factor`, or below zero from zero."""
         return self.now != self.before and any(
             now < before / factor for before, now in zip(self.before, self.now, strict=False)
         )
@@ -377,37 +322,25 @@ class Setting:
 
 @dataclass(slots=True)
 class StepMoment:
-    """A step and what came before it: the evidence of rules on steps. It is changed by the next step.
+    """A step and the state before it: the evidence of rules on steps. The next step changes it.
 
     Attributes:
-        line: The step.
-        groups: Indices of the names of the parameters of each of the optimizer's groups, where they are known.
-        alone: No other optimizer steps in this run: what two of them minimise, one wins and the other loses.
-        accepted: Accepted steps heard before it.
-        judged: Enough came before it, and nothing has changed at once of late.
+        groups: For each of the optimizer's groups, the indices of its parameters' names, where they are known.
+        alone: No other optimizer steps in this run. Where two compete, as in a GAN, one's gain is the other's loss.
+        accepted: Accepted steps before this one.
+        judged: Enough steps came before this one, and nothing has changed suddenly.
         rising: The learning rate has risen over the last `LENGTH` steps, as in a warm-up.
-        loss: Course of the loss, without this step's where it is out of the usual.
-        norm: Course of the gradient norm before clipping.
-        first_losses: What the loss was at first, and is now, this step's included.
-        first_norms: Likewise the norm.
-        seconds: Course of the time of a step.
-        early_seconds: What a step usually took in the first whole window with batches of this size; inf before.
-        memory: Course of the memory.
-        batch: What the batches usually are.
-        scale: The loss scale.
-        loss_above: How far this step's loss is above the usual, in robust deviations.
-        norm_above: Likewise its gradient norm.
-        rates: Learning rate of each parameter group.
-        decays: Weight decay of each.
-        plateau: How long the loss has not fallen.
-        descent: How far it has come down.
-        spike: The last departure of the loss that has not come back; None without.
-        departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule"; or at
-            which a look in place has found that it has: "forward", "batch".
-        drift: The steps at which tensors were first and last seen to drift towards an overflow of the forward, in this
-            episode; None before one.
-        ill: The steps whose loss or norm is not finite, and what became of them.
-        end: The line that ends the log, once nothing more comes; None while steps may follow.
+        loss, norm, seconds, memory: Rolling statistics, without this step's value; `norm` is before clipping.
+        first_losses, first_norms: The first values, this step's included.
+        early_seconds: The usual time of a step in the first full window with this batch size; inf before.
+        loss_above, norm_above: How far this step's value is above the usual, in robust deviations.
+        rates, decays: Learning rate and weight decay of each group.
+        spike: The last spike of the loss that has not come back.
+        departed: The step at which each number last left the usual: "loss", "gradient", "scale", "schedule"; "forward"
+            and "batch" where a diagnosis of the step found it.
+        drift: The first and last step at which tensors drifted towards an overflow of the forward, in this episode.
+        ill: The steps with a non-finite loss or norm.
+        end: The line that ends the log; None while steps may follow.
     """
 
     line: StepLine = field(default_factory=lambda: StepLine(step=0))
@@ -446,7 +379,7 @@ class StepMoment:
     _norm: float | None = None
 
     def hear(self, line: StepLine) -> None:
-        """A step more, in the order of the steps."""
+        """Adds a step, in the order of the steps."""
         self.end = None
         skipped = self._settle_last(line)
         self._end_of_last(skipped=skipped)
@@ -477,48 +410,47 @@ class StepMoment:
             self._follow_spike(line.step, loss)
 
     def matters(self, loss: float | None) -> bool:
-        """Whether a loss is above the usual by a part of the way that training has come."""
+        """Returns whether a loss is above the usual by `MATTERS` of the loss's fall so far."""
         return loss is not None and self.descent.is_left_by(loss, self.loss.usual)
 
     def moves(self, norm: float) -> bool:
-        """Whether a gradient norm is a part of the highest usual one: one that has all but gone rises by any factor."""
+        """Returns whether a gradient norm is relevant beside the highest usual one: a tiny norm rises by any factor."""
         return norm >= MATTERS * self._highest_norm
 
     @property
     def has_learned(self) -> bool:
-        """Whether the loss has fallen, or is at rest: a policy's rises with the returns that it begins to learn of."""
+        """Whether the loss has fallen, or is at rest. In reinforcement learning, it rises at first with the returns."""
         return self.descent.is_known(self.accepted, self._began or 0)
 
     def undoes(self, loss: float) -> bool:
-        """Whether a loss that stays there takes back what was learned: it matters, and never rose as high since."""
+        """Returns whether a lasting loss of this height means forgetting: it matters, and is a new highest rise."""
         return self.matters(loss) and self.has_learned and loss - self.descent.lowest > self.descent.wandered
 
     def resumes(self) -> None:
-        """Steps are counted anew from here on; what was usual still is."""
+        """Continues with a new process, whose steps are numbered anew; what was usual stays."""
         self._end_of_last(skipped=bool(self.line.skipped))
         self.line = StepLine(step=-1)
         self.departed, self.drift, self.spike, self.ill = {}, None, None, IllSteps()
 
     def departs(self, what: str, step: int | None = None) -> None:
-        """Notes the beginning of a departure, at this step or at an earlier one; one that goes on keeps its own."""
+        """Records that a number left the usual, now by default; a lasting departure keeps its first step."""
         step, since = self.line.step if step is None else step, self.departed.get(what)
         if since is None or step - since > _LOOK_BACK:
             self.departed[what] = step
 
     def drifts(self, step: int) -> None:
-        """Notes that tensors of the forward were seen at a step on their way to an overflow."""
+        """Records a step at which tensors of the forward drifted towards an overflow."""
         goes_on = self.drift is not None and step - self.drift[1] < EPISODE
         self.drift = (self.drift[0] if self.drift is not None and goes_on else step, step)
 
     def first(self, otherwise: str = "gradient", since: int | None = None) -> str:
-        """Returns what left the usual first, of what has done so up to this step and shortly before it.
+        """Returns what left the usual first, among the departures up to this step and shortly before it.
 
-        A loss is computed before the step's update: where it departs together with its gradient, the batch is what was
-        new. A scale that falls follows an overflow, and so the drift towards one that was seen before.
+        `otherwise` is returned where nothing did; `since` is the step at which the reported problem began, if that was
+        earlier.
 
-        Args:
-            otherwise: Said where nothing has left the usual.
-            since: The step at which what is told began, where that was earlier.
+        A loss is computed before the step's update: where loss and gradient depart together, the batch was new. A loss
+        scale falls after an overflow, and so after a drift towards it that was seen before.
         """
         began = self.line.step if since is None else since
         seen = {what: at for what, at in self.departed.items() if began - at <= _LOOK_BACK}
@@ -530,12 +462,12 @@ class StepMoment:
         return next(said for what, said in _SAID.items() if seen.get(what) == earliest)
 
     def ends(self, end: EndLine) -> None:
-        """Nothing more comes: what was not decided by the steps that followed is judged as it stands."""
+        """Ends the log: what no later step decided is judged as it is."""
         self.end = end
         self.ill.ends()
 
     def _settle_last(self, line: StepLine) -> bool:
-        """Decide whether the step before was skipped, where only this one can tell; True if it was."""
+        """Decides from this line whether the last step was skipped, if its own line does not record it; returns it."""
         before = self.line
         if before.skipped is not None:
             return before.skipped
@@ -546,7 +478,7 @@ class StepMoment:
         return skipped
 
     def _end_of_last(self, *, skipped: bool) -> None:
-        """What was heard last becomes part of what is usual."""
+        """Adds the numbers of the last step to the usual ones."""
         line = self.line
         if skipped or (line.loss is None and line.gradient_norm is None and line.seconds is None):
             return
@@ -562,7 +494,7 @@ class StepMoment:
                 self.plateau.add(self._loss, self._norm)
         if self._norm is not None:
             self.norm.add(self._norm, self.norm_above)
-            if self.norm.count % LENGTH == 0:  # rarely: it sorts a window, which most hops are spared
+            if self.norm.count % LENGTH == 0:  # rare: it sorts a window that most hops do not need
                 self._highest_norm = max(self._highest_norm, self.norm.usual)
         self._end_of_costs(line)
 
@@ -581,7 +513,7 @@ class StepMoment:
                 self._quiet = QUIET
                 self.seconds, self.early_seconds = Course(), math.inf
             self._micro_steps = line.micro_steps
-        if self.batch.size.changed:  # losses and norms of batches of another size are others
+        if self.batch.size.changed:  # batches of another size have other losses and norms
             self._since, self.spike = self.accepted, None
             self.loss, self.norm, self.seconds, self.memory = LongCourse(), LongCourse(), Course(), Course()
             self.first_losses, self.first_norms = Beginning(), Beginning()
@@ -610,12 +542,12 @@ class StepMoment:
                 self.spike = None
 
     def _limit(self) -> float:
-        """Loss three robust deviations above the usual: live.md §3.3."""
+        """The loss three robust deviations above the usual: live.md §3.3."""
         return self.loss.value_at(3.0)
 
 
 def norm_of(line: StepLine) -> float | None:
-    """Returns the gradient norm without the loss scale; None where it was taken after clipping or is not known."""
+    """Returns the gradient norm without the loss scale; None where it is unknown or was taken after clipping."""
     norm = line.gradient_norm
     if norm is None or line.norm_clipped:
         return None

@@ -1,4 +1,4 @@
-"""Rules on single tensors over a run: gradients, headroom, scale factors, weights."""
+"""Rules on single tensors over a run; a look is one sampling of the tensors."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ GRADIENT_DEPARTS = register(
     commands=WATCHED,
     thresholds=(GRADIENT_DEPARTS_FALLS, GRADIENT_DEPARTS_GROWS),
 )
-FLOOR = 0.15
-"""Deviation of a rate that is assumed at least, in e-folds a look: gradients of single batches differ by as much."""
+FLOOR = 0.15  # least deviation of a rate, in e-folds a look: gradients of single batches vary as much
 
 
 @GRADIENT_DEPARTS.judges(TensorMoment)
@@ -85,7 +84,7 @@ def _gradient_departs(moment: TensorMoment, thresholds: Thresholds) -> Iterator[
 
 
 def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iterator[Finding]:
-    """Gradients that are exactly zero in the last looks, for the first time: their logarithm has no rate."""
+    """A gradient that is exactly zero in the last looks, for the first time: its logarithm has no rate."""
     before, last = norms[:, :-NEW], norms[:, -NEW:]
     if before.shape[1] < LEAST_BEFORE:
         return
@@ -110,9 +109,6 @@ def _vanished(moment: TensorMoment, rows: np.ndarray, norms: np.ndarray) -> Iter
         also=[moment.tensors[rows[i]] for i in hit[1:]],
         evidence={"norm": 0.0, "norm_before": was, "tensors": len(hit)},
     )
-
-
-# AMP734: a tensor's own scale factor drops or rises at once.
 
 
 FACTOR_JUMPS_BINADES = Threshold(
@@ -174,9 +170,6 @@ def _factor_jumps(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
     )
 
 
-# AMP726: a tensor in a half format drifts towards the format's largest number.
-
-
 HEADROOM_RUNS_OUT_NEAR = Threshold(
     code="AMP726",
     name="near",
@@ -205,10 +198,8 @@ HEADROOM_RUNS_OUT = register(
     thresholds=(HEADROOM_RUNS_OUT_NEAR, HEADROOM_RUNS_OUT_HORIZON),
 )
 HEADROOM_LOOKS = 8
-_STEADY = 5
-"""Of the seven changes between eight looks, those that must go down."""
-_LEAST_DRIFT = 0.5
-"""Binades of headroom lost over the looks: less is noise."""
+_STEADY = 5  # of the seven changes between eight looks, as many must go down
+_LEAST_DRIFT = 0.5  # binades of headroom lost over the looks: less is noise
 
 
 @HEADROOM_RUNS_OUT.judges(TensorMoment)
@@ -257,9 +248,6 @@ def _headroom_runs_out(moment: TensorMoment, thresholds: Thresholds) -> Iterator
     )
 
 
-# AMP725: more and more of a gradient becomes zero in the half format.
-
-
 UNDERFLOW_SPREADS_HARMFUL = Threshold(
     code="AMP725",
     name="harmful",
@@ -296,15 +284,12 @@ UNDERFLOW_SPREADS = register(
     thresholds=(UNDERFLOW_SPREADS_HARMFUL, UNDERFLOW_SPREADS_RISE, UNDERFLOW_SPREADS_HORIZON),
 )
 UNDERFLOW_LOOKS = (8, 5)
-"""Looks over which a drift is measured: a slow one shows over many, a fast one must be told after few."""
-_FIT = 0.8
-"""Share of the variance that the line must explain: a drift, and no noise."""
-_WIDE = ("fp64", "fp32", "tf32", "bf16")
-"""Formats in which no gradient of a training becomes zero."""
+"""Looks over which a drift is measured: a slow one shows over many looks, a fast one must be reported after a few."""
+_FIT = 0.8  # least share of the variance that the line must explain: a drift, not noise
+_WIDE = ("fp64", "fp32", "tf32", "bf16")  # no gradient of a training underflows in these formats
 _SAID = {"flushed_share": "becomes zero in the half format", "zero_share": "is zero"}
-"""What is looked at, in this order, and how it is said."""
-_RESOLVED = 1e-4
-"""A share below it is not resolved by a sample."""
+"""The measures, in this order, and their words in the message."""
+_RESOLVED = 1e-4  # a sample does not resolve a smaller share
 
 
 @UNDERFLOW_SPREADS.judges(TensorMoment)
@@ -324,14 +309,13 @@ def _underflow_spreads(moment: TensorMoment, thresholds: Thresholds) -> Iterator
 def _spreads(
     moment: TensorMoment, rows: np.ndarray, measure: str, shares: np.ndarray, thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """A warning of those over the harmful share, or a note of those on their way to it, or nothing.
+    """Warns of shares above the harmful one, or notes those on their way to it.
 
-    What fp16 has made zero inside a backward cannot be told from other zeros when it arrives: it is of the zeros, whose
-    share was small at first, and rises.
+    fp16 zeros from inside a backward look like any other zeros. A share of zeros that was small and rises shows them.
     """
     looks, now, rise = shares.shape[1], shares[:, -1], thresholds[UNDERFLOW_SPREADS_RISE]
     if not (now >= rise * np.maximum(shares[:, :3].min(axis=1), _RESOLVED)).any():
-        return  # as at most looks: none is far above the least of its first, nor above their median
+        return  # as at most looks; cheaper than the medians
     then = np.maximum(medians(shares[:, :3]), _RESOLVED)
     more = np.flatnonzero((now >= rise * then) & ~np.isnan(shares).any(axis=1))
     if not len(more):
@@ -375,9 +359,9 @@ def _spreads(
 
 
 def _in_half(moment: TensorMoment) -> np.ndarray:
-    """Rows of gradients that are half on their way: by their format, or all where the run computes in fp16.
+    """Rows of gradients that are half at some point: by their format, or all where the run computes in fp16.
 
-    Autocast in fp16 gives outputs in fp16, and a loss is scaled for nothing else.
+    Autocast in fp16 gives outputs in fp16, and only fp16 needs a loss scale.
     """
     rows = np.concatenate([moment.rows(role) for role in ("gradient", "activation_gradient")])
     if moment.line.loss_scale is not None or any(moment.formats[row] == "fp16" for row in moment.rows("activation")):
@@ -386,16 +370,13 @@ def _in_half(moment: TensorMoment) -> np.ndarray:
 
 
 def _explained(values: np.ndarray) -> np.ndarray:
-    """(rows) share of the variance that a straight line explains."""
+    """Returns the (rows) share of the variance that a straight line explains."""
     at = np.arange(values.shape[1]) - (values.shape[1] - 1) / 2
     centred = values - values.mean(axis=1, keepdims=True)
     total = (centred**2).sum(axis=1)
     explained = (centred @ at) ** 2 / (at @ at)
     share: np.ndarray = np.divide(explained, total, out=np.zeros_like(total), where=total > 0)
     return share
-
-
-# AMP738: most weights of a half model stay as they are, because the update is less than half of their spacing.
 
 
 UPDATES_LOST_LOST = Threshold(
@@ -457,9 +438,6 @@ def _updates_lost(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
     )
 
 
-# AMP727: a parameter that moved moves no more, though a gradient reaches it.
-
-
 STANDS_STILL_OTHERS = Threshold(
     code="AMP727",
     name="others",
@@ -468,8 +446,8 @@ STANDS_STILL_OTHERS = Threshold(
     why="Of the parameters that still move: at the end of a schedule nothing moves, and nothing is wrong.",
 )
 _LEAST_MOVE = 1e-6
-"""Of its norm, by which a step must have moved a parameter: what moved by less, as a bias before a BatchNorm or a model
-that has learned all, stood still before, and moves by roundings."""
+"""Least move by a step, as a share of the parameter's norm. A bias before a BatchNorm, or a model that has learned all,
+moves less, by rounding errors: it stood still before."""
 STANDS_STILL = register(
     "AMP727",
     "stands-still",
@@ -513,7 +491,7 @@ def _stands_still(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
 
 
 def _reached(moment: TensorMoment, rows: np.ndarray) -> np.ndarray:
-    """(rows) whether the parameter's gradient was not zero in any of the last looks, and not far below what it was."""
+    """Returns (rows): the parameter's gradient was nonzero in all last looks, and not far below its earlier norm."""
     of_gradient = {moment.tensors[row]: row for row in moment.rows("gradient")}
     norms = moment.values("norm")
     found = np.zeros(len(rows), bool)
@@ -523,9 +501,6 @@ def _reached(moment: TensorMoment, rows: np.ndarray) -> np.ndarray:
             last, before = norms[at, -NEW:], norms[at, :-NEW]
             found[i] = bool((last > 0).all() and np.nanmedian(last) > 0.01 * np.nanmedian(before))
     return found
-
-
-# AMP733: weights begin to grow as they have not grown before.
 
 
 WEIGHTS_GROW_DEVIATIONS = Threshold(
@@ -570,7 +545,7 @@ _LOGITS = re.compile(
     r"|logit_scale|lm_head)([._]|$)",
     re.IGNORECASE,
 )
-"""Names of what makes the logits of attention or of the output, in torch, Transformers, timm, Megatron, OpenCLIP."""
+"""Names of modules that make logits (attention, output) in torch, Transformers, timm, Megatron, OpenCLIP."""
 
 
 @WEIGHTS_GROW.judges(TensorMoment)
@@ -603,9 +578,6 @@ def _weights_grow(moment: TensorMoment, thresholds: Thresholds) -> Iterator[Find
             "tensors": len(found),
         },
     )
-
-
-# AMP737: weights begin to shrink as they have not shrunk before.
 
 
 WEIGHTS_SHRINK_DEVIATIONS = Threshold(

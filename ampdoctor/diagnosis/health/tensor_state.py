@@ -1,4 +1,4 @@
-"""What a rule on tensors sees: the numbers of each tensor over the looks at it."""
+"""The evidence of rules on tensors: the numbers of each tensor over the looks (samplings) of a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-LOOKS = 16
-"""Looks that are remembered."""
-NEW = 3
-"""Of these, the last ones, whose course is held against that of those before."""
+LOOKS = 16  # looks that are kept
+NEW = 3  # the last of these: their trend is compared with that of those before
 LEAST_BEFORE = 6
 MOST_BEFORE = 12
 _ROBUST = 1.4826
-_SURELY = 0.99
-"""Part of a bound below which no rounding takes a value over it."""
+_SURELY = 0.99  # factor on a bound, below which rounding cannot lift a value over it
 
 _NARROW = ("e4m3", "e5m2", "fp8", "e2m1", "fp4")
 
@@ -32,20 +29,16 @@ Key = tuple[int, str, str, int]
 
 @dataclass(slots=True)
 class TensorMoment:
-    """A look at tensors, and those before it: the evidence of rules on tensors. It is changed by the next look.
+    """The last look at tensors and those before: the evidence of rules on tensors. The next look changes it.
 
     Attributes:
         line: The last look.
         names: The log's table of names.
-        steps: (looks) attempted step of each look, the newest at the end.
-        tensors: Index of each row's name in the log's table.
-        roles: Each row's role.
-        parts: Each row's part.
-        calls: Each row's call.
-        formats: Each row's format; null where it is not known.
-        measures: (`MEASURES`, rows, `LOOKS`), the newest look at the end; NaN where it was not measured.
-        seen: How many looks there were, at most `LOOKS`.
-        of_steps: The steps of the same optimizer before the last look; None where none are known.
+        steps: (looks) attempted step of each look, the newest last.
+        tensors: Index of each row's name in the log's table; `roles`, `parts`, `calls` and `formats` are also by row.
+        measures: (`MEASURES`, rows, `LOOKS`), the newest look last; NaN where it was not measured.
+        seen: Number of looks, at most `LOOKS`.
+        of_steps: The steps of the same optimizer before the last look.
     """
 
     line: DetailTable
@@ -68,14 +61,14 @@ class TensorMoment:
         return self.names[index] if index < len(self.names) else ""
 
     def rows(self, role: str) -> NDArray[np.int64]:
-        """Returns the rows of tensors in a role that the last look has."""
+        """Returns the rows of tensors in a role."""
         found = self._of_role.get(role)
         if found is None:
             found = self._of_role[role] = np.flatnonzero(self.roles == role)
         return found
 
     def add_rows(self, keys: Sequence[Key], formats: Sequence[str | None]) -> None:
-        """Makes a row for each of some tensors, without a look yet."""
+        """Adds a row for each of some tensors, without values."""
         tensors, roles, parts, calls = zip(*keys, strict=True)
         self.tensors += tensors
         self.parts += parts
@@ -88,7 +81,7 @@ class TensorMoment:
         self._eight_bit = None
 
     def begin(self, step: int) -> None:
-        """A look at another step: what was seen last is the one before."""
+        """Begins a look at another step."""
         self.measures[:, :, :-1] = self.measures[:, :, 1:]
         self.measures[:, :, -1] = np.nan
         self.steps[:-1] = self.steps[1:]
@@ -96,19 +89,19 @@ class TensorMoment:
         self.seen = min(self.seen + 1, LOOKS)
 
     def eight_bit(self) -> NDArray[np.int64]:
-        """Returns the rows of tensors in a format of 8 bits or less, whose scale is its own."""
+        """Returns the rows of tensors in a format of 8 bits or less: each has its own scale."""
         if self._eight_bit is None:
             self._eight_bit = np.flatnonzero([one is not None and one.startswith(_NARROW) for one in self.formats])
         return self._eight_bit
 
     def values(self, measure: str, rows: NDArray[np.int64] | None = None) -> Matrix:
-        """Returns (rows, looks) of a measure, the newest at the end; NaN where it was not measured."""
+        """Returns (rows, looks) of a measure, the newest last; NaN where it was not measured."""
         matrix = self.measures[MEASURES.index(measure), :, LOOKS - self.seen :]
         return matrix if rows is None else matrix[rows]
 
 
 class TensorCourses:
-    """Keeps the last looks of one optimizer's tensors."""
+    """Keeps the last looks at one optimizer's tensors."""
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
@@ -127,7 +120,7 @@ class TensorCourses:
         )
 
     def hear(self, line: DetailTable) -> None:
-        """A look more; several lines of one step are one look."""
+        """Adds a line; several lines of one step are one look."""
         moment = self.moment
         if line.step != self._step:
             moment.begin(line.step)
@@ -154,36 +147,26 @@ class TensorCourses:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """How the courses of tensors differ of late from what they were.
-
-    Attributes:
-        by: (rows) robust deviations by which the mean rate of the last looks is above those before; 0 where
-            too few were seen.
-        rate: (rows) mean rate of the last looks, in e-folds a look.
-    """
+    """How tensors' trends have changed: `by` in robust deviations (0: too few looks), `rate` in e-folds a look."""
 
     by: Matrix
     rate: Matrix
 
 
 def breaks(values: Matrix, floor: float, new: int = NEW, *, least: float) -> Break:
-    """Returns how the growth of positive values has changed of late.
+    """Returns how the growth of positive values has changed.
 
-    Rates of the logarithm from look to look; the mean of the last ones against the median of at most `MOST_BEFORE`
-    before, in robust deviations of one rate, times the root of their number (the deviation of a mean).
-
-    Args:
-        values: (rows, looks), evenly spaced.
-        floor: Deviation of a rate that is assumed at least.
-        new: The last rates.
-        least: Robust deviations that are asked for: where it is certain that there are fewer, there are 0.
+    Compares the rates of the logarithm from look to look: the mean of the last `new` against the median of at most
+    `MOST_BEFORE` before, in robust deviations of one rate, times sqrt(new) (the deviation of a mean). `values` is
+    (rows, looks), evenly spaced; `floor` is the least deviation of a rate. Rows that certainly stay below `least`
+    deviations are 0.
     """
     found = Break(np.zeros(len(values)), np.zeros(len(values)))
     values = values[:, -(1 + new + MOST_BEFORE) :]
     if values.shape[1] < 1 + new + LEAST_BEFORE or not len(values):
         return found
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # no rate is above the logarithm of this, and the last ones together are not
+        # no rate exceeds the logarithm of this, nor does the sum of the last ones
         widest = values.max(axis=1) / values.min(axis=1)
         some = np.flatnonzero(~(widest < np.exp(_SURELY * least * floor / np.sqrt(new) / (1 + 1 / new))))
         if not len(some):
@@ -199,7 +182,7 @@ def breaks(values: Matrix, floor: float, new: int = NEW, *, least: float) -> Bre
 
 
 def medians(values: Matrix) -> Matrix:
-    """Returns the median of each row, NaN where it has a NaN; `np.median` takes thrice as long for short rows."""
+    """Returns the median of each row, NaN where it has a NaN; `np.median` takes three times as long for short rows."""
     ordered, count = np.sort(values, axis=1), values.shape[1]
     middle: Matrix = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
     middle[np.isnan(ordered[:, -1])] = np.nan
@@ -215,34 +198,25 @@ def slope(steps: Sequence[int] | NDArray[np.int64], values: Matrix) -> Matrix:
     return result
 
 
-# Weights whose norm has begun to grow or to shrink as it has not before: what two rules share.
+# -- weights whose norm begins to grow or to shrink, for two rules --
 
 
-FLOOR = 0.003
-"""Deviation of a rate that is assumed at least, in e-folds a look."""
+FLOOR = 0.003  # least deviation of a rate that is assumed, in e-folds a look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBreak:
-    """A weight that departs.
-
-    Attributes:
-        row: Its row.
-        by: Robust deviations, positive.
-        looks: The last looks over which it is seen best.
-        before: Norm before them.
-        now: Norm at the last.
-    """
+    """A weight whose norm changes as it has not before."""
 
     row: int
-    by: float
-    looks: int
-    before: float
-    now: float
+    by: float  # robust deviations, positive
+    looks: int  # the number of last looks over which it is clearest
+    before: float  # norm before these looks
+    now: float  # norm at the last look
 
 
 def moved_first(moment: TensorMoment, found: WeightBreak) -> str:
-    """Returns what left the usual first over the looks of a break and shortly before: the settings only if they did."""
+    """Returns what left the usual first during a break and shortly before: the settings only if they did."""
     steps = moment.of_steps
     if steps is None:
         return "weights"
@@ -251,15 +225,11 @@ def moved_first(moment: TensorMoment, found: WeightBreak) -> str:
 
 
 def weight_breaks(moment: TensorMoment, *, sign: int, least: float, share: float, change: float) -> list[WeightBreak]:
-    """Returns the weights that depart, the one that does so most first.
+    """Returns the weights whose norm grows (`sign` 1) or shrinks (-1) as it has not before, the clearest first.
 
-    Args:
-        moment: The looks.
-        sign: 1 for those that grow, -1 for those that shrink.
-        least: Robust deviations.
-        share: Of the norm of all weights that one must have or have had: a bias that starts at zero grows by any
-            factor, and matters to none.
-        change: Of the norm within the last looks, as an e-fold.
+    `least` is in robust deviations; `change` is the e-folds of the norm within the last looks. `share` is the least
+    share of the norm of all weights, now or before: a bias that starts at zero grows by any factor, which does not
+    matter.
     """
     rows = moment.rows("parameter")
     norms = moment.values("norm", rows)

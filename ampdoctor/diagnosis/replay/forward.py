@@ -1,4 +1,4 @@
-"""Rules on a forward in half beside the same in fp32: operations, gradients, stale copies of weights."""
+"""Rules on a half-precision forward compared with fp32: operations, gradients, stale copies of weights."""
 
 from __future__ import annotations
 
@@ -42,49 +42,37 @@ FORWARD_PRECISION = register(
 )
 
 SLIGHT = 1e-5
-"""Share of the norm of all gradients below which a parameter's own is not looked at: of a gradient whose true value is
-zero (the bias of a key projection) fp32 leaves 1e-7 and less, and its distance from fp32's says nothing."""
+"""Share of the norm of all gradients below which a parameter's own is not judged: where the true gradient is zero (the
+bias of a key projection), fp32 computes 1e-7 or less, and the distance from that means nothing."""
 CLEARLY_NEARER = 4.0
-"""Factor by which a change has to bring the gradients that are far from fp32's nearer to it: it then explains fifteen
+"""Factor by which a change must reduce the error of the gradients that are far from fp32's: it then explains fifteen
 sixteenths of their squared error."""
-NAMED = 16
-"""Parameters that the evidence names."""
+NAMED = 16  # parameters that the evidence names
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def far_alone(
     comparison: Comparison, thresholds: Thresholds, known: Mapping[str, float] = NOTHING
 ) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters whose own gradients are far from fp32's, the farthest first.
-
-    Args:
-        comparison: Of one step.
-        thresholds: How far is far (AMP208).
-        known: Errors that were looked at before, by name; a parameter that is not farther does not count.
-    """
+    """Returns the parameters with gradients far from fp32's, and farther than `known` by name, the farthest first."""
     least = SLIGHT * comparison.gradient_norm
     far = [p for p in comparison.parameters if p.expected > least and error_of(p) > thresholds[FORWARD_ALONE]]
     return tuple(sorted((p for p in far if error_of(p) > known.get(p.name, 0.0)), key=error_of, reverse=True))
 
 
 def error_of(parameter: ParameterBeside) -> float:
-    """Relative L2 error of a parameter's gradient; inf where fp32 has none."""
+    """Returns the relative L2 error of a parameter's gradient; inf where fp32 has none."""
     return parameter.error / parameter.expected if parameter.expected else math.inf
 
 
 def together(parameters: Sequence[ParameterBeside]) -> float:
-    """Relative L2 error of several parameters' gradients together."""
+    """Returns the relative L2 error of several parameters' gradients together."""
     expected = math.hypot(*(p.expected for p in parameters))
     return math.hypot(*(p.error for p in parameters)) / expected if expected else math.inf
 
 
 def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds) -> tuple[Amplified, ...]:
-    """Returns the ops whose results are wrong, one for each op whose rounding is behind it, in the order of the ops.
-
-    Args:
-        amplified: What was seen of a step.
-        thresholds: How far is far (AMP208).
-    """
+    """Returns the ops whose results are wrong, in order, one for each op whose rounding causes them."""
     first: dict[object, Amplified] = {}
     for one in amplified:
         if one.error > thresholds[FORWARD_DEPARTS]:
@@ -93,13 +81,7 @@ def departing_in_forward(amplified: Sequence[Amplified], thresholds: Thresholds)
 
 
 def forward_precision_finding(comparison: Comparison, one: Amplified, far: Sequence[ParameterBeside]) -> Finding:
-    """The finding; its place is the op whose rounding is behind it.
-
-    Args:
-        comparison: The step beside fp32.
-        one: The op whose result is wrong.
-        far: The parameters whose gradients are far from fp32's for it.
-    """
+    """Makes the finding at the op whose rounding is the cause; `far` are the parameters with wrong gradients."""
     names = [p.name for p in far]
     own = "the loss code" if one.source.phase == "loss" else "the model's own forward"
     module = f"module {one.source.module}" if one.source.module else own
@@ -133,9 +115,6 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     )
 
 
-# AMP207: in half precision the run departs from fp32, and no loss scale explains it.
-
-
 GRADIENTS_DEPART = Threshold(
     code="AMP207",
     name="relative_error",
@@ -164,14 +143,10 @@ DEPARTS_IN_HALF = register(
 def unexplained(
     comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS, *, comes_back: bool = False
 ) -> Finding | None:
-    """The gradients are far from fp32's, and no rule says why.
+    """Makes a finding for gradients that are far from fp32's for no known reason.
 
-    A warning, as chaos and hidden state look the same; an error where neither is left.
-
-    Args:
-        comparison: Of one step.
-        thresholds: How far is far (AMP207).
-        comes_back: The step has no hidden state; whoever asks knows how far rounding alone goes.
+    It is a warning, because chaos and hidden state look the same. It is an error where `comes_back` (the step has no
+    hidden state) and the error is large; the caller has measured the effect of rounding alone.
     """
     if comparison.gradient_error <= thresholds[GRADIENTS_DEPART]:
         return None
@@ -203,16 +178,11 @@ def departs(
     prescription: Prescription | None,
     settled: bool = False,
 ) -> Finding:
-    """AMP207.
+    """Makes the finding of AMP207.
 
-    Args:
-        harm: What is wrong, a clause.
-        nonfinite: What is not finite; None where the gradients are only far from fp32's, or a step is skipped.
-        step: Where; None for an error over all steps.
-        relative_error: Of the weight gradients.
-        precision: The run's own.
-        prescription: The change.
-        settled: Steps after the skipped one are taken: the scaler may only not have found its level.
+    `harm` is a clause. `nonfinite` is None where the gradients are only far from fp32's, or a step is skipped. `step`
+    is None for an error over all steps. `settled`: later steps are taken, so the scaler may only not have found its
+    level.
     """
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
     return range_finding(
@@ -228,9 +198,6 @@ def departs(
 def _phase_of(nonfinite: str | None) -> Phase:
     kind = (nonfinite or "grad").partition(":")[0]
     return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
-
-
-# AMP210: forwards use the half copies that autocast made of the weights before the weights were written.
 
 
 STALE_BETTER = Threshold(
@@ -260,25 +227,17 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class OldCopies:
-    """Half copies that a forward read after their weights were written.
+    """Half copies that a forward read after their weights were written."""
 
-    Attributes:
-        where: The write, at the user's line.
-        writer: What wrote the weights, as the subject and verb of a sentence.
-        weight: Name of the first weight.
-        weights: Number of weights.
-        used_at: The first forward that read an old copy: "FILE:LINE", else its module; "" where neither is known.
-    """
-
-    where: Where
-    writer: str
-    weight: str
-    weights: int
-    used_at: str
+    where: Where  # the write, at the user's line
+    writer: str  # what wrote the weights: subject and verb of a sentence
+    weight: str  # name of the first weight
+    weights: int  # number of weights
+    used_at: str  # first forward that read an old copy: "FILE:LINE", else its module; "" if unknown
 
 
 def may_be_stale(events: Sequence[StepEvent]) -> bool:
-    """Does an optimizer step while autocast keeps its casts, and does another update follow in the same step?"""
+    """Returns whether an optimizer steps while autocast keeps its casts, and another update follows in the step."""
     steps = [event for event in events if event.kind == "optimizer_step"]
     return any(event.casts_kept for event in steps[:-1])
 
@@ -292,15 +251,10 @@ def stale_casts_finding(
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Finding | None:
-    """The gradients are those of old weights, by as much as the writes have moved them: for small updates a note.
+    """Makes the finding for gradients of old weights; after small updates it is a note.
 
-    Args:
-        step: The step.
-        error: Relative L2 error of its gradients, beside fp32's; where `anew` is None beside those with new copies.
-        anew: The error with copies that are made anew at each use; None where the step cannot run in fp32.
-        old: What was read after it was written.
-        prescription: The change.
-        thresholds: By how much the error must fall.
+    `error` is the relative L2 error of the gradients against fp32's, and `anew` that with new copies at each use. Where
+    the step cannot run in fp32, `anew` is None and `error` is against the gradients with new copies.
     """
     if not error > (thresholds[STALE_BETTER] * anew if anew is not None else 0.0):
         return None
@@ -326,7 +280,7 @@ def stale_casts_finding(
 
 
 def _severity(error: float, thresholds: Thresholds) -> Severity:
-    """An error from where runs were seen to fail (AMP207), a warning from where gradients deserve a look (AMP301)."""
+    """Returns an error from where runs were seen to fail (AMP207), a warning from where AMP301 warns."""
     if error > thresholds[GRADIENTS_DEPART]:
         return "error"
     return "warning" if error > thresholds[ERROR_WARNING] else "note"

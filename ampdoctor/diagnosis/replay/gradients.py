@@ -1,4 +1,4 @@
-"""Rules on gradients that underflow: in the whole (AMP301), and of single parameters (AMP304)."""
+"""Rules on gradients that underflow: in total (AMP301), and of single parameters (AMP304)."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ LOSSY = 1e-2
 
 
 LEAST_SHARE = 1e-2
-"""Share of the squared error below which flushed elements explain nothing, however many they are. Where underflow is
-behind an error, what flushes and what survives beside it as a subnormal are off by as much, at most 2^-25: the flushed
-make up about as much of the error as of the elements. That is a tenth of `ZEROED`, for values that spread over many
-binades; a half ResNet with branches that are almost switched off had 0.35 of its elements and 1.6e-7 of its error."""
+"""Share of the squared error below which flushed elements explain nothing, however many they are. Where underflow
+causes an error, flushed elements and subnormal ones are off by as much, at most 2^-25: the flushed share of the error
+is about their share of the elements. The limit is a tenth of `ZEROED`, for values that spread over many powers of two.
+In a half ResNet whose branches are almost switched off, 0.35 of the elements were flushed, with 1.6e-7 of the error."""
 
 
 def severity_of_error(relative_error: float, thresholds: Thresholds) -> Severity | None:
-    """How bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
+    """Returns how bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
     if relative_error > thresholds[ERROR_BAD]:
         return "error"
     if relative_error > thresholds[ERROR_WARNING]:
@@ -109,14 +109,10 @@ def underflow_seen(
     prescription: Prescription | None,
     thresholds: Thresholds,
 ) -> Finding | None:
-    """AMP301 from a replay.
+    """Judges AMP301 from a replay.
 
-    Args:
-        now: `relative_error`, `activation_grad`, `weight_grad` (flushed shares) as replayed with the run's own scaling.
-        then: The same with the recommended one; None where that was not replayed.
-        scale: The run's loss scale.
-        prescription: The change.
-        thresholds: What counts as lost, and as harmful.
+    `now` holds `relative_error`, `activation_grad`, `weight_grad` (flushed shares) as replayed with the run's own
+    scaling, `then` the same with the recommended scaling, if that was replayed.
     """
     error = now["relative_error"]
     severity = severity_of_error(error, thresholds)
@@ -137,7 +133,7 @@ def underflow_seen(
 
 
 def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
-    """Of flushed activation gradients, where their effect was not measured."""
+    """Judges flushed activation gradients whose effect was not measured."""
     if flushed > thresholds[SHARE_BAD]:
         return "error"
     return "warning" if flushed > thresholds[SHARE_WARNING] else None
@@ -157,17 +153,12 @@ def underflow_expected(
     *,
     measured: float | None = None,
 ) -> Finding | None:
-    """AMP301 from histograms, and from shadow steps where there are any: the error of histograms is a lower bound.
+    """Judges AMP301 from histograms, whose error is a lower bound, and from shadow steps.
 
-    Args:
-        activation: Activation gradients in fp16 at the run's loss scale.
-        weight: Weight gradients likewise.
-        scale: That scale.
-        bf16: Activation gradients in bf16.
-        thresholds: What counts as lost, and as harmful.
-        measured: Relative error of the weight gradients in the shadow steps at this scale; None without any.
+    `activation` and `weight` are gradients in fp16 at the run's loss scale. `measured` is the relative error of the
+    weight gradients in the shadow steps at this scale, if there are any.
     """
-    # a normal number is rounded by 2^-11 at most: an error above the note's is that of zeros and of subnormals
+    # a normal number is rounded by 2^-11 at most: a larger error than the note's is of zeros and subnormals
     harmful = not weight.overflowed and weight.relative_error > thresholds[ERROR_NOTE]
     if activation.flushed <= thresholds[FLUSHED] and not harmful:
         return None
@@ -203,12 +194,7 @@ def _kept_in_part(weight: RangeFigures) -> str:
 
 
 def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Severity | None:
-    """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None.
-
-    Args:
-        comparison: Of one step.
-        thresholds: What matters (AMP301).
-    """
+    """Returns how much gradients that are flushed to zero, but nonzero in fp32, matter in a step; None: not."""
     if comparison.gradient_error <= thresholds[ERROR_WARNING]:
         return None
     many = comparison.zeroed >= thresholds[ZEROED] and comparison.zeroed_share >= LEAST_SHARE
@@ -218,24 +204,12 @@ def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLD
 
 
 def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> bool:
-    """The gradients depart from fp32 by more than rounding does, or by what is asked for.
-
-    Args:
-        comparison: Of one step.
-        thresholds: Of underflow (AMP301), whose op the look is to find.
-    """
+    """Returns whether the gradients depart from fp32 by more than rounding, or by the user's threshold for AMP301."""
     return not comparison.gradient_error <= min(ERROR_WARNING.default, thresholds[ERROR_WARNING])
 
 
 def underflow_finding(comparison: Comparison, where: Where, severity: Severity, flushed: float | None) -> Finding:
-    """The finding for gradients that underflow.
-
-    Args:
-        comparison: Of the step.
-        where: The op that flushes, where one was seen.
-        severity: From `underflow`.
-        flushed: Share of its result that it flushes.
-    """
+    """Makes the finding for gradients that underflow; `flushed` is the share of its result that the op flushes."""
     scale = next((event.scale for event in comparison.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
     return Finding(
@@ -259,12 +233,12 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
 
 
 def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Severity) -> Finding:
-    """At the first op of the backward that flushes most of its result, else at the one that flushes the most."""
+    """Makes the finding at the backward's first op that flushes most of its result, else the op that flushes most."""
     first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
     return underflow_finding(comparison, first.where, severity, first.fraction)
 
 
-# AMP304: parameters get no gradient, step after step, and in fp32 they do; the total does not show them.
+# AMP304: the model's total does not show these parameters.
 
 
 STARVED_LOST = Threshold(
@@ -284,19 +258,14 @@ STARVED_PARAMETERS = register(
     thresholds=(STARVED_LOST,),
 )
 
-NAMED = 16
-"""Parameters that the evidence names."""
+NAMED = 16  # parameters that the evidence names
 
 
 def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters that get nothing in any of these steps, and would move in fp32; as in the first of them.
+    """Returns the parameters that get no gradient in any step and would move in fp32, with their first values.
 
-    The first steps in which fp32 gives a parameter nothing either do not count for it: behind a layer that begins at
-    zero, nothing arrives before that layer has moved.
-
-    Args:
-        compared: The steps.
-        thresholds: How much has to be lost (AMP304).
+    Steps before fp32 gives a parameter its first gradient do not count: behind a layer that starts at zero, no gradient
+    arrives until that layer moves.
     """
     share = thresholds[STARVED_LOST]
     first: dict[str, ParameterBeside] = {}
@@ -311,12 +280,7 @@ def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[Par
 
 
 def shown_in(compared: Sequence[Comparison], parameters: Sequence[ParameterBeside]) -> tuple[Comparison, ...]:
-    """Returns the steps in which fp32 gives one of the parameters something.
-
-    Args:
-        compared: The steps.
-        parameters: The parameters.
-    """
+    """Returns the steps in which fp32 gives one of the parameters a gradient."""
     names = {parameter.name for parameter in parameters}
     return tuple(step for step in compared if any(p.nonzero and p.name in names for p in step.parameters))
 
@@ -327,12 +291,7 @@ def _is_starved(parameter: ParameterBeside, share: float) -> bool:
 
 
 def severity_of_starved(names: Sequence[str], held: Mapping[str, Sequence[str]]) -> Severity:
-    """Error where all that one module trains gets nothing, else a warning.
-
-    Args:
-        names: The starved parameters.
-        held: The names of the parameters with a gradient in fp32, by the module that owns them.
-    """
+    """Returns "error" where a module of `held` (with a gradient in fp32) gets no gradient at all, else "warning"."""
     whole = any(all(name in names for name in own) for own in held.values())
     return "error" if whole else "warning"
 
@@ -362,13 +321,10 @@ def starved_finding(
     flush: Flush | None,
     saturated: Where | None = None,
 ) -> Finding:
-    """The finding for parameters that are starved: one, as they share a cause.
+    """Makes one finding for starved parameters, as they share a cause; `parameters` are as in the first step.
 
-    Args:
-        compared: The steps that it rests on.
-        parameters: As they are in the first of them.
-        flush: The op of the backward whose result is zero and should not be, if one was seen.
-        saturated: The op whose derivative is zero for what the forward has rounded, and for no scale is another.
+    `flush` is the op of the backward whose result is wrongly zero. `saturated` is the op whose derivative is zero
+    because the forward has rounded its input, which no loss scale changes.
     """
     first, names = compared[0], [p.name for p in parameters]
     scale = next((event.scale for event in first.events if event.scale is not None), None)

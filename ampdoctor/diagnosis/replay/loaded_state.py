@@ -34,13 +34,7 @@ _SHOWN = 3
 
 
 def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
-    """A tensor that is non-finite before the first step.
-
-    Args:
-        kind: "param", "buffer" or "optimizer_state".
-        where: Its address, phase "checkpoint".
-        stats: Its numbers.
-    """
+    """Makes the finding for a "param", "buffer" or "optimizer_state" that is non-finite before the first step."""
     code = STATE_CODES[kind]
     count = stats.nans + stats.infs
     return Finding(
@@ -69,26 +63,13 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
 
 
 def impossible_finding(where: Where, stats: TensorStats, negatives: int, lowest: float) -> Finding:
-    """A tensor that is negative where it is a mean of squares.
-
-    Args:
-        where: Its address, phase "checkpoint".
-        stats: Its numbers.
-        negatives: Elements below zero.
-        lowest: The least of them.
-    """
+    """Makes the finding for a mean of squares that has negative elements."""
     message = f"{where.tensor} ({where.op}) cannot be negative, and {negatives} values are, down to {lowest:.4g}"
     return _state_finding("AMP106", where, message, {"negatives": negatives, "lowest": lowest, **_size(stats)})
 
 
 def saturated_finding(where: Where, stats: TensorStats, at_max: int) -> Finding:
-    """A weight that a conversion clamped to fp16's largest number.
-
-    Args:
-        where: Its address, phase "checkpoint".
-        stats: Its numbers.
-        at_max: Elements of exactly that magnitude.
-    """
+    """Makes the finding for a weight that a conversion clamped to fp16's largest number."""
     message = f"{where.tensor} ({where.op}) holds {at_max} values of exactly 65504, fp16's largest: they were clamped"
     return _state_finding("AMP107", where, message, {"at_max": at_max, **_size(stats)})
 
@@ -111,18 +92,14 @@ def _size(stats: TensorStats) -> dict[str, Any]:
 
 
 def harms_beside_alone(birth: Birth) -> bool:
-    """Nothing of the model is harmed, and the op is a cast to half or stands in the code after the backward."""
+    """Returns whether no part of the model is harmed, and the op is a cast to half or code after the backward."""
     if not birth.harms or not all(harm.startswith(_BESIDE) for harm in birth.harms):
         return False
     return _casts_to_half(birth) or birth.after_backward
 
 
 def beside_finding(birth: Birth) -> Finding:
-    """The finding for one birth of `harms_beside_alone`.
-
-    Args:
-        birth: With its harms.
-    """
+    """Makes the finding for an origin of `harms_beside_alone`."""
     names = [harm.removeprefix(_BESIDE) for harm in birth.harms]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     cast = _casts_to_half(birth)
@@ -141,14 +118,9 @@ def beside_finding(birth: Birth) -> Finding:
 
 
 def seen_beside(name: str, stats: TensorStats, since: int, step: int, twin: tuple[str, float] | None) -> Finding:
-    """The finding for a tensor beside a model that was seen to be finite after one step and is not after a later one.
+    """Makes the finding for a tensor beside the model that was finite after step `since` and not after `step`.
 
-    Args:
-        name: Of the tensor.
-        stats: Its numbers.
-        since: The last step after which it was seen to be finite.
-        step: The first after which it is not.
-        twin: The model's tensor of its name, and its largest magnitude, where that is finite.
+    `twin` is the model's tensor of its name, with its largest magnitude, where that is finite.
     """
     cast = twin is not None and not stats.nans and twin[1] >= FP16_OVERFLOW_AT
     message = (
@@ -202,16 +174,11 @@ def _casts_to_half(birth: Birth) -> bool:
     return birth.kernel in ("aten._to_copy", "aten.copy_") and any(stats.dtype == "float16" for stats in birth.outputs)
 
 
-# Optimizer state that cannot be, as the first replayed step shows it (AMP502, AMP504).
+# -- impossible optimizer state, as the first replayed step shows it (AMP502, AMP504) --
 
 
 def flushed_finding(found: Sequence[FlushedMoment], thresholds: Thresholds) -> Finding | None:
-    """Second moments of zero that make the first step too long; None where they do not.
-
-    Args:
-        found: Of each parameter that has such moments.
-        thresholds: By which factor an update is too long (AMP502).
-    """
+    """Makes the finding for second moments of zero that make the first step too long, if they do."""
     sick = [moment for moment in found if _times(moment) >= thresholds[LONGER_UPDATE]]
     if not sick:
         return None
@@ -257,12 +224,7 @@ def _times(moment: FlushedMoment) -> float:
 
 
 def counter_finding(found: Sequence[HalfCounter], thresholds: Thresholds) -> Finding | None:
-    """Step counters in a half format: that they stand still, or else, as a note, that they will.
-
-    Args:
-        found: All of them; the report names those that stand, if there are any.
-        thresholds: How far off an update has to be (AMP504).
-    """
+    """Makes the finding for stuck step counters in a half format, or else the note that the counters will be."""
     if not found:
         return None
     standing = [counter for counter in found if counter.stands]

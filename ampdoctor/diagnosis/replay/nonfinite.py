@@ -1,4 +1,7 @@
-"""A value that became non-finite in a replay: which cause, in which words, and the finding."""
+"""A value that becomes non-finite in a replay: its cause, the sentence about it, and the finding.
+
+`cause_of` decides from the numbers at the value's origin (`Birth`), never from the name of an op.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Threshold, Thresholds
 from ampdoctor.evidence.trace import LOST, Birth, Operand, Sightings, StepOutcome, TensorStats, Trace
 
-# Which cause: the ordered table, decided from the numbers at a birth and never from the name of an op.
+# -- the cause --
 
 
 Cause = Literal[
@@ -31,12 +34,11 @@ Cause = Literal[
     "optimizer_precision",
 ]
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
-STATE = ("param", "buffer", "optimizer_state")
-"""Origins of a birth that a checkpoint brought along."""
+STATE = ("param", "buffer", "optimizer_state")  # origins of a value that a checkpoint contained
 _OVERFLOWS: Mapping[str, Cause] = {
     "backward": "backward_overflow",
     "scaler": "backward_overflow",
-    "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
+    "optimizer": "optimizer_precision",  # a gradient's square does not fit the moment's format
 }
 CODES: Mapping[Cause, str] = {
     "bad_checkpoint": "AMP101",
@@ -53,7 +55,7 @@ CODES: Mapping[Cause, str] = {
     "grad_underflow": "AMP301",
     "optimizer_precision": "AMP501",
 }
-"""The rule that reports a cause; state found bad has a rule for each kind (`STATE_CODES`)."""
+"""The rule that reports a cause; non-finite state has a rule for each kind (`STATE_CODES`)."""
 STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimizer_state": "AMP103"}
 HELP: Mapping[Cause, str] = {
     "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
@@ -84,13 +86,13 @@ OPERAND_HELP: Mapping[str, str] = {
     "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",
     "infinity": "Mask after this op, or write a finite number (torch.finfo(x.dtype).min) in place of the infinity.",
 }
-"""What helps against an operand, by `Operand.made_by`, where that is more than to guard it."""
+"""Help for an operand, by `Operand.made_by`, where it should not just be guarded."""
 FUSED: Mapping[tuple[str, str], str] = {
     ("aten.log", "aten.softmax"): "torch.nn.functional.log_softmax (or cross_entropy)",
     ("aten.log", "aten.sigmoid"): "torch.nn.functional.logsigmoid (or binary_cross_entropy_with_logits)",
     ("aten.log", "aten.exp"): "torch.logsumexp (or softplus)",
 }
-"""One function in place of an op and of the one that made its operand, which rounds nothing to 0 or 1 between them."""
+"""One function instead of the op and the op that made its operand: it rounds nothing to 0 or 1 between them."""
 MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
     "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
@@ -109,24 +111,20 @@ MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step again": "remove the second call: scaler.step(optimizer) makes the update, or leaves it out where "
     "gradients overflowed; one update for each backward",
 }
-"""The change that the user has to write, by the `Where.op` of a finding of AMP407."""
+"""The change that the user has to make, by the `Where.op` of a finding of AMP407."""
 
 
 def cause_of(birth: Birth) -> Cause:
-    """The first row of the table that holds for a birth.
+    """Returns the cause of a non-finite value; the first matching case decides.
 
-    Args:
-        birth: With its recomputation in float64 where there is one.
-
-    Returns:
-        The cause; whether a backward overflow is the loss scale's doing is for a replay at a lower scale to show.
+    Only a replay at a lower scale shows whether a backward overflow is due to the loss scale.
     """
     if birth.origin in STATE:
         return "bad_checkpoint"
     if birth.origin == "grad":
         return "scaler_misuse"
     if birth.origin == "constant":
-        return "invalid_op"  # written down as it is: nothing overflowed
+        return "invalid_op"  # written as a literal: nothing overflowed
     if birth.origin == "data" or _casts_the_batch(birth):
         return "bad_data"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
@@ -135,7 +133,7 @@ def cause_of(birth: Birth) -> Cause:
 
 
 def _cause_of_numbers(birth: Birth) -> Cause:
-    """The rows for what an op computed of finite inputs, or of infinities that were meant."""
+    """Handles ops on finite inputs, or on intended infinities."""
     overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
     made_by = None if birth.operand is None else birth.operand.made_by
@@ -148,12 +146,12 @@ def _cause_of_numbers(birth: Birth) -> Cause:
         return overflow
     if not verdict.finite or made_by in LOST:
         return "invalid_op"
-    # finite and in range in float64: where nothing that was lost is found, and no partial result is too large
+    # finite and in range in float64, no lost operand was found, and no partial result is too large
     return overflow if verdict.overflow is None and birth.where.nonfinite == "inf" else "kernel_defect"
 
 
 def _casts_the_batch(birth: Birth) -> bool:
-    """The batch itself does not fit the compute format: it is cast straight from the loader and overflows."""
+    """Whether the batch does not fit the compute format: it is cast straight from the loader and overflows."""
     return (
         birth.kernel == "aten._to_copy"
         and birth.where.phase in ("forward", "loss")
@@ -162,7 +160,7 @@ def _casts_the_batch(birth: Birth) -> bool:
 
 
 def help_for(birth: Birth, cause: Cause) -> str:
-    """Returns what to do about a birth: for its operand if that is known, else for its cause."""
+    """Returns what to do: about the operand if it is known, else about the cause."""
     operand = birth.operand
     if birth.origin == "constant" and birth.where.nonfinite == "nan" and birth.where.op == "aten.lift_fresh":
         return "Write a finite number there, or find out why the code marks these elements with NaN."
@@ -175,9 +173,9 @@ def help_for(birth: Birth, cause: Cause) -> str:
 
 
 def batch_may_be_at_fault(birth: Birth) -> bool:
-    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it.
+    """Whether the operand may come from the batch: not in an update, not from state, not lost by a format.
 
-    Nor does what the code writes down: an infinite mask is there for every batch, whichever of them shows its harm.
+    Nor if the code writes it as a literal: an infinite mask is there for every batch.
     """
     operand = birth.operand
     if birth.where.phase not in ("forward", "loss", "backward") or birth.origin == "constant":
@@ -188,17 +186,17 @@ def batch_may_be_at_fault(birth: Birth) -> bool:
 
 
 def batch_is_at_fault(birth: Birth) -> bool:
-    """The operand is the batch's own, or none is known; one that the formula makes of sound data is the formula's."""
+    """Whether the operand is the batch's own, or unknown; an operand that is computed from sound data is not."""
     operand = birth.operand
     made_by = "data" if operand is None else operand.made_by.partition(":")[0]
     return batch_may_be_at_fault(birth) and made_by in ("data", "masked_target", "empty_input")
 
 
 def culprits(trace: Trace) -> tuple[Birth, ...]:
-    """The births behind a step's harm, worst first: the first element is the one to name.
+    """Returns the origins behind a step's harm, worst first.
 
-    An infinity that the user wrote down (a mask) is a culprit only where nothing else is: it may lie on the path of
-    another birth's values, and a fully masked row shows as an op of its own.
+    An infinity that the user wrote (a mask) counts only where there is no other: it may lie on the path of another
+    origin's values, and a fully masked row appears as an op of its own.
     """
     harmful = [birth for birth in trace.births if birth.harms]
     computed = [birth for birth in harmful if birth.origin != "constant"]
@@ -206,16 +204,12 @@ def culprits(trace: Trace) -> tuple[Birth, ...]:
 
 
 def _how_bad(birth: Birth) -> tuple[bool, int]:
-    """Loss or state harmed before gradients alone; then the earliest."""
+    """Orders harm to the loss or state before harm to gradients alone, then by time."""
     return all(sink.startswith("grad:") for sink in birth.harms), birth.order
 
 
 def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
-    """One birth for each place in the code: calls and micro-batches of the same line are one culprit.
-
-    Args:
-        births: Worst first; so is the result.
-    """
+    """Returns one origin per place in the code, worst first as given: calls and micro-batches of a line are one."""
     places: dict[tuple[object, ...], Birth] = {}
     for birth in births:
         where = birth.where
@@ -224,14 +218,13 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
             if where.phase != "optimizer"
             else (where.phase, where.op, where.source)  # an update treats all tensors alike
         )
-        places.setdefault(
-            ("grad",) if birth.origin == "grad" else place, birth
-        )  # what is not cleared, is not as a whole
+        # gradients that were not cleared are one place
+        places.setdefault(("grad",) if birth.origin == "grad" else place, birth)
     return tuple(places.values())
 
 
 def excess_binades(birth: Birth) -> float | None:
-    """By how many binades a birth's value is beyond its format; None where that is not what happened."""
+    """Returns the log2 of the value over its format's limit; None where it is not beyond it."""
     verdict = birth.recomputed
     if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
         return None
@@ -239,20 +232,15 @@ def excess_binades(birth: Birth) -> float | None:
 
 
 def fitting_scale(births: Sequence[Birth], scale: float) -> float:
-    """The loss scale, in whole halvings, at which what overflowed in a backward fits its format.
-
-    Args:
-        births: The overflows.
-        scale: The loss scale at which they overflowed.
-    """
+    """Returns the loss scale, in whole halvings of `scale`, at which these overflows of a backward fit their format."""
     excess = max((excess_binades(birth) or 0.0 for birth in births), default=0.0)
     return math.ldexp(abs(scale), -math.ceil(excess))
 
 
 def derivative_beyond(birth: Birth) -> bool:
-    """The derivative itself, and not what it is multiplied with, is beyond the format: 1/x of a tiny x.
+    """Returns whether the derivative itself exceeds the format, not its product: 1/x of a tiny x.
 
-    The result in float64 is larger than any input by more than the format's largest number.
+    The float64 result is larger than the largest input by more than the format's limit.
     """
     verdict = birth.recomputed
     largest = max((stats.amax for stats in birth.inputs), default=0.0)
@@ -260,10 +248,10 @@ def derivative_beyond(birth: Birth) -> bool:
 
 
 def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
-    """Only gradients are harmed, and each birth is a backward value beyond its format.
+    """Returns whether only gradients are harmed, and each origin is a backward value beyond its format.
 
-    A gradient penalty runs a backward inside its loss, which then overflows with it; what the run's code copies of
-    its gradients does as well.
+    The backward inside the loss of a gradient penalty makes the loss overflow, and so do the run's own copies of
+    gradients.
     """
     if any(not sink.startswith(("grad:", "beside:")) and sink != "loss" for sink in sightings.sinks):
         return False
@@ -271,17 +259,17 @@ def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
 
 
 def _overflows(birth: Birth) -> bool:
-    """Beyond its format by some binades, or inside the op: smaller inputs would fit."""
+    """Whether smaller inputs would fit: it exceeds its format by a known factor, or overflows inside the op."""
     verdict = birth.recomputed
     return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
 
 
 def past_the_scaler(outcome: StepOutcome) -> bool:
-    """An optimizer stepped, and the scaler's own `step` was not asked."""
+    """Returns whether an optimizer stepped without `scaler.step`."""
     return outcome.optimizer_steps > 0 and not any(event.kind == "step" for event in outcome.events)
 
 
-# A birth in one sentence: the place, the deed, and the numbers behind it.
+# -- the sentence about an origin --
 
 
 _STATE = ("param", "buffer", "optimizer_state")
@@ -291,13 +279,12 @@ _MEANT = {
     "added_up": "infinities that were meant to mask are added up in it",
     "masked_target": "a class that is to be learned is masked",
     "empty_input": "an input is empty",
-}
-"""What is wrong, by `Operand.made_by`, where the operand's value says nothing more."""
+}  # what is wrong, by `Operand.made_by`, where the operand's value shows no more
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 def place(where: Where) -> str:
-    """The place in words: for messages."""
+    """Formats the place."""
     if where.phase == "data":
         return f"batch {where.step}"
     if where.module:
@@ -311,12 +298,7 @@ def place(where: Where) -> str:
 
 
 def sentence_of(birth: Birth, cause: Cause) -> str:
-    """What was born where, and why, with the numbers that decide it.
-
-    Args:
-        birth: The culprit.
-        cause: As the finding names it.
-    """
+    """Formats what became non-finite, where and why, with the numbers that decide it."""
     where = birth.where
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
     if birth.origin != "op":
@@ -355,12 +337,10 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     return text
 
 
-_LITERAL = "aten.lift_fresh"
-"""What torch makes of a number that is assigned (`x[0] = nan`)."""
+_LITERAL = "aten.lift_fresh"  # torch's op for a number that is assigned (`x[0] = nan`)
 
 
 def _defect(birth: Birth) -> str:
-    """What is wrong with a kernel."""
     verdict = birth.recomputed
     if birth.operand is not None and birth.operand.made_by == "unwritten":
         return "it shows memory that no op has written"
@@ -377,7 +357,7 @@ def _kind(birth: Birth) -> str:
 
 
 def _uncomputed(birth: Birth, what: str) -> str:
-    """What the run brought along, or wrote down."""
+    """Formats a value that was not computed: it was loaded, or written as a literal."""
     where = birth.where
     if birth.origin == "data":
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
@@ -394,7 +374,6 @@ def _uncomputed(birth: Birth, what: str) -> str:
 
 
 def _operand(operand: Operand) -> str:
-    """What is wrong with the operand, and who made it so."""
     here = "not finite" if operand.here is None else f"{operand.here:.6g}"
     maker = "" if operand.op is None else operand.op
     if operand.source is not None:
@@ -428,7 +407,7 @@ def _place(birth: Birth) -> str:
 
 
 def _deed(birth: Birth) -> str:
-    """The op; for a cast also what it casts, where that has a name."""
+    """Formats the op; for a cast also the tensor, if it has a name."""
     named = next((stats.name for stats in birth.inputs if stats.name), None)
     if named is None or birth.kernel != "aten._to_copy":
         return birth.where.op or birth.kernel
@@ -494,14 +473,9 @@ def finding_of_birth(
     prescription: Prescription | None = None,
     others: Sequence[Birth] = (),
 ) -> Finding:
-    """The finding for one birth.
+    """Makes the finding for an origin; `others` are further origins of the step that do harm independently.
 
-    Args:
-        birth: The culprit.
-        cause: Where a replay showed more than the birth alone (a lower scale cures, no scale does).
-        severity: As the harm is.
-        prescription: The cure, replayed.
-        others: Further births of the same step that harm independently.
+    `cause` is given where a replay showed more than the origin does (a lower scale cures, no scale does).
     """
     decided = cause or cause_of(birth)
     code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
@@ -524,7 +498,7 @@ def _help(birth: Birth, cause: Cause) -> str:
 
 
 def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
-    """Returns the figures behind a birth, as evidence of a finding; `others` are told together with it."""
+    """Returns the numbers behind an origin as evidence; `others` are reported with it."""
     verdict = birth.recomputed
     numbers: dict[str, Any] = {
         "kernel": birth.kernel,
@@ -590,20 +564,16 @@ def _shown(stats: TensorStats) -> dict[str, Any]:
 
 
 def is_absorbed(birth: Birth) -> bool:
-    """Was an infinity computed that is gone before it reaches the loss, a gradient or the run's state?"""
+    """Returns whether a computed infinity vanishes before the loss, a gradient or the run's state."""
     return birth.origin == "op" and birth.where.nonfinite == "inf" and not birth.harms
 
 
 def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
-    """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
+    """Returns overflows that left a finite value behind, but a value far from the correct one.
 
     Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh
-    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. It is asked only where the gradients depart from fp32
-    as well.
-
-    Args:
-        trace: Of the step.
-        thresholds: How far is far (AMP201).
+    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. Callers use it only where the gradients depart from
+    fp32 too.
     """
     most = thresholds[DEPARTURE]
     return tuple(birth for birth in trace.births if not birth.harms and birth.departs > most)

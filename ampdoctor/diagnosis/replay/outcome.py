@@ -36,66 +36,39 @@ NOT_REPRODUCED = register(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFailure:
-    """Something outside the replay says that the run fails.
+    """Evidence from outside the replay that the run fails."""
 
-    Attributes:
-        why: What says so, in words.
-        step: The first global step at which it does; None where that is not known.
-    """
-
-    why: str
-    step: int | None = None
+    why: str  # the evidence in words
+    step: int | None = None  # the first global step at which it fails, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """The circumstances of a replay in which nothing failed.
+    """The circumstances of a replay in which nothing failed."""
 
-    Attributes:
-        steps: Optimizer steps that were replayed.
-        device: Where ("cpu", "cuda:0").
-        policy: Whose autocast list ("cuda", "native").
-        precision: The compute format ("fp16").
-        scaled: An enabled GradScaler was at work.
-        torch: torch's version.
-        checkpoint: A checkpoint was loaded.
-        global_step: Optimizer steps that the checkpoint had done; None where it does not say.
-        lacks: What of the run's state the checkpoint did not hold ("optimizer").
-        file_scaler: The scaler's state in the checkpoint; None where there is none.
-        compared: How many of the steps were held beside fp32, where the user wanted fewer than all; else None.
-        option: The option that says how many steps are replayed.
-        placed: The batches begin where the checkpoint was saved.
-    """
-
-    steps: int
-    device: str
-    policy: str
-    precision: str
-    scaled: bool
-    torch: str
-    checkpoint: bool = False
-    global_step: int | None = None
-    lacks: tuple[str, ...] = ()
-    file_scaler: ScalerState | None = None
-    compared: int | None = None
-    option: str = "--steps"
-    placed: bool = False
+    steps: int  # optimizer steps that were replayed
+    device: str  # "cpu", "cuda:0"
+    policy: str  # whose autocast list: "cuda", "native"
+    precision: str  # the compute format ("fp16")
+    scaled: bool  # with an enabled GradScaler
+    torch: str  # torch's version
+    checkpoint: bool = False  # a checkpoint was loaded
+    global_step: int | None = None  # optimizer steps that the checkpoint had done, if recorded
+    lacks: tuple[str, ...] = ()  # parts of the run's state that the checkpoint lacked ("optimizer")
+    file_scaler: ScalerState | None = None  # the scaler's state in the checkpoint
+    compared: int | None = None  # steps compared with fp32, where the user wanted fewer than all
+    option: str = "--steps"  # the option that sets the number of steps
+    placed: bool = False  # the batches begin where the checkpoint was saved
 
 
 def known_failure(
     log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> KnownFailure | None:
-    """What says that the run fails; None where nothing does.
+    """Returns the evidence that the run fails, if there is any; `said`: the user says so (`--expect-failure`).
 
-    A loss that is not finite is a failure. Gradient norms that are not are one only in a row (AMP902.norms), where
-    no finite one follows: a GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale
-    below 1 that an overflow has just lowered is on its way down; one that has settled there may train well.
-
-    Args:
-        log: The training log beside the checkpoint.
-        scaler: The scaler's state in the checkpoint.
-        said: The user says so (`--expect-failure`).
-        thresholds: How many norms in a row say so (AMP902).
+    A non-finite loss is a failure. Non-finite gradient norms are a failure only in a row (AMP902.norms) without a
+    finite one after them: a GradScaler skips a step now and then, and the Trainer logs its norm. A loss scale below 1
+    that an overflow has just lowered is still falling; a scale that has settled there may train well.
     """
     entries = sorted(log, key=lambda entry: entry.step)
     lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
@@ -116,12 +89,7 @@ def known_failure(
 
 
 def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
-    """The note that says why a clean replay is no health, and what to change to see the failure.
-
-    Args:
-        known: What says that the run fails.
-        here: How it was replayed.
-    """
+    """Makes the note: why a clean replay does not prove a healthy run, and what to change to see the failure."""
     differs = differences(known, here)
     return Finding(
         code=NOT_REPRODUCED.code,
@@ -147,7 +115,7 @@ def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
 
 
 def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
-    """What differs, or may differ, between the replay and the run that failed: each a clause, the likeliest first."""
+    """Returns clauses on what differs, or may differ, between the replay and the failed run, the likeliest first."""
     found = [] if here.compared is None else [_comparison(here.compared)]
     found.append(_steps(known, here))
     if not here.checkpoint:
@@ -179,7 +147,7 @@ def _data(here: Here) -> str:
 
 
 def comparison_left_out(report: Report) -> str | None:
-    """The option with which the user has cut the comparison with fp32 short of a failure; None where there is none."""
+    """Returns the option with which the user limited the comparison with fp32, if a known failure did not show."""
     compared = next((one.evidence.get("compared") for one in report.found if one.code == NOT_REPRODUCED.code), None)
     return None if compared is None else _option(compared)
 
@@ -210,9 +178,6 @@ def _steps(known: KnownFailure, here: Here) -> str:
     return f"it failed at step {known.step}, which was replayed, {data}"
 
 
-# AMP901: the same step does not come back bit by bit.
-
-
 NONDETERMINISTIC_REPLAY = register(
     "AMP901",
     "nondeterministic-replay",
@@ -223,14 +188,7 @@ NONDETERMINISTIC_REPLAY = register(
 
 
 def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
-    """The same step gave other bits.
-
-    Args:
-        step: The step.
-        what: The first thing that differed.
-        first: Its largest value (the loss itself) when first seen.
-        second: The same in the replay.
-    """
+    """Makes the finding for a step that gave other bits; the loss or the largest values of `what` differed first."""
     return Finding(
         code=NONDETERMINISTIC_REPLAY.code,
         name=NONDETERMINISTIC_REPLAY.name,
@@ -241,9 +199,6 @@ def nondeterministic_finding(step: int, what: str, first: float, second: float) 
         evidence={"differs": what or "loss", "first": first, "second": second},
         help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
     )
-
-
-# AMP206: the run is not finite in fp32 either.
 
 
 NONFINITE_IN_FP32 = register(
@@ -257,11 +212,9 @@ DIVERGES = (
 
 
 def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
-    """In fp32 the updates drive the run out of the finite as well, at once or a few steps later.
+    """Makes the finding for a run whose updates lead to non-finite values in fp32 too, at once or a few steps later.
 
-    Args:
-        birth: Where it left the compute format first.
-        losses: In fp32, of all steps up to the one that is not finite.
+    `birth` is where it first left the compute format. `losses` are in fp32, of all steps up to the non-finite one.
     """
     last = len(losses) - 1
     before = losses[last - 1]
@@ -286,7 +239,7 @@ def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
 
 
 def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
-    """AMP206: the fp32 reference itself is not finite at these steps."""
+    """Makes the finding of AMP206: the fp32 reference itself is not finite at these steps."""
     return range_finding(
         NONFINITE_IN_FP32,
         "error",

@@ -23,10 +23,9 @@ from ampdoctor.evidence.run_facts import (
 from ampdoctor.evidence.targets import Target
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, ERROR_NOTE, FP32_SHARE, Thresholds
 
-SQUARE_LIMIT = 256.0
-"""From this magnitude on a square is beyond fp16."""
+SQUARE_LIMIT = 256.0  # from this magnitude on, a square overflows fp16
 COARSE_LOGITS = 0.5
-"""Half a unit in the last place of the largest logits from which rounding them moves a weight by exp(0.5), 65 %."""
+"""Half a unit in the last place of the largest logits from which their rounding changes a weight by exp(0.5), 65 %."""
 _MANTISSA = {"fp16": 10, "bf16": 7}
 
 _SOFTMAXES = frozenset({"softmax", "log_softmax", "safe_softmax", "_safe_softmax"})
@@ -58,13 +57,10 @@ def table(
     islands: Mapping[str, str],
     eighth: Mapping[str, tuple[RowPrecision, str]],
 ) -> Iterator[PrecisionRow]:
-    """The rows of a run in half precision.
+    """Yields the rows of a run in half precision.
 
-    Args:
-        facts: What was measured.
-        half: `fp16` or `bf16`: what is neither kept wide nor taken by FP8.
-        islands: Modules to keep in fp32, with the reason.
-        eighth: What FP8 takes, or leaves, with the reason; {} where it is not chosen.
+    `half` is for what is neither kept in fp32 nor taken by FP8. `islands` are the modules to keep in fp32 and `eighth`
+    the modules that FP8 takes or leaves ({} without FP8), each with the reason.
     """
     for module in facts.modules:
         yield from _own_ops(module, half)
@@ -87,14 +83,14 @@ def table(
 
 
 def wide_table(facts: PrecisionFacts, wide: RowPrecision, why: str) -> Iterator[PrecisionRow]:
-    """The rows of a run in TF32 or fp32: its products."""
+    """Yields the rows of a run in TF32 or fp32: its products."""
     for module in facts.modules:
         if _computes_products(module):
             yield _row(module, "", wide, why)
 
 
 def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
-    """What to do about logits that half precision cannot tell apart, or cannot hold."""
+    """Yields what to do about logits that half precision cannot distinguish or represent."""
     for module in facts.modules:
         amax = module.logits_amax
         if amax is None or half not in _MANTISSA:
@@ -112,7 +108,7 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
 
 
 def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
-    """Losses that compute in half; of torch's cross entropy under autocast that is the log-softmax, not the sum."""
+    """Yields losses that compute in half; torch's cross entropy under autocast does so in its log-softmax only."""
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
@@ -122,7 +118,7 @@ def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
-    """One row for each op of the module's own forward that has a precision of its own."""
+    """Yields one row for each op of the module's own forward that has a precision of its own."""
     for op, computed in module.ops.items():
         kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
         if op in _NORMS:
@@ -150,14 +146,14 @@ def _logits(module: ModuleFacts, half: RowPrecision) -> str:
 
 
 def _ulp(magnitude: float, half: str) -> float:
-    """Distance between neighbours of a half format at a magnitude in its normal range."""
+    """Returns the spacing of a half format at a magnitude in its normal range."""
     if not 0.0 < magnitude < math.inf:
         return magnitude
     return 2.0 ** (math.frexp(magnitude)[1] - 1 - _MANTISSA[half])
 
 
 def _half_logits(module: ModuleFacts) -> bool:
-    """The logits themselves are a half tensor: made by a product of the module's own, outside a fused kernel."""
+    """Whether the logits are a half tensor: the module's own product makes them, outside a fused kernel."""
     products = (module.ops.get(op) for op in _PRODUCTS - {_ATTENTION})
     return any(op in _SOFTMAXES for op in module.ops) and any(computed in _MANTISSA for computed in products)
 
@@ -169,7 +165,7 @@ def _norm_reason(computed: str | None) -> str:
 
 
 def _statistics(module: ModuleFacts) -> str | None:
-    """The half format in which a norm that is written out in ops takes its mean; None where there is none."""
+    """Returns the half format in which a norm that is written in single ops takes its mean."""
     if "norm" not in module.type.lower():
         return None
     return next((module.ops[op] for op in sorted(_STATISTICS & module.ops.keys()) if module.ops[op] in _MANTISSA), None)
@@ -187,21 +183,18 @@ def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -
     return PrecisionRow(module=module.name, type=module.type, part=part, precision=precision, reason=reason)
 
 
-# Which of a model's matrix products FP8 can hold, and in which of its formats: by range, shape and place.
+# -- FP8: which matrix products fit, and in which of its formats, by range, shape and place --
 
 
-E4M3_BINADES = math.log2(448.0) + 10.0
-"""18.8: from E4M3's largest value down to 2^-10, up to which it rounds to zero."""
-E5M2_BINADES = math.log2(57344.0) + 17.0
-"""32.8: from E5M2's largest value down to 2^-17."""
+E4M3_BINADES = math.log2(448.0) + 10.0  # 18.8: from E4M3's largest value down to 2^-10, up to which it rounds to zero
+E5M2_BINADES = math.log2(57344.0) + 17.0  # 32.8: from E5M2's largest value down to 2^-17
 NVFP4_BINADES = math.log2(6.0 / 0.25) + math.log2(448.0) + 9.0
-"""22.4: E2M1 within a block of 16, and the reach of the blocks' E4M3 scales under one scale for the tensor."""
+"""22.4: E2M1 within a block of 16, and the range of the blocks' E4M3 scales under one scale for the tensor."""
 MARGIN = 1.0
-"""Binades left for a largest value that grows between the step that sets the scale and the one that uses it."""
+"""Powers of two for growth of the largest value between the step that sets the scale and the step that uses it."""
 SMALLEST = 1024
-"""A smaller matrix loses more time to scaling and casting than FP8 wins (torchao's filters, measured on an H100)."""
-MOST = 0.5
-"""Share of the products' parameters from which FP8 is a choice for the run and not for some layers."""
+"""A smaller matrix loses more time to scaling and casting than FP8 gains (torchao's filters, measured on an H100)."""
+MOST = 0.5  # share of the products' parameters from which FP8 is chosen for the run, and not for some layers only
 
 FORWARD = frozenset({"activation", "weight"})
 BACKWARD = frozenset({"activation_grad"})
@@ -211,21 +204,15 @@ _ROUTERS = frozenset({"router", "gate", "switch", "wg"})
 
 @dataclass(frozen=True, slots=True)
 class Fp8Fit:
-    """What FP8 would take over.
-
-    Attributes:
-        rows: For each module with a product of its own the precision and the reason.
-        share: Of the parameters of these modules, those that FP8 takes, 0 to 1.
-        nvfp4: How many of the modules lie within NVFP4's reach.
-    """
+    """What FP8 would compute; `rows` has precision and reason of each module with a product."""
 
     rows: Mapping[str, tuple[RowPrecision, str]] = field(default_factory=dict)
-    share: float = 0.0
-    nvfp4: int = 0
+    share: float = 0.0  # share of these modules' parameters that FP8 takes
+    nvfp4: int = 0  # number of these modules within NVFP4's range
 
 
 def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
-    """Judge each product; what FP8 does not take is computed in `other`."""
+    """Judges each product; the others are computed in `other`."""
     if not facts.target.fp8:
         return Fp8Fit()
     products = [m for m in facts.modules if m.gemm_multiple_of_16 is not None]
@@ -246,7 +233,7 @@ def fp8_fit(facts: PrecisionFacts, other: RowPrecision) -> Fp8Fit:
 
 
 def _against(module: ModuleFacts, routed: set[str]) -> str | None:
-    """Why a product is none for FP8, whatever its range."""
+    """Returns why a product is unsuitable for FP8, whatever its range."""
     owner, _, leaf = module.name.rpartition(".")
     if "embedding" in module.ops:
         return "an embedding: a table look-up is no product"
@@ -288,15 +275,14 @@ def _by_module(spreads: Sequence[Spread]) -> Mapping[str, list[Spread]]:
 
 
 def _widest(spreads: Mapping[str, Sequence[Spread]], name: str, kinds: frozenset[str]) -> float:
-    """Of the module's tensors of these kinds; inf where none was measured."""
+    """Returns the widest range of the module's tensors of these kinds; inf where none was measured."""
     return max((s.binades for s in spreads.get(name, ()) if s.kind in kinds), default=math.inf)
 
 
-# Which precision a run should have on given hardware: a decision tree over what was measured.
+# -- the choice: a decision tree over measurements --
 #
-# The order of the questions: does the forward fit fp16; does one loss scale serve the gradients; which half format is
-# finer there; do bf16 weights keep their updates; what do TF32 and FP8 add. Nothing here calls a format broken that is
-# not: where both halves do, both are named.
+# In this order: does the forward fit fp16; does one loss scale serve the gradients; which half format is finer there;
+# do bf16 weights keep their updates; what do TF32 and FP8 add. Where both half formats work, the advice names both.
 
 
 PURE_FP16 = (
@@ -304,32 +290,21 @@ PURE_FP16 = (
     "moments in fp16 lose what is small"
 )
 FORWARD_FLUSHED = 1e-2
-"""Share of the forward's operands that may be taken for zero: 1 % is the level up to which nothing was seen to suffer,
-for gradients; for activations nothing was measured."""
+"""Share of the forward's operands that may flush to zero. For gradients, no harm was seen up to 1 %; for activations
+nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fp16:
-    """What fp16 takes on the target.
+    """What fp16 needs on the target."""
 
-    Attributes:
-        islands: Modules to keep in fp32, with the reason.
-        share: Their share of all parameters.
-        obstacle: Why it does not fit even so; None where it does.
-    """
-
-    islands: Mapping[str, str]
-    share: float
-    obstacle: str | None
+    islands: Mapping[str, str]  # modules to keep in fp32, with the reason
+    share: float  # their share of all parameters
+    obstacle: str | None  # why fp16 does not fit even so
 
 
 def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> PrecisionAdvice:
-    """The run's precision on its target, and that of each module.
-
-    Args:
-        facts: What was measured.
-        thresholds: What counts as lost or too many.
-    """
+    """Returns the precision of the run and of each module on its target."""
     fp16 = _fp16(facts, thresholds)
     precision, why, alternative = _half(facts, fp16, near=bool(_near(facts, thresholds)))
     eighth = Fp8Fit()
@@ -366,7 +341,7 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THR
 
 
 def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
-    """FP16, BF16 or a wide format; why; and what is as good."""
+    """Returns FP16, BF16 or a wide format; why; and an equally good alternative."""
     target = facts.target
     wide: RunPrecision = "tf32" if target.tf32 else "fp32"
     kept = f" with {_listed(fp16.islands)} ({fp16.share:.1%} of the parameters) in fp32" if fp16.islands else ""
@@ -399,7 +374,6 @@ def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
 
 
 def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thresholds) -> str | None:
-    """Why fp16 does not fit, in a clause."""
     target, scale, share = facts.target, facts.scale, _share(facts, islands)
     if not target.fp16:
         return f"{target.name} has no native fp16"
@@ -422,7 +396,7 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thr
 
 
 def _near(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, float]:
-    """Largest magnitude of each module whose outputs, or products inside it, are near fp16's limit or beyond."""
+    """Returns the largest magnitude of each module whose outputs or inner products are near fp16's limit or beyond."""
     inside = {m.name: m.product_amax for m in facts.modules if m.product_amax is not None}
     largest = {
         name: max(facts.forward.get(name, 0.0), inside.get(name, 0.0)) for name in sorted(facts.forward.keys() | inside)
@@ -439,7 +413,7 @@ def _reach(amax: float, thresholds: Thresholds) -> str:
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:
-    """Of the parameters, those of the modules and of what is inside them: an island holds its children."""
+    """Returns the share of the parameters in these modules and their children."""
     total = sum(m.parameters for m in facts.modules)
     inside = tuple(f"{name}." for name in names)
     held = sum(m.parameters for m in facts.modules if m.name in names or m.name.startswith(inside))

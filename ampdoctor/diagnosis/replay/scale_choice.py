@@ -19,7 +19,7 @@ from ampdoctor.evidence.trace import Headroom
 
 
 def where_at(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:
-    """The address of a step or of a module."""
+    """Makes the address of a step or a module."""
     return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
 
 
@@ -34,7 +34,7 @@ def range_finding(
     evidence: Mapping[str, Any],
     prescription: Prescription | None = None,
 ) -> Finding:
-    """A finding at step 0 where it is not said where."""
+    """Makes a finding, by default at step 0."""
     return Finding(
         code=rule.code,
         name=rule.name,
@@ -47,9 +47,6 @@ def range_finding(
         help=rule.page.action,
         prescription=prescription,
     )
-
-
-# AMP302: activations do not fit fp16.
 
 
 FORWARD_HEADROOM = Threshold(
@@ -72,7 +69,7 @@ FORWARD_RANGE = register(
 
 
 def near_limit(thresholds: Thresholds) -> float:
-    """Magnitude from which activations are close to overflow in fp16 (AMP302)."""
+    """Returns the magnitude from which activations are close to overflow in fp16 (AMP302)."""
     near: float = FP16_MAX / 2.0 ** thresholds[FORWARD_HEADROOM]
     return near
 
@@ -80,13 +77,10 @@ def near_limit(thresholds: Thresholds) -> float:
 def forward_range(
     modules: Mapping[str, float], *, broken: str | None, step: int | None, prescription: Prescription | None
 ) -> Finding:
-    """AMP302.
+    """Makes the finding of AMP302.
 
-    Args:
-        modules: Largest magnitude by module, of those near or beyond the limit.
-        broken: What became non-finite in the fp16 replay; None where it stayed finite.
-        step: The step where it did.
-        prescription: The change.
+    `modules` has the largest magnitude by module, of those near or beyond the limit. `broken` became non-finite at
+    `step` of the fp16 replay; None where it stayed finite.
     """
     worst = max(modules, key=lambda name: (modules[name], name), default="")
     size = f"activations of {worst or 'the model'} reach {modules[worst]:.4g}" if modules else "a value of the forward"
@@ -104,9 +98,6 @@ def forward_range(
     )
 
 
-# AMP303: no single loss scale serves all modules.
-
-
 NO_COMMON_SCALE = register(
     "AMP303",
     "no-common-scale",
@@ -120,7 +111,7 @@ NO_COMMON_SCALE = register(
 def no_common_scale(
     modules: Sequence[str], share: float, scale: float, prescription: Prescription | None, thresholds: Thresholds
 ) -> Finding:
-    """AMP303: the modules that the best scale misses, and their share of the parameters."""
+    """Makes the finding of AMP303: modules that the best scale does not serve, and their share of the parameters."""
     return range_finding(
         NO_COMMON_SCALE,
         "warning" if share > thresholds[FP32_SHARE] else "note",
@@ -131,9 +122,6 @@ def no_common_scale(
         evidence={"modules": list(modules), "share": share, "loss_scale": scale},
         prescription=prescription,
     )
-
-
-# AMP405: the loss scale is above what the gradients allow.
 
 
 SCALE_TOO_HIGH = register(
@@ -151,16 +139,11 @@ def scale_too_high(
     prescription: Prescription | None,
     begun_again: int = 0,
 ) -> Finding:
-    """AMP405.
+    """Makes the finding of AMP405.
 
-    Args:
-        scale: The run's loss scale at that step.
-        wanted: The recommended one.
-        step: First step that is harmed, or the last that is skipped.
-        harmed: What became non-finite; None where steps are skipped to the end.
-        bound_by: The tensor that forbids more.
-        prescription: The change.
-        begun_again: How often the scale was back at its first value after a skip.
+    `wanted` is the recommended scale; `bound_by` is the tensor that limits it. `step` is the first harmed step, or the
+    last skipped one. `harmed` became non-finite; None where steps are skipped to the end. `begun_again` counts how
+    often the scale was back at its first value after a skip.
     """
     what = "the scaler still skips the last step"
     if begun_again:
@@ -180,9 +163,6 @@ def scale_too_high(
     return replace(found, help=f"Make the GradScaler once, before the epochs. {found.help}") if begun_again else found
 
 
-# AMP406: no loss scale of 1 or more works.
-
-
 SCALER_COLLAPSE = register(
     "AMP406", "scaler-collapse", "No loss scale of 1 or more works", worst="error", commands=REPLAYED
 )
@@ -191,14 +171,10 @@ SCALER_COLLAPSE = register(
 def no_valid_scale(
     fits: float, *, bound_by: str, stuck: bool, step: int | None, prescription: Prescription | None
 ) -> Finding:
-    """AMP406.
+    """Makes the finding of AMP406.
 
-    Args:
-        fits: The largest scale without an expected overflow, below 1.
-        bound_by: The tensor that forbids more.
-        stuck: With the run's own scaling no step is taken at the end, or none was until the scale was below 1.
-        step: The step that shows it.
-        prescription: The change.
+    `fits` is the largest scale without an expected overflow, below 1; `bound_by` is the tensor that limits it. `stuck`:
+    with the run's own scaling, no step is taken at the end, or none was until the scale was below 1.
     """
     return range_finding(
         SCALER_COLLAPSE,
@@ -209,9 +185,6 @@ def no_valid_scale(
         evidence={"largest_that_fits": fits, "bound_by": bound_by},
         prescription=prescription,
     )
-
-
-# AMP307: a layer's output grows towards the end of its format.
 
 
 HEADROOM_NEAR = Threshold(
@@ -251,11 +224,9 @@ fall, of 6 none, and fewer than 6 are never enough."""
 
 
 def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Finding | None:
-    """The finding for outputs that pass the end of their format soon, if they go on as they did (AMP307).
+    """Makes the finding for outputs that soon overflow their format, if their trend continues (AMP307).
 
-    Args:
-        seen: The largest output of each module near its format's end, of the steps without harm, in their order.
-        thresholds: How near, and how far ahead.
+    `seen` has the largest output of each module near its format's limit, for the steps without harm, in their order.
     """
     by_module: dict[tuple[str, str], list[Headroom]] = defaultdict(list)
     for one in seen:
@@ -300,7 +271,7 @@ def shrinking_headroom(seen: Iterable[Headroom], thresholds: Thresholds) -> Find
 
 
 def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> Course | None:
-    """Where an output is heading, if it grows steadily, surely and soon beyond its format."""
+    """Returns the trend of an output that grows steadily, significantly and soon beyond its format."""
     if rows[-1].binades > thresholds[HEADROOM_NEAR] or not _grows(rows):
         return None
     way = course([(row.step, row.amax) for row in rows], rows[-1].limit)
@@ -310,7 +281,7 @@ def _heading(rows: Sequence[Headroom], thresholds: Thresholds) -> Course | None:
 
 
 def _grows(rows: Sequence[Headroom]) -> bool:
-    """Mann and Kendall's test: more pairs of steps rise than chance makes."""
+    """Mann and Kendall's test: more pairs of steps rise than by chance."""
     n = len(rows)
     rising = sum((after.amax > before.amax) - (after.amax < before.amax) for before, after in combinations(rows, 2))
     return rising > _SIGNIFICANT * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)

@@ -1,4 +1,4 @@
-"""A loss scaler that a loop uses wrongly (AMP407), and what skipped steps mean."""
+"""AMP407: a loop that uses its loss scaler wrongly; and what skipped steps mean."""
 
 from __future__ import annotations
 
@@ -51,13 +51,7 @@ _ONE_EACH = "remove the second call: one update for each backward"
 
 @dataclass(frozen=True, slots=True)
 class HalfWeights:
-    """Trained parameters in float16.
-
-    Attributes:
-        count: How many there are.
-        first: The name of the first.
-        made: The user's line that has made them so; None where it was not seen.
-    """
+    """Trained parameters in float16; `made` is the user's line that cast them, where it was seen."""
 
     count: int
     first: str
@@ -67,13 +61,10 @@ class HalfWeights:
 def lost_scale_finding(
     lost: ScalerState, own: float | None, birth: Birth | None = None, cure: Prescription | None = None
 ) -> Finding:
-    """A checkpoint's settled loss scale that the run does not continue.
+    """Makes the finding for a checkpoint's settled loss scale that the run does not continue.
 
-    Args:
-        lost: The checkpoint's scaler.
-        own: The scale at which the run starts; None if it has no scaler.
-        birth: The overflow for which the run skips its steps; None where it does not.
-        cure: The run at the checkpoint's scale.
+    `own` is the scale at which the run starts (None: no scaler); `birth` is the overflow for which its steps are
+    skipped, if they are; `cure` is the run at the checkpoint's scale.
     """
     where = Where(step=0, phase="scaler", op="scaler_state") if birth is None else replace(birth.where, phase="scaler")
     skips = "" if birth is None else ", and every step is skipped"
@@ -92,11 +83,9 @@ def lost_scale_finding(
 
 
 def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
-    """Gradients that overflowed reached the weights, because the optimizer was stepped past its scaler.
+    """Makes the finding for overflowed gradients that reach the weights, because the optimizer steps past its scaler.
 
-    Args:
-        at: The overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
-        scale: The loss scale.
+    `at` is the overflow; or the step, where a replay through the scaler skips it, and takes it at a lower scale.
     """
     where = at if isinstance(at, Where) else replace(at.where, phase="optimizer", module="", op="optimizer.step")
     return Finding(
@@ -113,13 +102,7 @@ def unguarded_step_finding(at: Birth | Where, scale: float | None) -> Finding:
 
 
 def stepped_past_finding(step: int, source: Source | None, scale: float | None) -> Finding:
-    """An optimizer steps on gradients that a scaler has unscaled, and the scaler is not asked whether they overflowed.
-
-    Args:
-        step: The step.
-        source: The line that makes the call.
-        scale: The loss scale.
-    """
+    """Makes the finding for an optimizer that steps past the scaler on gradients that the scaler has unscaled."""
     advice = MISUSE_ADVICE["optimizer.step"]
     return Finding(
         code=SCALER_MISUSE.code,
@@ -138,13 +121,10 @@ def stepped_past_finding(step: int, source: Source | None, scale: float | None) 
 
 
 def stepped_again_finding(step: int, source: Source | None, *, held_back: bool, scaled: bool = True) -> Finding:
-    """An optimizer steps once more on gradients of which an update was made already, or left out by its scaler.
+    """Makes the finding for a second optimizer step on the same gradients.
 
-    Args:
-        step: The step.
-        source: The line that makes the second call.
-        held_back: The scaler had skipped the update.
-        scaled: A scaler is at work, whose skip the second call passes by: an error. Else a warning.
+    `held_back`: the scaler had skipped the update. `scaled`: a scaler is in use, and the second call ignores its skip,
+    which is an error; otherwise a warning.
     """
     advice = MISUSE_ADVICE["optimizer.step again"] if scaled else _ONE_EACH
     first, harm = "that scaler.step(optimizer) has used", "every update is made twice"
@@ -184,16 +164,10 @@ def refused_call_finding(
     halves: HalfWeights | None = None,
     past: bool = False,
 ) -> Finding:
-    """The GradScaler refused a call: other calls must come before it, or the gradients are in float16.
+    """Makes the finding for a call that GradScaler refuses: calls are missing, or the gradients are in float16.
 
-    Args:
-        step: The step.
-        method: The scaler's method.
-        raised: What it raised, type first.
-        source: The line that called it, the user's own where there is one.
-        advice: The change that the user has to write.
-        halves: The trained weights in float16, where they are the reason.
-        past: The step was made past the scaler, which is why it refuses; the line is that of the step.
+    `raised` is the exception, type first; `source` is the user's line where there is one; `halves` are the trained
+    float16 weights, if they are the reason. `past`: the scaler refuses because the step was made past it, at `source`.
     """
     op = "optimizer.step" if past else f"scaler.{method}"
     help_ = HELP["scaler_misuse"] if advice not in NOT_THE_ORDER else f"{advice[0].upper()}{advice[1:]}."
@@ -230,7 +204,7 @@ def refused_call_finding(
 
 
 def suspicious(events: Sequence[StepEvent]) -> bool:
-    """Gradients were used, changed or mixed while scaled: whether that did harm, a comparison says (`misuse`)."""
+    """Returns whether gradients were used, changed or mixed while scaled; `misuse` compares whether it did harm."""
     return any(
         event.misscaled or (event.scale not in (None, 1.0) and (_used_scaled(event) or _changed_scaled(event)))
         for event in events
@@ -238,13 +212,9 @@ def suspicious(events: Sequence[StepEvent]) -> bool:
 
 
 def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """The step's own calls break the scaler's protocol, and its gradients show it.
+    """Finds calls of the step that break the scaler's protocol, where its gradients show it.
 
     A gradient that is only rounded keeps its norm within the relative error.
-
-    Args:
-        comparison: Of one step.
-        thresholds: By which factor they show it (AMP407).
     """
     ratio = thresholds[MISUSE_RATIO]
     if 1 / ratio <= comparison.gradient_ratio <= ratio:
@@ -266,12 +236,7 @@ def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) 
 
 
 def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
-    """What else the calls of a misuse may mean: a reading is the right one only if a replay put right agrees with it.
-
-    Args:
-        comparison: Of one step.
-        first: What `misuse` says of it.
-    """
+    """Returns other explanations of a misuse; one is right only if a replay with it corrected agrees."""
     used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
     if first.where.op in _CLIPPINGS and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
         said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
@@ -283,14 +248,10 @@ def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...
 
 
 def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
-    """What may be wrong with the scale of a part of the gradients: each is true only if a replay put right agrees.
+    """Returns what may be wrong with the scale of a part of the gradients.
 
-    Gradients that are far from fp32's have other causes as well, and a step may scale a loss, or unscale a gradient, in
-    its own code: the calls alone do not tell.
-
-    Args:
-        comparison: Of one step.
-        thresholds: How far is far (AMP407).
+    Each is true only if a replay with it corrected agrees: gradients far from fp32's have other causes too, and a step
+    may scale a loss, or unscale a gradient, in its own code.
     """
     if comparison.gradient_error <= thresholds[MISUSE_ERROR]:
         return ()
@@ -326,14 +287,7 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_TH
 
 
 def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """No call shows it, and nothing else explains the gradients: a hook, or code that reads them, may be the cause.
-
-    It is where a replay put right agrees.
-
-    Args:
-        comparison: Of one step.
-        thresholds: How far from fp32's they have to be (AMP407).
-    """
+    """Suspects a hook, or code that reads gradients, if nothing else explains them; a corrected replay decides."""
     event = _first(comparison, _after_scaling)
     scaled = any(event.kind == "scale" for event in comparison.events)
     if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
@@ -369,7 +323,7 @@ def _used_scaled(event: StepEvent) -> bool:
 
 
 def _after_scaling(event: StepEvent) -> bool:
-    """Gradients are unscaled; a fused optimizer does that inside its step."""
+    """Whether gradients are unscaled; a fused optimizer does that inside its step."""
     return event.kind in ("unscale", "optimizer_step") and event.unscaled and event.scale not in (None, 1.0)
 
 
@@ -378,7 +332,7 @@ def _changed_scaled(event: StepEvent) -> bool:
 
 
 def _unscaled_twice(event: StepEvent, ratio: float) -> bool:
-    """Changed after unscaling, and too short by the scale itself: clipping shortens fp32's gradients as well."""
+    """Whether they changed after unscaling and are too short by the scale: clipping also shortens fp32's gradients."""
     return event.kind == "optimizer_step" and event.edited > 0 and _divided_twice(event.scale, ratio)
 
 
@@ -387,7 +341,7 @@ def _divided_twice(scale: float | None, ratio: float) -> bool:
 
 
 def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
-    """Scaled and plain gradients are mixed, and another optimizer stepped before this one did."""
+    """Whether scaled and plain gradients are mixed, and another optimizer stepped before."""
     earlier = comparison.events[: comparison.events.index(used)]
     stepped = any(event.kind == "optimizer_step" and event.optimizer != used.optimizer for event in earlier)
     return stepped and len(used.scales) > 1
@@ -397,20 +351,14 @@ def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEv
     return next((event for event in comparison.events if holds(event)), None)
 
 
-# Misuse of a scaler that its calls alone show: for a loop that runs once, where no comparison with fp32 can decide.
+# -- misuse that the calls alone show, for a loop that runs once without an fp32 comparison --
 #
-# A step may scale its losses and unscale its gradients in its own code, and is well then (`scaler_misuse` compares). It
-# needs the scale for that: what breaks the protocol without having asked for the scale is misuse.
+# A step may scale its losses and unscale its gradients in its own code (`misuse` compares). It needs the scale for
+# that: code that breaks the protocol and never read the scale is misuse.
 
 
 def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None) -> Finding | None:
-    """The finding for a call that uses, clips or mixes gradients while they are scaled; None where that is not certain.
-
-    Args:
-        events: The step's calls so far; the last one is judged.
-        step: The step.
-        source: The line of the loop that makes the call.
-    """
+    """Returns the finding where the last call certainly uses, clips or mixes gradients while they are scaled."""
     event = events[-1]
     if event.again and event.scale is not None:
         return stepped_again_finding(step, source, held_back=event.held_back)
@@ -473,7 +421,7 @@ def _finding(step: int, op: str, said: str, source: Source | None, evidence: dic
 
 
 def _shortened(event: StepEvent) -> float:
-    """By which factor clipping scaled gradients leaves them shorter than clipping unscaled ones to the same norm."""
+    """Returns the factor by which clipping to this norm shortens scaled gradients more than unscaled ones."""
     before, most = event.clipped or (0.0, 0.0)
     if not (math.isfinite(before) and event.scale and most > 0):
         return 1.0
@@ -481,17 +429,16 @@ def _shortened(event: StepEvent) -> float:
 
 
 _SAME = 1e-3
-"""Relative difference up to which a factor is the inverse of the scale: a world size or a count of micro-batches that
-is no power of two differs by far more, and float32 arithmetic by far less."""
-_LOW = 16.0
-"""Scales below are those of a run in which nothing is scaled, and are easily met by a world size."""
+"""Largest relative difference of a factor from the inverse of the scale. A world size or a count of micro-batches that
+is no power of two differs by far more, float32 arithmetic by far less."""
+_LOW = 16.0  # smaller scales belong to a run that scales nothing, and a world size may equal them
 _SAME_NORM, _OTHER_FACTOR = 1e-4, 1e-3
-"""Relative differences of two steps' norms, and of their factors. Norms that agree to 1e-4 although what the gradients
-were multiplied by differs ten times as much were made equal: by no factor that is a constant, or a count."""
+"""Relative differences of two steps' norms, and of their factors. Norms that agree to 1e-4 under factors that differ
+ten times as much were made equal: a constant or a count does not do that."""
 _OWN_BOUND, _SCALED_BOUND = 0.05, 1e-3
-"""Bounds, in units of the scale, below which they were not meant for scaled gradients. Norms are cut to 0.1 and more:
-what is below 0.05 after the division by the scale was meant without it. A loop that has asked for its scale may have
-multiplied a small bound by it: a thousandth is left to it."""
+"""Bounds, in units of the scale, that were not meant for scaled gradients. Norms are clipped to 0.1 and more: a bound
+below 0.05 after the division by the scale was meant without it. A loop that read its scale may have multiplied a small
+bound by it, so the limit is a thousandth there."""
 
 
 class Cuts:
@@ -501,7 +448,7 @@ class Cuts:
         self._steps: list[tuple[float, float, float]] = []  # factor, norm afterwards, scale
 
     def add(self, factor: float, norm: float, scale: float) -> tuple[float, ...]:
-        """Note one; returns the scales of those before that had another factor and came to the same norm."""
+        """Adds a step; returns the scales of earlier steps with another factor and the same norm."""
         same = tuple(
             at
             for other, there, at in self._steps
@@ -512,12 +459,7 @@ class Cuts:
 
 
 def misuse_by_hand(at: Handling, cuts: Cuts) -> Finding | None:
-    """The finding for a step whose numbers show that the loop's own code has mishandled the scale; None without one.
-
-    Args:
-        at: The step.
-        cuts: Of its optimizer; this step is added.
-    """
+    """Returns the finding where a step's numbers show that the loop mishandles the scale; adds the step to `cuts`."""
     if at.scale < _LOW:
         return None
     found = _scaled_twice(at) or _certainly_used_scaled(at) or _certainly_divided_twice(at) or _cut_scaled(at, cuts)
@@ -550,7 +492,7 @@ def _certainly_used_scaled(at: Handling) -> tuple[str, str] | None:
 
 
 def _certainly_divided_twice(at: Handling) -> tuple[str, str] | None:
-    if at.after is None or at.after.norm >= at.scale**-0.5:  # what is of usual length was not divided once too often
+    if at.after is None or at.after.norm >= at.scale**-0.5:  # a gradient of usual length was not divided twice
         return None
     if at.unscaled and _divisions(at) and at.scaled_again is None:
         said = f"the gradients are divided by {at.scale:g} twice: by the scaler and by the loop's own code"
@@ -578,12 +520,12 @@ def _cut_scaled(at: Handling, cuts: Cuts) -> tuple[str, str] | None:
 
 
 def _divisions(at: Handling) -> int:
-    """How often the loop's own code has divided by the scale."""
+    """Returns how often the loop's own code divided by the scale."""
     return sum(change is not None and _is_inverse(change, at.scale, at.clipped) for change in (at.before, at.after))
 
 
 def _is_inverse(change: Change, scale: float, clipped: float) -> bool:
-    """Whether gradients were divided by this, and perhaps clipped besides."""
+    """Returns whether gradients were divided by `scale`, with or without clipping."""
     factor = change.factor
     return factor is not None and any(abs(factor * scale / other - 1.0) <= _SAME for other in (1.0, clipped))
 
@@ -592,13 +534,13 @@ def _of(change: Change) -> dict[str, float | None]:
     return {"factor": change.factor, "bound": change.bound, "most": change.most, "norm": change.norm}
 
 
-# What a scaler that keeps skipping steps means, for a replay and for a loop that is watched.
+# -- skipped steps, in a replay and in a watched loop --
 
 
 PERSISTS = 4
-"""Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.
+"""Steps in a row, up to the end, that a scaler must skip to count as unable to settle, if it ever stepped.
 
-A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
+A scaler that has just doubled its scale skips one step; an overflow of 2^h takes h more.
 """
 NEVER_UPDATED = "scaler.update() is never called, so the scale never changes: call it once, after scaler.step."
 MADE_ANEW = (
@@ -613,17 +555,11 @@ MAKE_ONCE = (
 
 @dataclass(frozen=True, slots=True)
 class SkipVerdict:
-    """What steps mean that a scaler skipped in a row.
+    """What a run of skipped steps means."""
 
-    Attributes:
-        cause: Why they were skipped.
-        severity: A warning where the scale comes down to one that cures: a scaler at work, which should start lower.
-        advice: What to do first; "" where the cause's own help says it all.
-    """
-
-    cause: Cause
-    severity: Severity
-    advice: str = ""
+    cause: Cause  # why they were skipped
+    severity: Severity  # a warning where the scale falls to one that works: it should start lower
+    advice: str = ""  # what to do first; "" where the cause's own help suffices
 
 
 def verdict_on_skips(
@@ -636,32 +572,23 @@ def verdict_on_skips(
     hopeless: bool = False,
     begun_again: int = 0,
 ) -> SkipVerdict:
-    """Judge steps that were skipped for an overflow which a lower scale may cure.
+    """Judges steps that were skipped for an overflow which a lower scale may cure.
 
-    Args:
-        birth: The overflow; None where no op was seen to make it.
-        scales: The loss scale of each call of the scaler's `step`, in order.
-        steps: How many steps were skipped.
-        cures: A lower scale of at least 1 takes the overflow away.
-        updated: The scaler's `update` was called.
-        hopeless: fp32, without any scale, does not take it away either.
-        begun_again: How often the scale was higher after a skip: of another scaler, as an update only lowers it then.
+    `birth` is the overflow, where an op was seen to make it. `scales` holds the loss scale of each `scaler.step` call
+    in order, `steps` the number of skipped steps. `cures`: a lower scale of at least 1 removes the overflow. `updated`:
+    `scaler.update` was called. `hopeless`: fp32 without a scale does not remove it either. `begun_again` counts scales
+    that rose after a skip: an update only lowers them, so the scaler is another one.
     """
     cause: Cause = "grad_overflow" if cures else "scaler_collapse"
     if not cures and birth is not None and (hopeless or derivative_beyond(birth)):
-        cause = cause_of(birth)  # no scale works because nothing does, or because it is not the scale
+        cause = cause_of(birth)  # no scale works: nothing does, or the scale is not the cause
     comes_down = steps < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
     severity: Severity = "warning" if cures and comes_down and not begun_again else "error"
     return SkipVerdict(cause, severity, _advice(scales, updated=updated))
 
 
 def times_begun_again(outcomes: Sequence[StepOutcome], optimizers: Container[str]) -> int:
-    """Returns how often a loss scale is higher after a skip than in it: the scaler is a new one.
-
-    Args:
-        outcomes: Steps in a row.
-        optimizers: Those whose updates count.
-    """
+    """Returns how often a scale rises after a skip in updates of `optimizers`: then the scaler is a new one."""
     count = 0
     last: dict[str, float] = {}  # scale of the last update, where it was skipped
     for outcome in outcomes:
@@ -678,7 +605,7 @@ def times_begun_again(outcomes: Sequence[StepOutcome], optimizers: Container[str
 
 
 def _advice(scales: Sequence[float], *, updated: bool) -> str:
-    """An update lowers the scale after a skip: a scale that stays is that of scalers which have not skipped before."""
+    """Returns the advice; a scale that stays the same after a skip is that of a new scaler, which never skipped."""
     if len(scales) < 2:
         return ""
     if not updated:
@@ -687,5 +614,5 @@ def _advice(scales: Sequence[float], *, updated: bool) -> str:
 
 
 def scale_kills(birth: Birth, scale: float | None) -> bool:
-    """The loss scale is dead, and what it makes non-finite comes after the loss."""
+    """Returns whether the loss scale is dead and the non-finite values appear after the loss."""
     return scale is not None and is_dead(scale) and birth.where.phase not in ("forward", "loss", "data")

@@ -1,4 +1,4 @@
-"""A run's own loss scaler before its first step: dead, with wrong settings, or overwritten."""
+"""Rules on a run's own loss scaler before its first step: dead, with wrong settings, or overwritten."""
 
 from __future__ import annotations
 
@@ -28,13 +28,10 @@ from ampdoctor.evidence.run_facts import RefusedSetting, ResumedScaler
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
-    """A loss scale with which every step does harm, or is skipped where the scale is not finite.
+    """Makes the finding for a loss scale with which every step does harm, or is skipped where it is not finite.
 
-    Args:
-        scale: Before the step; one that came to that in the replay is a collapse, and no fault of what was saved.
-        dead_at: At and below this, 1/scale is not finite in fp32.
-        where: Where its reciprocal is taken, or the checkpoint.
-        cure: A fresh scaler.
+    At and below `dead_at`, 1/scale is not finite in fp32. If the replay itself led to the scale, that is a collapse,
+    and the saved state is not at fault. `cure` is a fresh scaler.
     """
     return Finding(
         code=DEAD_SCALER.code,
@@ -51,13 +48,7 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
 
 
 def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) -> Finding:
-    """A checkpoint's loss scale with which every step would do harm, and which the replay does not continue.
-
-    Args:
-        saved: The checkpoint's.
-        own: The scale at which the replay starts; None if it has no scaler.
-        dead_at: At and below this, 1/scale is not finite in fp32.
-    """
+    """Makes the finding for a checkpoint's dead loss scale that the replay does not continue; `own` is the replay's."""
     return Finding(
         code=DEAD_SCALER.code,
         name=DEAD_SCALER.name,
@@ -72,12 +63,7 @@ def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) ->
 
 
 def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Finding:
-    """A checkpoint's loss scale that has fallen below 1, and that the run neither continues nor needs.
-
-    Args:
-        lost: The checkpoint's scaler.
-        own: The scale at which the run starts, and takes steps; None if it has no scaler.
-    """
+    """Makes the finding for a checkpoint's loss scale below 1 that the run, which steps at `own`, does not need."""
     return Finding(
         code=COLLAPSED.code,
         name=COLLAPSED.name,
@@ -93,13 +79,10 @@ def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Findi
 
 
 def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severity: Severity) -> Finding:
-    """A checkpoint's loss scale that has fallen below 1, where the run's own scaler starts higher.
+    """Makes the finding for a checkpoint's loss scale below 1, where the run's own scaler starts at `own`, higher.
 
-    Args:
-        saved: The checkpoint's, with which the replay goes on.
-        own: The scale at which the factory's scaler starts.
-        cure: A fresh scaler.
-        severity: That of a scan of the same checkpoint (`collapse_severity`).
+    The replay continues with the checkpoint's. `severity` is that of a scan of the same checkpoint
+    (`collapse_severity`).
     """
     return Finding(
         code=COLLAPSED.code,
@@ -117,13 +100,7 @@ def collapsed_scale_finding(saved: float, own: float, cure: Prescription, severi
 
 
 def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
-    """The scale before the first step, or one that the scaler reaches, has no finite inverse in fp32.
-
-    Args:
-        scale: Before the first step.
-        prescription: The change.
-        reached: That scale is sound; the scaler's settings take it to one that is not.
-    """
+    """Makes the finding for a first loss scale, or with `reached` a later one, without a finite inverse in fp32."""
     falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
     return Finding(
         code=DEAD_SCALER.code,
@@ -139,16 +116,11 @@ def unusable_scale_finding(scale: float, prescription: Prescription | None, *, r
     )
 
 
-# The settings of a run's own scaler: AMP401, AMP403 and AMP404, as of a checkpoint's.
+# -- the run's own settings: AMP401, AMP403 and AMP404, as for a checkpoint's --
 
 
 def run_scaler_findings(scaler: ScalerState, refused: Sequence[RefusedSetting] = ()) -> Iterator[Finding]:
-    """Everything that is wrong with the scaler with which a replay starts.
-
-    Args:
-        scaler: Its state before step 0.
-        refused: Settings that torch refuses, in whose place `scaler` has others.
-    """
+    """Yields everything that is wrong with the scaler before step 0; it has other values for `refused` settings."""
     if scaler.dead:
         message = f"the run's loss scale is {dead_words(scaler.scale)}"
         cure = fresh_scaler("Make the scaler with GradScaler's own defaults.")
@@ -194,7 +166,7 @@ def _with(better: Mapping[str, float], *, replayed: bool) -> Prescription:
 
 
 def plain(value: float) -> str:
-    """A setting for a sentence."""
+    """Formats a setting."""
     return str(value) if isinstance(value, int) else f"{value:.10g}"
 
 
@@ -207,7 +179,7 @@ def run_scaler_finding(
     cause: str | None = None,
     prescription: Prescription | None = None,
 ) -> Finding:
-    """A finding about the scaler with which a replay starts."""
+    """Makes a finding about the scaler with which a replay starts."""
     return Finding(
         code=rule.code,
         name=rule.name,
@@ -221,9 +193,6 @@ def run_scaler_finding(
     )
 
 
-# AMP411: loading the scaler's state overwrites the run's own settings.
-
-
 SETTINGS_OVERWRITTEN = register(
     "AMP411",
     "settings-overwritten",
@@ -233,16 +202,16 @@ SETTINGS_OVERWRITTEN = register(
 )
 
 LOADED = ("growth_factor", "backoff_factor", "growth_interval")
-"""Settings that `load_state_dict` replaces together with the scale and the count of clean steps (torch's GradScaler);
-the scale is state, and meant to be replaced."""
+"""Settings that `load_state_dict` replaces together with the scale and the count of clean steps (torch's GradScaler).
+The scale is state, and is meant to be replaced."""
 
 
 def overwritten_finding(scalers: ResumedScaler) -> Finding | None:
-    """Settings of the run that are lost when it loads the checkpoint's scaler state (AMP411).
+    """Makes the finding for settings of the run that are lost when it loads the checkpoint's scaler state (AMP411).
 
-    A warning where the replay's loading replaced what the run asks for. A note where the run handed over a scaler that
-    the replay leaves as it is, but which differs from GradScaler's defaults and from the checkpoint: a resumed run that
-    loads the state loses that.
+    It is a warning where loading in the replay replaced them. It is a note where the replay keeps the run's scaler,
+    which differs from GradScaler's defaults and from the checkpoint: a resumed run that loads the state loses these
+    settings.
     """
     lost: dict[str, dict[str, float]] = {}
     kept = True

@@ -1,4 +1,4 @@
-"""Rules on an optimizer's updates beside fp32's: lost, frozen, stuck, or of another length."""
+"""Rules on an optimizer's updates compared with fp32's: lost, frozen, stuck, or of another length."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ OPTIMIZER_PRECISION = register(
     thresholds=(STALLED,),
 )
 
-LOST_SHARE = 0.5
-"""Share of the update that may be lost before something is advised."""
+LOST_SHARE = 0.5  # lost share of the update from which something is advised
 ROUNDS_TO_NEAREST = "torch.optim."
-"""Classes from here add an update to a bf16 weight and round to nearest. Others may round stochastically or keep what
-is lost (Kahan), which an fp32 pass cannot see."""
+"""Optimizers from here round the update of a bf16 weight to nearest. Others may round stochastically or keep what is
+lost (Kahan), which an fp32 pass cannot see."""
 REMEDIES = (
     "keep fp32 weights and let autocast compute in half, or give the optimizer fp32 master weights: no update is lost",
     "else an optimizer that rounds stochastically, or keeps what rounding loses (Kahan summation)",
@@ -51,9 +50,7 @@ REMEDIES = (
 class Stagnation:
     """Modules whose updates are lost in their tensors' format.
 
-    Attributes:
-        module: The module that holds them all; the worst of them where only the root does.
-        updates: Their numbers.
+    `module` holds them all; where only the root does, it is the worst of them.
     """
 
     module: str
@@ -61,20 +58,16 @@ class Stagnation:
 
 
 def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Stagnation | None:
-    """Returns what does not move though it does in fp32; None where enough of it does.
-
-    Args:
-        comparison: Of one step.
-        thresholds: Which share has to stand still (AMP501).
-    """
+    """Returns the modules of one step that stand still although fp32 moves them; None where enough of them move."""
     return stagnation_of(comparison.updates, thresholds)
 
 
 def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
-    """The same of a step's updates alone.
+    """Returns the same for the updates of one step.
 
-    Over all trained half tensors together, as a key bias whose true gradient is 0 stalls in every healthy run. What no
-    optimizer holds is judged over several steps (AMP508): a running mean that has settled stands still in most of them.
+    It judges all trained half tensors together, because a key bias whose true gradient is 0 stalls in every healthy
+    run. Tensors that no optimizer holds are judged over several steps (AMP508): a running mean that has settled stands
+    still in most of them.
     """
     share = thresholds[STALLED]
     group = [u for u in updates if u.trained and u.moved]
@@ -88,26 +81,18 @@ def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> St
 
 
 def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters that stand still in a step and move in fp32.
-
-    Args:
-        step: The step.
-    """
+    """Returns the parameters that stand still in a step although fp32 moves them."""
     return tuple(p for p in step.parameters if p.meant_to_move and not p.moved)
 
 
 def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
-    """Are updates of half a unit in the last place or less why they stand still? Else the update itself is zero.
-
-    Args:
-        parameters: Those that stand still.
-    """
+    """Returns whether most stand still due to rounding (at most half a unit in the last place), not a zero update."""
     given = [p for p in parameters if p.gradient]  # a clip factor of 0 leaves no gradient to round away
     return sum(p.beneath for p in given) > LOST_SHARE * sum(p.meant_to_move for p in parameters)
 
 
 def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
-    """The finding for modules that stagnate."""
+    """Makes the finding for modules that stagnate."""
     moved = sum(u.moved for u in stagnation.updates)
     stalled = sum(u.stalled for u in stagnation.updates)
     return Finding(
@@ -132,7 +117,7 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
 
 
 def _holder(updates: tuple[ModuleUpdate, ...]) -> str:
-    """The innermost module that holds all of them; the one with the most lost elements where that is only the root."""
+    """Returns the innermost module that holds all; if that is the root, the module with the most lost elements."""
     paths = [update.module.split(".") for update in updates]
     common: list[str] = []
     for parts in zip(*paths, strict=False):
@@ -155,7 +140,7 @@ class AllUpdates:
 
 
 def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
-    """What bf16 weights would lose of a run's updates; None where nothing moves or nothing was looked at."""
+    """Returns what bf16 weights would lose of a run's updates; None where nothing moves or nothing was examined."""
     moved = sum(u.elements * u.updated for u in updates)
     size = math.fsum(u.size**2 for u in updates)
     if not moved or not size:
@@ -169,12 +154,7 @@ def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
 
 
 def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """AMP501 for a run whose weights are bf16 throughout (no autocast, no fp32 masters), from a pass in fp32.
-
-    Args:
-        updates: Of the parameters. Where an optimizer that is not torch's own stepped one, nothing is said.
-        thresholds: Which share has to stand still (AMP501).
-    """
+    """Judges AMP501 for bf16 weights (no autocast, no masters) from an fp32 pass; only for torch's own optimizers."""
     if not all(u.optimizer.startswith(ROUNDS_TO_NEAREST) for u in updates):
         return None
     modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)
@@ -205,7 +185,7 @@ def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds =
 
 
 def update_remedies(updates: Sequence[UpdateFacts]) -> Iterator[str]:
-    """For a run in pure bf16: what to do about lost updates; nothing where few are lost."""
+    """Yields what to do about lost updates in pure bf16; nothing where few are lost."""
     together = all_updates(updates)
     if together is not None and together.lost > LOST_SHARE:
         yield f"{_said(together)}: {REMEDIES[0]}"
@@ -213,7 +193,7 @@ def update_remedies(updates: Sequence[UpdateFacts]) -> Iterator[str]:
 
 
 def update_notes(together: AllUpdates | None) -> Iterator[str]:
-    """For a run that may become one in bf16: why its weights stay in fp32."""
+    """Yields why the weights should stay in fp32, for a run that may become a bf16 run."""
     if together is not None and together.lost > LOST_SHARE:
         yield f"keep the weights in fp32 (autocast): in bf16 {_said(together)}"
 
@@ -238,18 +218,15 @@ def _module_update(module: str, parts: Sequence[UpdateFacts]) -> ModuleUpdate:
     )
 
 
-# Which tensors a rule is about, over the compared steps; and how a finding names them.
+# -- tensors over the compared steps --
 
 
-SHOWN = 3
-"""Steps in a row, up to the last one that was compared, in which something has to be so."""
+SHOWN = 3  # steps in a row, up to the last compared one, in which something must hold
 STRAIGHT = 0.75
-"""Share of what fp32's moves of a tensor would add up to if none went back: steps of a mean at rest go to and fro and
-leave 0.58 of it after three, 1 / sqrt(n) in the long run. Measured where something stands still: 0.79 to 1."""
-COINS = 5
-"""Signs beside the first that have to be the same where only few elements say so: a coin does that once in 32."""
-NAMED = 16
-"""Tensors that the evidence names."""
+"""Least |sum of fp32's moves| / sum of |moves| of a tensor. The steps of a mean at rest go to and fro: 0.58 after three
+steps, 1 / sqrt(n) in the long run. Measured where something stands still: 0.79 to 1."""
+COINS = 5  # signs after the first that must be equal where only few elements are seen: by chance once in 32
+NAMED = 16  # tensors that the evidence names
 Beside = TypeVar("Beside", ParameterBeside, StateBeside)
 
 
@@ -259,15 +236,10 @@ def lasting(
     shows: Callable[[Sequence[Beside]], bool] = lambda _: True,
     least: int = SHOWN,
 ) -> tuple[int, Mapping[str, tuple[Beside, ...]]]:
-    """Returns since when something holds of tensors in each step, as an index, and what these are in each of them.
+    """Returns the first step (index) since which `holds` is true of tensors, and each tensor's values since.
 
-    Only those for which it begins first: they share a cause, and what begins later may follow from it.
-
-    Args:
-        steps: What was seen of tensors, step by step.
-        holds: What is asked of a tensor in a step.
-        shows: What is asked of it in all of them together.
-        least: In how many steps.
+    Only the tensors for which it begins first: they share a cause, and later ones may follow from it. `shows` must be
+    true of a tensor's values in all these steps, and there must be at least `least` of them.
     """
     runs: dict[str, list[Beside]] = {beside.name: [] for beside in steps[-1]} if steps else {}
     going = set(runs)
@@ -282,11 +254,9 @@ def lasting(
 
 
 def goes_one_way(run: Sequence[Beside], coins: int = 0) -> bool:
-    """Do fp32's moves of a tensor that stays add up, rather than go to and fro?
+    """Returns whether the fp32 moves of a tensor that stands still add up, rather than cancel.
 
-    Args:
-        run: The tensor in several steps.
-        coins: So many signs beside the first have to be the same, for what may be at rest.
+    Tensors that may be at rest need `coins` equal signs after the first.
     """
     elements = zip(*(beside.course for beside in run), strict=True)
     moving = [of for of in elements if any(of)]
@@ -299,27 +269,17 @@ def goes_one_way(run: Sequence[Beside], coins: int = 0) -> bool:
 
 
 def named(names: Sequence[str], module: str) -> str:
-    """The tensors in words.
-
-    Args:
-        names: Their names.
-        module: What holds them all.
-    """
+    """Formats the tensors; `module` holds them all."""
     return names[0] if len(names) == 1 else f"{len(names)} tensors of {module or 'the run'} ({names[0]}, ...)"
 
 
 def within(run: Sequence[Comparison], since: int) -> str:
-    """In which steps, in words.
-
-    Args:
-        run: The compared steps.
-        since: Index of the first.
-    """
+    """Formats the range of steps; `since` is the index of the first."""
     steps = len(run) - since
     return f"in all {steps} steps that were compared" if not since else f"in the last {steps} of {len(run)} steps"
 
 
-# AMP506: parameters stand still over all compared steps, and in fp32 they move; the total does not show them.
+# AMP506: the model's total does not show these parameters.
 
 
 FROZEN_SHARE = Threshold(
@@ -340,21 +300,17 @@ FROZEN_PARAMETERS = register(
     thresholds=(FROZEN_SHARE,),
 )
 
-FROZEN_NOTED = 1e-3
-"""Share of the squared gradient below which nothing is said of tensors of several elements."""
+FROZEN_NOTED = 1e-3  # share of the squared gradient below which tensors of several elements are not reported
 FROZEN_ALONE = 1e-6
-"""The same of a tensor of one element, a temperature or a logit scale: no other moves in its place. A gradient of a
-thousandth of the run's, as for a step that has converged."""
+"""The same for a tensor of one element, as a temperature or a logit scale: no other moves in its place. This is a
+gradient of a thousandth of the run's, as for a step that has converged."""
 
 
 def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters that stand still in each of the steps, as they are in the first of them.
+    """Returns the parameters that stand still in each step, with their values in the first.
 
-    They get a gradient, and fp32 moves them one way, by less than half a unit in the last place: more would be another
-    cause. Those of several elements only where they are all worth a word.
-
-    Args:
-        compared: The steps.
+    They get a gradient, and fp32 moves them one way by less than half a unit in the last place: a larger move has
+    another cause. Those of several elements only if their joint share is relevant.
     """
     since, runs = lasting([step.parameters for step in compared], _stands_still, goes_one_way)
     if since:
@@ -370,25 +326,14 @@ def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
 def severity_of_frozen(
     compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], thresholds: Thresholds
 ) -> Severity:
-    """Error where one is a number of its own or their share is large, else a note.
-
-    Args:
-        compared: The steps.
-        parameters: Those that stand still.
-        thresholds: Which share is large (AMP506).
-    """
+    """Returns "error" where one has a single element or their share is large, else "note"."""
     own = any(p.looked_at == 1 for p in parameters)
     large = share_of(compared, [p.name for p in parameters]) >= thresholds[FROZEN_SHARE]
     return "error" if own or large else "note"
 
 
 def share_of(compared: Sequence[Comparison], names: Sequence[str]) -> float:
-    """Returns the share of the squared gradient in fp32, over all steps, that is of these parameters.
-
-    Args:
-        compared: The steps.
-        names: Of the parameters.
-    """
+    """Returns the share of the squared fp32 gradient, over all steps, of these parameters."""
     own = set(names)
     whole = math.fsum(p.expected**2 for step in compared for p in step.parameters)
     return math.fsum(p.expected**2 for step in compared for p in step.parameters if p.name in own) / (whole or 1.0)
@@ -397,14 +342,7 @@ def share_of(compared: Sequence[Comparison], names: Sequence[str]) -> float:
 def frozen_finding(
     compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], severity: Severity, op: str
 ) -> Finding:
-    """The finding for parameters that stand still: one, as they share a cause.
-
-    Args:
-        compared: The steps that it rests on.
-        parameters: As they are in the first of them.
-        severity: How bad it is.
-        op: What writes them.
-    """
+    """Makes one finding for parameters that stand still, as they share a cause; `op` writes them."""
     names = [p.name for p in parameters]
     module = common_module(names)
     stand = "stands" if len(names) == 1 else "stand"
@@ -437,11 +375,8 @@ def frozen_finding(
 
 
 def _stands_still(p: ParameterBeside) -> bool:
-    """A gradient arrives, fp32 moves the parameter, nothing moves here; the move rounds away."""
+    """Whether a parameter with a gradient moves in fp32, but not here, where the update rounds away."""
     return p.gradient > 0 and p.meant_to_move > 0 and not p.moved and 2 * p.beneath > p.meant_to_move
-
-
-# AMP508: a buffer, an average or a step counter stands still, and in fp32 it moves.
 
 
 STUCK_STATE = register(
@@ -453,28 +388,21 @@ STUCK_STATE = register(
 )
 
 COUNTER_ENDS = {"float16": 2048.0, "bfloat16": 256.0}
-"""From here on a number of this format plus 1 is the number."""
+"""From this value on, adding 1 to a number of this format does not change it."""
 _OPTIMIZER = "optimizer:"
 
 
 def stuck(compared: Sequence[Comparison]) -> tuple[int, tuple[StateBeside, ...]]:
-    """Returns since which of the steps states stand still, as an index, and each as it is in the first of them.
+    """Returns the first step (index) from which states stand still that fp32 moves one way, and their values in it.
 
-    fp32 moves them one way. Of an optimizer's state only what counts: a moment may be at rest.
-
-    Args:
-        compared: The steps.
+    Of an optimizer's state, only counters are judged: a moment may be at rest.
     """
     since, runs = lasting([step.states for step in compared], lambda state: not state.moved, _is_stuck)
     return since, tuple(run[0] for run in runs.values())
 
 
 def counting(compared: Sequence[Comparison]) -> tuple[StateBeside, ...]:
-    """Returns the counters that go up by one here and in fp32, and will stand still; as they are in the last step.
-
-    Args:
-        compared: The steps.
-    """
+    """Returns the counters that go up by one here and in fp32, and will stand still; with their last values."""
     _, runs = lasting([step.states for step in compared], lambda state: bool(state.moved), _by_one)
     return tuple(run[-1] for run in runs.values())
 
@@ -493,24 +421,13 @@ def _by_one(run: Sequence[StateBeside]) -> bool:
 
 
 def owner_of(name: str) -> str:
-    """Returns the module that a state belongs to; of an optimizer's that of the parameter.
-
-    Args:
-        name: Of the state.
-    """
+    """Returns the module of a state; for an optimizer's state that of the parameter."""
     path = name.removeprefix(_OPTIMIZER)
     return path.rpartition(".")[0].rpartition(".")[0] if name.startswith(_OPTIMIZER) else path.rpartition(".")[0]
 
 
 def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[StateBeside], where: Where) -> Finding:
-    """The finding for states that stand still: one, as they share a cause.
-
-    Args:
-        compared: All compared steps.
-        since: Index of the first in which they do.
-        states: As they are in it.
-        where: What writes them.
-    """
+    """Makes one finding for states that stand still from step `since` (index) on, as they share a cause."""
     names, step = [state.name for state in states], compared[since].step
     inside = [owner_of(state.name) for state in states if state.kind != "own"]
     module, common = (inside[0] if inside else ""), common_module([f"{path}." for path in inside])
@@ -536,12 +453,7 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
 
 
 def counting_finding(compared: Sequence[Comparison], states: Sequence[StateBeside]) -> Finding:
-    """The note for counters that will stand still: a projection.
-
-    Args:
-        compared: All compared steps.
-        states: The counters, as they are in the last step.
-    """
+    """Makes the note for counters that will stand still; `states` are their last values."""
     names = [state.name for state in states]
     most = max(states, key=lambda state: state.value / COUNTER_ENDS[state.dtype])
     end, last = COUNTER_ENDS[most.dtype], compared[-1].step
@@ -564,9 +476,6 @@ def counting_finding(compared: Sequence[Comparison], states: Sequence[StateBesid
     )
 
 
-# AMP507: the update of single tensors is far from fp32's, though their gradients are right.
-
-
 WRONG_RATIO = Threshold(
     code="AMP507",
     name="ratio",
@@ -586,34 +495,22 @@ WRONG_STEP = register(
     thresholds=(WRONG_RATIO,),
 )
 
-ROUNDED = 4.0
-"""Norms that differ by less than this many roundings of the weight are the weight's own rounding."""
-RIGHT_GRADIENT = 0.5
-"""Relative error of a gradient up to which it is not the cause."""
+ROUNDED = 4.0  # norms that differ by fewer roundings of the weight differ by its own rounding
+RIGHT_GRADIENT = 0.5  # relative error up to which a gradient is not the cause
 
 Far = tuple[ParameterBeside, ...]
 
 
 def far_from(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[int, tuple[Far, ...]]:
-    """Returns since which of the steps updates are wrong, as an index, and each parameter as it is in them.
-
-    Args:
-        compared: The steps.
-        thresholds: How far is far (AMP507).
-    """
+    """Returns the first step (index) from which updates are wrong, and each parameter's values since."""
     ratio = thresholds[WRONG_RATIO]
-    least = max(1, min(SHOWN, len(compared)))  # of a right gradient one wrong step is enough, if there is only one
+    least = max(1, min(SHOWN, len(compared)))  # with a correct gradient, one wrong step is enough, if there is only one
     since, runs = lasting([step.parameters for step in compared], lambda p: is_far(p, ratio), least=least)
     return since, tuple(runs.values())
 
 
 def is_far(parameter: ParameterBeside, ratio: float) -> bool:
-    """Is an update of a right gradient too long or too short, above rounding?
-
-    Args:
-        parameter: It, in one step.
-        ratio: By which factor.
-    """
+    """Returns whether an update is too long or too short, beyond rounding, although its gradient is correct."""
     p = parameter
     if not p.moved or not p.expected_update or p.error > RIGHT_GRADIENT * p.expected:
         return False
@@ -622,11 +519,7 @@ def is_far(parameter: ParameterBeside, ratio: float) -> bool:
 
 
 def made_zero(compared: Sequence[Comparison]) -> tuple[int, Far]:
-    """Returns the first step in which parameters with a right gradient stand still, and not for rounding; and these.
-
-    Args:
-        compared: The steps.
-    """
+    """Returns the first step (index) in which parameters with a correct gradient get a zero update; and these."""
     for at, step in enumerate(compared):
         still = tuple(p for p in step.parameters if _is_zero(p))
         if still:
@@ -640,14 +533,7 @@ def _is_zero(p: ParameterBeside) -> bool:
 
 
 def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequence[Far], op: str) -> Finding:
-    """The finding for updates that are wrong: one, as they share a cause.
-
-    Args:
-        compared: All compared steps.
-        since: Index of the first in which they are.
-        found: The parameters, each as it is in these steps.
-        op: The first op of the optimizer that writes something else than in fp32.
-    """
+    """Makes one finding for wrong updates from step `since` (index) on; `op` is the first that differs from fp32's."""
     names = [run[0].name for run in found]
     module = common_module(names)
     ratios = [p.update / p.expected_update for run in found for p in run]

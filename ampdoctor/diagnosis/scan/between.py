@@ -18,7 +18,7 @@ from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 
 def weights_of(change: CheckpointChange) -> list[TensorChange]:
-    """The weights that have an element."""
+    """Returns the weights that have an element."""
     return [t for t in change.tensors if t.role == "weight" and t.elements]
 
 
@@ -33,7 +33,7 @@ def change_finding(  # noqa: PLR0917 - the parts of a finding, in the order in w
     *,
     cause: str | None = None,
 ) -> Finding:
-    """A finding about all of those `among` which `tensor` is the one to show."""
+    """Makes a finding about `tensor`, which represents those `among`."""
     return Finding(
         code=rule.code,
         name=rule.name,
@@ -58,7 +58,7 @@ def _place(tensor: TensorChange) -> Where:
 
 
 def row_of(tensor: TensorChange) -> dict[str, Any]:
-    """What became of it, as JSON values."""
+    """Returns a tensor's change as JSON values."""
     row: dict[str, Any] = {
         "tensor": tensor.address,
         "dtype": tensor.dtype,
@@ -71,48 +71,39 @@ def row_of(tensor: TensorChange) -> dict[str, Any]:
 
 
 def elements_of(tensors: Sequence[TensorChange]) -> int:
-    """Of all together."""
+    """Returns the elements of all tensors together."""
     return sum(t.elements for t in tensors)
 
 
-# When a figure that grows by a constant factor meets a limit, judged by how it has grown so far.
+# -- extrapolation: when a figure that grows by a constant factor reaches a limit --
 
 
 STEADY = 0.75
-"""Least ratio of the later to the earlier rate, in binades a step, of what grows by a constant factor. That has a ratio
-of 1; what grows as any power of the step has at most log2(3/2) / log2(2) = 0.585 over equal times from its first."""
+"""Least ratio of the later to the earlier rate of log2. Growth by a constant factor has a ratio of 1. Growth as any
+power of the step has at most log2(3/2) / log2(2) = 0.585 over equal times from its first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Where a figure is heading.
+    """The trend of a figure."""
 
-    Attributes:
-        rate: Binades a step.
-        meets: Step at which it meets the limit at that rate.
-        since: First step of the course.
-        until: Last step seen.
-    """
-
-    rate: float
-    meets: float
-    since: int
-    until: int
+    rate: float  # log2 per step
+    meets: float  # step at which it meets the limit at that rate
+    since: int  # first step
+    until: int  # last step seen
 
     @property
     def soon(self) -> bool:
-        """Whether that is within as many steps as were seen."""
+        """Whether it meets the limit within as many steps as were seen."""
         return self.meets - self.until <= self.until - self.since
 
 
 def course(points: Sequence[tuple[int, float]], limit: float) -> Course | None:
-    """How a steady growth goes on; None where there is none, or it slows down, or the limit has been met.
+    """Extrapolates a steady growth; None where there is none, it slows down, or the limit is reached.
 
-    The rate is the least-squares slope of log2 over the steps, or that of the later half where it is the smaller one.
-
-    Args:
-        points: (step, positive finite value), ascending; at least two, and three to see a growth slow down.
-        limit: Positive; where the values fall, the one below them.
+    The rate is the least-squares slope of log2 over the steps, or that of the later half if smaller. `points` are
+    (step, positive finite value), ascending: at least two, and three to see a growth slow down. `limit` is positive,
+    and below the values if they fall.
     """
     if len(points) < 2 or points[0][0] == points[-1][0]:
         return None
@@ -130,7 +121,6 @@ def course(points: Sequence[tuple[int, float]], limit: float) -> Course | None:
 
 
 def _halves(line: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Rates of the first and of the second half of the time."""
     (start, first), (end, last) = line[0], line[-1]
     middle = (start + end) / 2
     at = last
@@ -146,9 +136,6 @@ def _slope(line: Sequence[tuple[int, float]]) -> float:
     mean, level = sum(steps) / len(line), sum(value for _, value in line) / len(line)
     spread = sum((step - mean) ** 2 for step in steps)
     return sum((step - mean) * (value - level) for step, (_, value) in zip(steps, line, strict=True)) / spread
-
-
-# AMP712: 16-bit weights stand still because updates are rounded away.
 
 
 STILL = Threshold(
@@ -187,7 +174,7 @@ _HALF = frozenset({"float16", "bfloat16"})
 
 
 def stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
-    """Whether a weight's updates are lost to rounding in its 16-bit format."""
+    """Returns whether a weight's updates are lost to rounding in its 16-bit format."""
     reach, still = tensor.reach, thresholds[STILL]
     return (
         tensor.pure_half
@@ -234,7 +221,7 @@ def _stagnant_weights(change: CheckpointChange, thresholds: Thresholds) -> Itera
 
 @STAGNANT_WEIGHTS.judges(CheckpointChange)
 def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
-    """Files without optimizer state: what stands still may be frozen, or copied from fp32 weights that move."""
+    """Judges files without optimizer state: unchanged weights may be frozen, or copies of fp32 weights that move."""
     matrices = [t for t in weights_of(change) if t.dtype in _HALF and t.old_dtype == t.dtype and len(t.shape) >= 2]
     partly = [t for t in matrices if thresholds[STILL] * t.elements <= t.unchanged < t.elements]
     if any(t.moments for t in change.tensors) or not partly:
@@ -251,9 +238,6 @@ def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Itera
     )
     evidence = {"steps": change.steps, "tensors": len(partly), "listed": [row_of(t) for t in partly[:MAX_LISTED]]}
     yield change_finding(STAGNANT_WEIGHTS, "note", worst, message, evidence, change, partly)
-
-
-# AMP713: trained weights did not change at all.
 
 
 IDLE_WOULD_MOVE = Threshold(
@@ -295,9 +279,6 @@ def _unmoved_weights(change: CheckpointChange, thresholds: Thresholds) -> Iterat
         return
     evidence = {"steps": change.steps, "tensors": len(idle or same), "listed": [row_of(t) for t in idle[:MAX_LISTED]]}
     yield change_finding(UNMOVED_WEIGHTS, "warning" if idle else "note", worst, message, evidence, change, idle or same)
-
-
-# AMP714: the two checkpoints do not hold the same tensors.
 
 
 CHANGED_STRUCTURE = register(
@@ -343,9 +324,6 @@ def _named(tensor: TensorChange) -> bool:
     return tensor.role in {"weight", "buffer", "ema"}
 
 
-# AMP710: a weight or buffer grows towards fp16's limit.
-
-
 BEYOND_START = Threshold(
     code="AMP710",
     name="start",
@@ -365,17 +343,14 @@ GROWING_RANGE = register(
     thresholds=(BEYOND_START,),
 )
 
-LEAST_POINTS = 3
-"""Checkpoints that it takes to see whether a growth slows down."""
+LEAST_POINTS = 3  # fewer checkpoints do not show whether a growth slows down
 
 
 def _growing_finding(rows: Sequence[tuple[str, Largest, float, Course]], step: int | None, unit: str) -> Finding:
-    """The finding for tensors that grow towards fp16's limit.
+    """Makes the finding for tensors that grow towards fp16's limit.
 
-    Args:
-        rows: Address, latest magnitude, the magnitude at the course's beginning, and the course; at least one.
-        step: Step of the latest checkpoint.
-        unit: What steps count.
+    `rows` has at least one row: address, latest magnitude, magnitude at the beginning, trend. `unit` is the unit of
+    steps.
     """
     address, largest, before, heading = min(rows, key=lambda row: (row[3].meets, row[0]))
     severity: Severity = "warning" if any(now.cast_by_autocast for _, now, _, _ in rows) else "note"
@@ -436,7 +411,7 @@ def _growing_over_time(trend: Trend, thresholds: Thresholds) -> Iterator[Finding
 
 
 def _since_start(seen: Sequence[tuple[int, float]], start: float) -> list[tuple[int, float]]:
-    """The latest points of a tensor that has left its initialisation; one a step."""
+    """Returns the latest points of a tensor that has left its initialisation, one per step."""
     kept: list[tuple[int, float]] = []
     for step, amax in reversed(seen):
         if amax < start:
@@ -463,7 +438,7 @@ def _growing_between(change: CheckpointChange, thresholds: Thresholds) -> Iterat
 
 
 def grown_beyond_start(change: CheckpointChange, thresholds: Thresholds) -> Iterator[tuple[TensorChange, float, float]]:
-    """Tensors that were beyond any initialisation and still grew, with their largest magnitudes before and now."""
+    """Yields tensors beyond any initialisation that still grew, with their largest magnitudes before and now."""
     start = thresholds[BEYOND_START]
     for t in change.tensors:
         if t.role not in {"weight", "buffer", "ema"} or t.amax is None or t.old_amax is None:
@@ -473,11 +448,8 @@ def grown_beyond_start(change: CheckpointChange, thresholds: Thresholds) -> Iter
 
 
 def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether fp16 autocast would cast a tensor, or it is stored in fp16: beyond its range it is then Inf."""
+    """Returns whether fp16 autocast would cast a tensor, or it is stored in fp16: beyond its range it is then Inf."""
     return dtype == "float16" or (role == "weight" and len(shape) >= 2 and dtype in {"float32", "float64"})
-
-
-# AMP711: the loss scale keeps falling.
 
 
 SCALE_FALL = Threshold(

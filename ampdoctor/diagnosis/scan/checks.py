@@ -1,4 +1,4 @@
-"""What was looked at in a checkpoint and how near it came to a limit: the body of a healthy report."""
+"""The checks of a scan: what was examined in a checkpoint, and how far it is from a limit."""
 
 from __future__ import annotations
 
@@ -26,21 +26,13 @@ _FINITE: tuple[tuple[str, tuple[str, ...], TensorRole], ...] = (
     ("finite other tensors", ("AMP108",), "other"),
 )
 _CASTABLE: tuple[tuple[str, TensorRole], ...] = (("weights", "weight"), ("averaged weights", "ema"))
-_OPTIONAL = frozenset({"ema"})
-"""Roles that most checkpoints do not have: without a tensor of them nothing is said."""
-E4M3_BINADES = math.log2(448) + 10
-"""Between the largest number of e4m3 and its flush threshold, 2^-10."""
-E5M2_BINADES = math.log2(57344) + 17
-"""Between the largest number of e5m2 and its flush threshold, 2^-17."""
+_OPTIONAL = frozenset({"ema"})  # roles that most checkpoints lack: no check without such a tensor
+E4M3_BINADES = math.log2(448) + 10  # log2 of e4m3's largest number over its flush threshold, 2^-10
+E5M2_BINADES = math.log2(57344) + 17  # log2 of e5m2's largest number over its flush threshold, 2^-17
 
 
 def checks_of(summary: CheckpointSummary, findings: Sequence[Finding]) -> tuple[Check, ...]:
-    """The checks of a scan, in a fixed order.
-
-    Args:
-        summary: The checkpoint.
-        findings: What `diagnose` found in it.
-    """
+    """Returns the checks of a scan, in a fixed order."""
     return tuple(_checks(summary, findings))
 
 
@@ -104,7 +96,7 @@ def _speaks_of(finding: Finding, code: str, role: TensorRole) -> bool:
 
 
 def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
-    """How many matrices one scale a tensor brings into fp8: at most 1 % of their nonzero elements would flush."""
+    """Yields how many matrices fit fp8 with one scale each: at most 1 % of their nonzero elements would flush."""
     spans = [t.binades for t in summary.tensors if t.role == "weight" and len(t.shape) >= 2 and t.binades is not None]
     if not spans:
         return

@@ -19,18 +19,17 @@ from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 Series = list[tuple[LogEntry, float]]
-MOMENTUM_STEPS = 50
-"""Steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %."""
+MOMENTUM_STEPS = 50  # steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %
 
 
 def series(summary: CheckpointSummary, of: Callable[[LogEntry], float | None]) -> Series:
-    """The entries that have a value, with it, by step."""
+    """Returns the entries that have a value, with it, by step."""
     entries = sorted(summary.log, key=lambda entry: entry.step)
     return [(entry, value) for entry in entries if (value := of(entry)) is not None]
 
 
 def trailing_entries(entries: Sequence[LogEntry], test: Callable[[LogEntry], bool]) -> list[LogEntry]:
-    """The entries at the end that all pass the test."""
+    """Returns the entries at the end that all pass the test."""
     found: list[LogEntry] = []
     for entry in reversed(entries):
         if not test(entry):
@@ -40,12 +39,9 @@ def trailing_entries(entries: Sequence[LogEntry], test: Callable[[LogEntry], boo
 
 
 def loss_fell(entries: Iterable[LogEntry]) -> bool:
-    """Whether the loss falls over these entries, far beyond its noise: training works, whatever the norms read."""
+    """Returns whether the loss falls far beyond its noise: training works, whatever the norms are."""
     losses = [e.loss for e in sorted(entries, key=lambda e: e.step) if e.loss is not None]
     return falls_over(losses)
-
-
-# AMP701: the logged loss is NaN or infinite.
 
 
 LOSS_NOT_FINITE = register(
@@ -59,7 +55,7 @@ LOSS_NOT_FINITE = register(
 
 
 def _is_lost(entry: LogEntry) -> bool:
-    """A loss that is not finite, or the 0.0 that the Trainer writes in place of a NaN."""
+    """Whether a loss is not finite, or 0.0, which the Trainer writes in place of a NaN."""
     if entry.loss is None:
         return False
     hidden = entry.loss == 0 and entry.grad_norm is not None and not math.isfinite(entry.grad_norm)
@@ -68,7 +64,7 @@ def _is_lost(entry: LogEntry) -> bool:
 
 @LOSS_NOT_FINITE.judges(CheckpointSummary)
 def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    """A training loss that was saved under another name than that of a log's."""
+    """Judges a training loss that was saved under another name than a log's."""
     for lost in filter(is_training_loss, summary.lost):
         value, many = f"{lost.last:g}", f"the last of {lost.count} losses in " if lost.count > 1 else "the loss "
         yield checkpoint_finding(
@@ -87,7 +83,7 @@ def _stored_losses(summary: CheckpointSummary, _: Thresholds) -> Iterator[Findin
 
 @LOSS_NOT_FINITE.judges(CheckpointSummary)
 def loss_not_finite(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    """A loss that is not finite; an error where it stays so up to the log's end."""
+    """Judges a loss that is not finite; an error where it stays so up to the log's end."""
     entries = [entry for entry, _ in series(summary, lambda e: e.loss)]
     lost = [entry for entry in entries if _is_lost(entry)]
     if not lost:
@@ -133,9 +129,6 @@ def _before(fine: Sequence[LogEntry]) -> str:
     return f", after {fine[-1].loss:.4g} at step {fine[-1].step}" if fine else ""
 
 
-# AMP703: the logged gradient norm is NaN or infinite up to the end.
-
-
 LEAST_UNFINITE = Threshold(
     code="AMP703",
     name="entries",
@@ -176,7 +169,7 @@ GRADIENTS_NOT_FINITE = register(
 
 @GRADIENTS_NOT_FINITE.judges(CheckpointSummary)
 def _gradients_not_finite(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    if any(lost.severity == "error" for lost in loss_not_finite(summary, thresholds)):  # the gradients say no more
+    if any(lost.severity == "error" for lost in loss_not_finite(summary, thresholds)):  # the gradients add nothing
         return
     entries = [entry for entry, _ in series(summary, lambda e: e.grad_norm)]
     trailing = trailing_entries(entries, lambda e: e.grad_norm is not None and not math.isfinite(e.grad_norm))
@@ -210,9 +203,9 @@ def _gradients_not_finite(summary: CheckpointSummary, thresholds: Thresholds) ->
     )
 
 
-# AMP702: gradients that read zero from some step on, when, and what the checkpoint says of why.
+# AMP702
 #
-# Three things make every gradient zero while the loss is not: a loss scale so small, or missing, that all of them flush
+# Three causes make every gradient zero while the loss is not: a loss scale so small, or missing, that all of them flush
 # in fp16; a graph that is cut; and an output that no longer depends on the weights. Only the first leaves traces in a
 # checkpoint: the scale itself, or fp16 weights without one.
 
@@ -245,8 +238,7 @@ GRADIENTS_VANISHED = register(
     thresholds=(LEAST_ZEROS, WITHIN_REACH),
 )
 
-TELLING_DECAY = 50
-"""Steps of decay from which the moments say that no gradient arrived."""
+TELLING_DECAY = 50  # steps of decay from which the moments prove missing gradients
 _CUT = "a graph that was cut (detach, no_grad, frozen weights) and an output that is constant look alike"
 
 
@@ -260,7 +252,7 @@ class _Why:
 
 @GRADIENTS_VANISHED.judges(CheckpointSummary)
 def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """One finding where the log's gradient norms are zero up to its end."""
+    """Makes one finding where the log's gradient norms are zero up to its end."""
     entries = [e for e in sorted(summary.log, key=lambda entry: entry.step) if e.grad_norm is not None]
     trailing = _trailing(entries)
     zeros = [entry for entry in trailing if entry.grad_norm == 0]
@@ -271,7 +263,7 @@ def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> It
     finished = bool(losses) and not any(losses)
     earlier = [e.grad_norm for e in entries if e.step < first.step and e.grad_norm and math.isfinite(e.grad_norm)]
     learns = loss_fell(e for e in summary.log if e.step >= first.step + (MOMENTUM_STEPS if earlier else 0))
-    if learns and not earlier:  # a norm that never was anything else was not measured, or rounded away
+    if learns and not earlier:  # a norm that never had another value was not measured, or rounded away
         return
     why = _why(summary, earlier[-LOGGED_NORMS:], first, thresholds[WITHIN_REACH])
     coarse = all(round(norm, 4) == norm for norm in earlier)
@@ -315,7 +307,6 @@ def gradients_vanished(summary: CheckpointSummary, thresholds: Thresholds) -> It
 
 
 def _trailing(entries: Sequence[LogEntry]) -> list[LogEntry]:
-    """The entries at the end whose norm is 0 or not finite."""
     found: list[LogEntry] = []
     for entry in reversed(entries):
         if entry.grad_norm is None or 0 < abs(entry.grad_norm) < math.inf:
@@ -375,7 +366,7 @@ def _beside(typical: float | None) -> str:
 
 
 def _larger(typical: float) -> Prescription:
-    """A scale at which a typical gradient lies 10 binades above the flush threshold."""
+    """Returns a scale at which a typical gradient is 2^10 times the flush threshold."""
     scale = 2.0 ** math.ceil(math.log2(2**10 * FP16_FLUSH_AT / typical))
     return Prescription(
         kind="init_scale",
@@ -387,11 +378,11 @@ def _larger(typical: float) -> Prescription:
 
 
 def _starving(summary: CheckpointSummary) -> dict[str, float | int | None]:
-    """The largest first moment, and how many steps without a gradient it and the second moment tell of.
+    """Returns the largest first moment, and how many steps without a gradient the moments show.
 
-    Without a gradient m falls by beta1 a step and the root of v by the root of beta2, so their ratio falls by
-    beta1 / sqrt(beta2). While gradients arrive the largest of each are within a factor of ten of one another, which is
-    20 steps with Adam's defaults.
+    Without a gradient m falls by beta1 a step and the root of v by the root of beta2, so their ratio falls by beta1 /
+    sqrt(beta2). While gradients arrive, the largest of each are within a factor of ten of one another, which is 20
+    steps with Adam's defaults.
     """
     firsts = [t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg" and not t.nonfinite]
     seconds = {(t.file, t.group, t.name): t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg_sq"}
@@ -415,9 +406,6 @@ def _moments(evidence: dict[str, float | int | None]) -> str:
     if isinstance(steps, int) and steps >= TELLING_DECAY:
         return f"; the optimizer's moments have decayed for about {steps} steps"
     return ""
-
-
-# AMP705: the logged loss is exactly constant.
 
 
 CONSTANT_ENTRIES = Threshold(
@@ -451,7 +439,7 @@ LOSS_CONSTANT = register(
 
 @LOSS_CONSTANT.judges(CheckpointSummary)
 def loss_constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """A loss that is the same to the last digit, up to the log's end."""
+    """Judges a loss that is constant to the last digit, up to the log's end."""
     entries = [entry for entry, _ in series(summary, lambda e: e.loss)]
     if not entries:
         return
@@ -479,7 +467,7 @@ def loss_constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterato
     )
 
 
-# AMP704: a spike in the loss or the gradient norm, as bad as `health` calls the same step (AMP720).
+# AMP704: as severe as in `health` for the same step (AMP720).
 
 
 SPIKE_FACTOR = Threshold(
@@ -520,13 +508,11 @@ SPIKE = register(
     thresholds=(SPIKE_FACTOR, SPIKE_DEVIATIONS, RETURNED),
 )
 
-WINDOW = 50
-"""Entries before one that say what is usual (AMP704)."""
+WINDOW = 50  # entries before one that define what is usual (AMP704)
 LEAST_WINDOW = 20
 _PAST = 4 * LENGTH
-"""Entries before the first spike that are heard to know what was usual: a window, and what makes it settle."""
-LEAST_DEVIATION = 0.05
-"""Standard deviation of a logarithm that is taken at least: a log of constant norms has none (AMP704)."""
+"""Entries before the first spike that define what was usual: a window, and the steps in which it settles."""
+LEAST_DEVIATION = 0.05  # least standard deviation of a logarithm: a log of constant norms has none (AMP704)
 
 
 @SPIKE.judges(CheckpointSummary)
@@ -574,7 +560,7 @@ def _spike(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Findi
 
 
 def _jumps(summary: CheckpointSummary, steps: Sequence[int], thresholds: Thresholds) -> bool:
-    """Is one of these steps beyond whatever was usual before it, so that `health` warns of it (AMP720)?"""
+    """Whether one of these steps exceeds all that was usual, so that `health` warns of it (AMP720)."""
     entries = [entry for entry, _ in series(summary, lambda e: e.loss if e.grad_norm is None else e.grad_norm)]
     first = next((at for at, entry in enumerate(entries) if entry.step >= min(steps)), 0)
     moment, spikes = StepMoment(), frozenset(steps)
@@ -596,7 +582,7 @@ def _jumps(summary: CheckpointSummary, steps: Sequence[int], thresholds: Thresho
 
 
 def _outliers(values: Series, thresholds: Thresholds) -> Iterator[tuple[LogEntry, float, float]]:
-    """(entry, value, median before it) of every value far above the entries before it."""
+    """Yields (entry, value, median before it) of every value far above the entries before it."""
     for index in range(LEAST_WINDOW, len(values)):
         entry, value = values[index]
         before = [math.log(v) for _, v in values[max(0, index - WINDOW) : index]]
@@ -607,20 +593,15 @@ def _outliers(values: Series, thresholds: Thresholds) -> Iterator[tuple[LogEntry
             yield entry, value, math.exp(middle)
 
 
-# Judges the end of a log without a checkpoint; `health` and `scan` share it.
+# -- the end of a log without a checkpoint, for `health` and `scan` --
 
 
 _RULES = ((gradients_vanished, "gradient"), (loss_constant, "optimizer"))
-"""Those whose like `health` does not have, and what moved first."""
+"""Rules that `health` lacks, and what moved first."""
 
 
 def at_the_end(entries: Sequence[LogEntry], thresholds: Thresholds) -> tuple[Finding, ...]:
-    """Returns what the last entries of a run's log say: gradients that are zero, a loss that is constant.
-
-    Args:
-        entries: In the order of the steps.
-        thresholds: Those in force.
-    """
+    """Returns the findings on the last entries of a log: gradients that are zero, a loss that is constant."""
     summary = CheckpointSummary(format=RUN_LOG, tensors=(), log=tuple(entries))
     return tuple(
         replace(

@@ -46,12 +46,11 @@ SKIP_RATE_RULE = register(
     thresholds=(FEWEST_BACKOFFS, NOTABLE_RATE, HARMFUL_RATE, SKIP_RATE, HORIZON),
 )
 
-START_SKIPS = 40
-"""Steps that may be skipped while a first scale comes down: from 2^32 to 1 are 32."""
+START_SKIPS = 40  # skips that a falling first scale may need: from 2^32 to 1 are 32
 
 
 def equilibrium(scaler: ScalerState) -> tuple[float, float] | None:
-    """Smallest and largest share of steps that a settled scaler skips; None where its settings have no equilibrium."""
+    """Returns the smallest and largest share of steps that a settled scaler skips, if there is an equilibrium."""
     if scaler.growth_factor <= 1 or not 0 < scaler.backoff_factor < 1 or scaler.growth_interval <= 0:
         return None
     ratio = math.log2(scaler.growth_factor) / -math.log2(scaler.backoff_factor)
@@ -60,7 +59,7 @@ def equilibrium(scaler: ScalerState) -> tuple[float, float] | None:
 
 @SKIP_RATE_RULE.judges(CheckpointSummary)
 def skip_rate(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """Backoffs that are logged; else skips that are; else, beside a stored scaler, steps that were not taken."""
+    """Judges logged backoffs, else logged skips, else steps that were not taken according to a stored scaler."""
     history = scale_history(summary)
     found = [] if history.scaler is None else list(_logged(summary, history.scaler, history.settled, thresholds))
     if not found and history.scaler is not None:
@@ -84,7 +83,7 @@ def _logged(
 
 
 def _told(summary: CheckpointSummary, scaler: ScalerState, starts: int, thresholds: Thresholds) -> Iterator[Finding]:
-    """Steps of which the log says that they were skipped: a scaler with patience skips without backing off."""
+    """Judges steps that the log calls skipped: a scaler with hysteresis skips without backing off."""
     told = [entry.skipped for entry in summary.log if entry.skipped is not None]
     if sum(told) > START_SKIPS * max(starts, 1):
         words = "the log says that the optimizer's step was left out"
@@ -92,7 +91,7 @@ def _told(summary: CheckpointSummary, scaler: ScalerState, starts: int, threshol
 
 
 def _untaken(summary: CheckpointSummary, scaler: ScalerState, starts: int, thresholds: Thresholds) -> Iterator[Finding]:
-    """Steps that the run counted and the optimizer did not take."""
+    """Judges steps that the run counted and the optimizer did not take."""
     steps, taken = summary.global_step, [optimizer.steps[-1][0] for optimizer in summary.optimizers if optimizer.steps]
     if steps is None or len(taken) != 1 or not 0 < taken[0] < steps:
         return
@@ -135,9 +134,6 @@ def _skips(
     )
 
 
-# AMP706: the loss scale falls without growing.
-
-
 NOTABLE_FALL = Threshold(
     code="AMP706",
     name="fall",
@@ -178,20 +174,16 @@ SCALE_SPIRAL = register(
 )
 
 USUAL_ENTRIES = 50
-"""Entries whose median scale is what was usual; a notable fall below it is one, whatever grew in between (AMP706)."""
-NORM_DECAY = 0.97
-"""Of the moving average and variance of the norms before, ZClip's."""
-IN_A_ROW = 4
-"""Entries, one after another, with which the scale falls to 1 and below: AMP723's, whose error it is too."""
-LEAST_NORMS = 20
-"""Norms from which these say something."""
-LEAST_DEVIATION = 0.05
-"""Standard deviation of a norm's logarithm that is taken at least: a log of constant norms has none."""
+"""Entries whose median scale was the usual one. A notable fall below it counts, whatever grew in between (AMP706)."""
+NORM_DECAY = 0.97  # decay of the moving average and variance of the norms before: ZClip's
+IN_A_ROW = 4  # successive entries in which the scale falls to 1 and below, as for the error of AMP723
+LEAST_NORMS = 20  # fewer norms are not compared
+LEAST_DEVIATION = 0.05  # least standard deviation of a norm's logarithm: a log of constant norms has none
 
 
 @SCALE_SPIRAL.judges(CheckpointSummary)
 def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """A scale that has lost more than it gained, up to the log's end."""
+    """Judges a scale that has fallen more than it rose, up to the log's end."""
     history = scale_history(summary)
     if not history.starts:
         return
@@ -207,7 +199,7 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
     grew = top > 0 and net > max(since, long - 1e-6)
     usual = statistics.median_high(scale for _, scale in fallen[-USUAL_ENTRIES:])
     below = since < notable <= math.log2(usual) - math.log2(low)
-    if grew or below:  # with growths in between, which do not make up for what is lost
+    if grew or below:  # growths in between do not make up for the loss
         grew, top = True, 0 if grew else max(i for i, (_, scale) in enumerate(fallen) if scale >= usual)
     (first, high), (last, low) = fallen[top], fallen[-1]
     fall = math.log2(high) - math.log2(low)
@@ -249,12 +241,11 @@ def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
 
 
 def _last(history: History) -> Iterator[tuple[tuple[LogEntry, float], tuple[LogEntry, float]]]:
-    """The last pairs of neighbours."""
     return itertools.pairwise(history[-IN_A_ROW - 1 :])
 
 
 def _rise(summary: CheckpointSummary, began: int) -> float | None:
-    """By how many standard deviations the median gradient norm from a step on lies above those before; None without.
+    """Returns how far the median gradient norm from a step on is above those before, in standard deviations.
 
     Of logarithms, as norms have a long tail. The median, because among many norms one is always high by chance.
     """

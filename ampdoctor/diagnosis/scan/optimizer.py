@@ -19,7 +19,7 @@ from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
-"""Moments whose root divides the update: Adam's, RMSprop's and Adadelta's, Adagrad's."""
+"""Moments whose root divides the update: of Adam, RMSprop and Adadelta, Adagrad."""
 
 
 def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
@@ -33,7 +33,7 @@ def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order i
     op: str = "optimizer_state:param_groups",
     cause: str | None = None,
 ) -> Finding:
-    """A finding about an optimizer as a whole."""
+    """Makes a finding about an optimizer as a whole."""
     return checkpoint_finding(
         summary,
         rule,
@@ -44,9 +44,6 @@ def optimizer_finding(  # noqa: PLR0917 - the parts of a finding, in the order i
         op=op,
         cause=cause,
     )
-
-
-# AMP505: optimizer settings that cannot be right.
 
 
 OPTIMIZER_SETTINGS = register(
@@ -80,7 +77,7 @@ def _settings_of(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Ite
 
 
 def _ruinous(group: OptimizerGroup) -> list[str]:
-    """Settings that put NaN or Inf into the weights with the next step."""
+    """Returns settings that make the next step write NaN or Inf into the weights."""
     named = (("lr", group.learning_rate), ("eps", group.epsilon), ("weight_decay", group.weight_decay))
     clauses = [f"{name} is {value}" for name, value in named if value is not None and not math.isfinite(value)]
     clauses += [f"a beta is {beta:g}" for beta in group.betas if not beta < 1]
@@ -92,9 +89,6 @@ def _odd(group: OptimizerGroup) -> list[str]:
     clauses = [f"{name} is {value:g}, below 0" for name, value in named if value is not None and -math.inf < value < 0]
     clauses += [f"a beta is {beta:g}, below 0" for beta in group.betas if beta < 0]
     return clauses
-
-
-# AMP502: a second moment was flushed to zero where the first was not.
 
 
 LARGEST_UPDATE = Threshold(
@@ -133,23 +127,19 @@ SECOND_MOMENT_FLUSHED = register(
 )
 
 _SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}
-"""Smallest normal number of the formats in which only a conversion loses an ordinary square; below it squares may be
-flushed, as processors can be told to."""
+"""Smallest normal number of the formats in which only a conversion loses an ordinary square. Processors may flush
+smaller squares."""
 
 
 def explained(betas: Sequence[float], smallest: float) -> float | None:
-    """Returns the largest first moment beside a second one of zero that rounding in its own format explains.
+    """Returns the largest first moment, beside a second moment of zero, that rounding in its own format explains.
 
     Adam's first moment m and second moment v are weighted sums over the same gradients. By Cauchy and Schwarz
     |m| <= c sqrt(v) with c^2 = (1 - b1)^2 / ((1 - b2)(1 - b1^2 / b2)), where b1^2 < b2: 7.3 for (0.9, 0.999). A v that
-    was rounded to zero in every step has lost at most `smallest` a step, which adds up to smallest / (1 - b2).
+    was rounded to zero in every step has lost at most `smallest` (the smallest number of its format) a step, which adds
+    up to smallest / (1 - b2).
 
-    Args:
-        betas: Decay rates of both moments.
-        smallest: The smallest number that the second moment's format holds.
-
-    Returns:
-        The bound on |m|, in units of gradients; None where there is none, because the second moment forgets faster.
+    The bound is in units of gradients; None where the second moment forgets faster, so that there is none.
     """
     if len(betas) != 2:
         return None
@@ -217,9 +207,9 @@ def _flushed_of(summary: CheckpointSummary, optimizer: OptimizerSummary, thresho
 
 
 def _by_itself(moment: StarvedMoment, optimizer: OptimizerSummary) -> bool:
-    """Whether the format that the file has it in loses such squares itself, or the optimizer is none that keeps both.
+    """Returns whether the file's format loses such squares itself, or the optimizer does not keep both moments.
 
-    A narrow one loses them while it trains: how large the first moment is, is then judged by the update alone.
+    A narrow format loses them in training: then the update alone decides whether the first moment is too large.
     """
     smallest = _SMALLEST.get(moment.dtype)
     if smallest is None:
@@ -242,9 +232,6 @@ def _moment_row(moment: StarvedMoment) -> dict[str, str | int | float]:
     return {"tensor": moment.name, "starved": moment.starved, "of": moment.examined, "largest": moment.largest}
 
 
-# AMP504: the optimizer's step counters stand still or disagree.
-
-
 WRONG_UPDATE = Threshold(
     code="AMP504",
     name="update",
@@ -263,41 +250,31 @@ STEP_COUNTERS = register(
 )
 
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
-"""Whole number to which 1 can no longer be added: 2 to the number of significant bits."""
+"""Whole number to which 1 can no longer be added: 2 ** significant bits."""
 
 
 def length_at(count: float, betas: Sequence[float]) -> float:
-    """Returns the length of Adam's updates where the counter stands still, over what it should be; 1.0 is right.
+    """Returns the length of Adam's updates where the counter is stuck, over the correct length.
 
-    Adam multiplies by sqrt(1 - b2^n) / (1 - b1^n), which goes to 1 as its averages settle; it stays what it is at the
-    count at which n stops.
-
-    Args:
-        count: Where the counter stands.
-        betas: Decay rates of both moments; others than two are no Adam's, and 1.0 is returned.
+    Adam multiplies by sqrt(1 - b2^n) / (1 - b1^n), which goes to 1 as its averages settle. It stays as it is at the
+    count at which n stops. Returns 1.0 where there are not two betas: that is not Adam.
     """
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or count <= 0:
         return 1.0
     first, second = (1.0 if beta == 0 else -math.expm1(count * math.log(beta)) for beta in betas)  # 1 - beta^count
-    return math.sqrt(second) / first if first else math.inf  # a count that is no number of steps: freed memory
+    return math.sqrt(second) / first if first else math.inf  # no valid count: freed memory
 
 
 def severity_of_standing(length: float, dtype: str, thresholds: Thresholds) -> Severity:
-    """How bad a counter is that stands still.
-
-    Args:
-        length: As `length_at` gives it.
-        dtype: The counter's format, without "torch.".
-        thresholds: From which error on it is one.
-    """
+    """Returns how bad a stuck counter is, from `length_at` and the counter's format (without "torch.")."""
     off = abs(length - 1)
     if off >= thresholds[WRONG_UPDATE]:
         return "error"
-    return "warning" if off > 1 / STEP_LIMITS[dtype] else "note"  # below that the format itself rounds as much
+    return "warning" if off > 1 / STEP_LIMITS[dtype] else "note"  # below that, the format itself rounds as much
 
 
 def standing_words(dtype: str, count: float, length: float) -> str:
-    """What a counter that stands still does, as a sentence."""
+    """Formats the effect of a stuck counter."""
     return (
         f"Steps are counted in {dtype}, which cannot add 1 to {STEP_LIMITS[dtype]:g}: the count stands still at "
         f"{count:g}, and Adam's bias correction with it, so that updates are {length:.3g} times as long as they should "
@@ -392,9 +369,6 @@ def _counter_place(counter: TensorSummary) -> Where:
         tensor=f"{counter.group}.{counter.name}" if counter.group else counter.name,
         file=counter.file or None,
     )
-
-
-# AMP503: the optimizer's epsilon is zero in its format.
 
 
 EPSILON_LOST = register(

@@ -1,4 +1,4 @@
-"""Rules on a checkpoint's loss scaler, and the history of its scale in the log beside it."""
+"""Rules on a checkpoint's loss scaler, and the history of its scale in the log."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
     {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-)
-"""GradScaler's own defaults."""
-LOGGED_NORMS = 10
-"""Latest gradient norms of the log whose median stands for the run's."""
+)  # GradScaler's own defaults
+LOGGED_NORMS = 10  # latest gradient norms of the log whose median represents the run's
 
 
 def scale_text(scale: float) -> str:
-    """A loss scale for people: "65536", "2^-18", "0.3"."""
+    """Formats a loss scale: "65536", "2^-18", "0.3"."""
     if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5 and not 1 <= scale <= 2**24:
         return f"2^{math.frexp(scale)[1] - 1}"
     return f"{scale:.10g}"
 
 
 def starting_scale(what: str, own: float | None) -> str:
-    """Where a run starts: "the run starts at 65536", or "the run has no scaler"."""
+    """Formats where a run starts: "the run starts at 65536", or "the run has no scaler"."""
     return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
 
 
 def living(summary: CheckpointSummary) -> Iterator[ScalerState]:
-    """The scalers that are not dead: of a dead one, nothing else is worth a word."""
+    """Returns the scalers that are not dead: of a dead one, nothing else matters."""
     return (scaler for scaler in summary.scalers if not scaler.dead)
 
 
 def is_static(scaler: ScalerState) -> bool:
-    """Whether both factors are 1: a fixed scale, which neither grows nor backs off."""
+    """Returns whether both factors are 1: a fixed scale, which neither grows nor backs off."""
     return scaler.growth_factor == scaler.backoff_factor == 1
 
 
@@ -59,7 +57,7 @@ def scaler_finding(  # noqa: PLR0917 - the parts of a finding, in the order in w
     born: NonFinite = "none",
     prescription: Prescription | None = None,
 ) -> Finding:
-    """A finding about one of a checkpoint's scalers."""
+    """Makes a finding about one of a checkpoint's scalers."""
     return checkpoint_finding(
         summary,
         rule,
@@ -76,12 +74,12 @@ def scaler_finding(  # noqa: PLR0917 - the parts of a finding, in the order in w
 
 
 def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored state.") -> Prescription:
-    """The change to a GradScaler with its own defaults."""
+    """Returns the change to a GradScaler with its own defaults."""
     return Prescription(kind="scaler", value=dict(FRESH_SCALER), status="not_run", reason=NOT_REPLAYED, detail=detail)
 
 
 def without_a_scale() -> Prescription:
-    """The change where a scale has fallen below 1: what overflows at a scale of 1 does so under a fresh one as well.
+    """Returns the change for a scale below 1: a fresh scaler would overflow again, as a scale of 1 does.
 
     A file does not show whether values overflow or batches were bad, which no format cures.
     """
@@ -98,7 +96,7 @@ def without_a_scale() -> Prescription:
 
 
 def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
-    """A scaler's state as JSON values."""
+    """Returns a scaler's state as JSON values."""
     return {
         "scale": scaler.scale,
         "growth_factor": scaler.growth_factor,
@@ -109,21 +107,14 @@ def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
 
 
 def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerState | None:
-    """Which of a checkpoint's scalers its report shows: a GAN has one for each of its two models.
+    """Returns the scaler that the report shows: a GAN's checkpoint has two.
 
-    The one that the worst of the findings on scalers speaks of, else the one that is nearest to its death.
-
-    Args:
-        summary: The checkpoint.
-        findings: What the rules found in it, the worst first.
+    It is the scaler of the worst finding (they are sorted), else the scaler with the smallest scale.
     """
     of = {(scaler.key, scaler.file or None): scaler for scaler in reversed(summary.scalers)}
     told = (of.get((f.where.tensor or "", f.where.file)) for f in findings if f.where.op == "scaler_state")
     spoken_of = next((scaler for scaler in told if scaler is not None), None)
     return spoken_of or min(summary.scalers, key=lambda s: -math.inf if s.dead else s.scale, default=None)
-
-
-# AMP404: loss scaler settings that are accepted but cannot work.
 
 
 SCALER_SETTINGS = register(
@@ -136,7 +127,7 @@ SCALER_SETTINGS = register(
 
 
 def wrong_settings(scaler: ScalerState) -> dict[str, str]:
-    """By GradScaler argument (or "growth_tracker"): what cannot work about it, as a clause."""
+    """Returns a clause on each setting that cannot work, by GradScaler argument (or "growth_tracker")."""
     wrong = {}
     if not 0 < scaler.backoff_factor < 1 and not is_static(scaler):
         wrong["backoff_factor"] = f"backoff_factor {scaler.backoff_factor:g} is not between 0 and 1"
@@ -164,16 +155,13 @@ def _settings_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         yield scaler_finding(summary, scaler, SCALER_SETTINGS, "warning", message, {"wrong": wrong})
 
 
-# AMP401: the loss scaler is dead.
-
-
 DEAD_SCALER = register(
     "AMP401", "dead-scaler", "The loss scaler is dead", worst="error", commands=SCANNED, ruins_checkpoint=True
 )
 
 
 def dead_words(scale: float) -> str:
-    """What a dead scale does, as the rest of a sentence about it."""
+    """Formats the effect of a dead scale, as the rest of a sentence."""
     if math.isfinite(scale):
         return (
             f"{scale_text(scale)}, so 1/scale is infinite: the next step without an overflow writes Inf or NaN into "
@@ -197,9 +185,6 @@ def _dead_scaler(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]
                 born="nan" if math.isnan(scaler.scale) else "inf",
                 prescription=fresh_scaler(),
             )
-
-
-# AMP402: the loss scale has fallen below 1.
 
 
 COLLAPSED_ERROR = Threshold(
@@ -231,22 +216,18 @@ COLLAPSED_SCALER = register(
 )
 
 JUST_FALLEN = 10
-"""Clean steps since the last change up to which a scale is falling: where nearly every step overflows, there are fewer
-between two back-offs; a scale at rest has gone any number of steps up to the growth interval, and so seldom as few."""
-_SELDOM = 20
-"""Of a growth interval those steps are at most one in so many."""
+"""Clean steps since the last change up to which a scale is falling. Where nearly every step overflows, there are fewer
+between two back-offs. A scale at rest has any number of clean steps up to the growth interval, and seldom so few."""
+_SELDOM = 20  # these steps are at most one in so many of a growth interval
 FP16_SPACING = 2.0**-24
-"""Distance between neighbours in fp16's subnormal zone; its rounding error has a standard deviation of this over
+"""Distance between neighbours in fp16's subnormal range; the rounding error has a standard deviation of this over
 sqrt(12)."""
 
 
 def typical_gradient(log: Iterable[LogEntry], weights: int) -> float:
-    """Magnitude of a gradient element of average size: the gradient's norm spread evenly over the weights.
+    """Returns the average magnitude of a gradient element: the norm spread evenly over `weights` elements.
 
-    Args:
-        log: The training's log. The norm is the median of its last `LOGGED_NORMS` finite positive ones, else 1, where
-            most runs clip.
-        weights: Number of elements that have a gradient.
+    The norm is the median of the log's last `LOGGED_NORMS` finite positive ones, else 1, where most runs clip.
     """
     norms = [e.grad_norm for e in log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
     norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
@@ -254,25 +235,21 @@ def typical_gradient(log: Iterable[LogEntry], weights: int) -> float:
 
 
 def collapse_severity(scaler: ScalerState, element: float, step: int | None, thresholds: Thresholds) -> Severity:
-    """How bad a scale below 1 is: an error where it is falling still, or where what it costs has harmed trainings.
+    """Returns how bad a scale below 1 is: an error if it still falls, or if such a loss has harmed trainings.
 
-    Args:
-        scaler: The saved scaler; its scale is above 0 and below 1.
-        element: From `typical_gradient`.
-        step: Number of the steps that the training has made; None where nothing says it.
-        thresholds: What harms, and from which fall on (AMP402).
+    `element` is from `typical_gradient`; `step` is the number of steps that the training has made, if it is known.
     """
     harmful = _error_of(scaler, element) >= thresholds[COLLAPSED_ERROR]
     return "error" if harmful or _is_falling(scaler, step, thresholds) else "warning"
 
 
 def _error_of(scaler: ScalerState, element: float) -> float:
-    """The relative error with which fp16 rounds an element at the scaler's scale."""
+    """Returns the relative error with which fp16 rounds an element at the scaler's scale."""
     return min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
 
 
 def _weights(summary: CheckpointSummary, scaler: ScalerState) -> int:
-    """Number of the weights' elements: of those in the scaler's own file, else of all."""
+    """Returns the number of weight elements, in the scaler's own file if there are any."""
     main = [t for t in summary.tensors if t.role == "weight" and not t.group]
     return sum(t.examined for t in [t for t in main if t.file == scaler.file] or main)
 
@@ -314,14 +291,13 @@ def _collapsed_of(summary: CheckpointSummary, scaler: ScalerState, thresholds: T
 
 
 def _falls_below_one(scaler: ScalerState) -> float:
-    """How many back-offs have brought a scale from 1 to where it is."""
     if not 0 < scaler.backoff_factor < 1:
         return 0.0
     return math.log(scaler.scale) / math.log(scaler.backoff_factor)
 
 
 def _is_falling(scaler: ScalerState, step: int | None, thresholds: Thresholds) -> bool:
-    """Whether the scale has just fallen, and not been given its value by the user, nor grown with the last step."""
+    """Whether the scale has just fallen: it was not set by the user, nor grew with the last step."""
     interval = scaler.growth_interval
     if _falls_below_one(scaler) < thresholds[FALLING]:
         return False
@@ -336,15 +312,11 @@ def _ago(scaler: ScalerState) -> str:
 
 
 def _growth(scaler: ScalerState) -> str:
-    """How far the scale is from growing back to 1."""
     if not 1 < scaler.growth_factor < math.inf or scaler.growth_interval <= 0:
         return "with its settings it never grows back"
     doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
     steps = doublings * scaler.growth_interval - scaler.growth_tracker
     return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
-
-
-# AMP408: the loss scale is at its floor.
 
 
 SCALE_AT_FLOOR = register(
@@ -369,9 +341,6 @@ def _at_floor_of(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Fi
         "at the next one it cannot give way."
     )
     yield scaler_finding(summary, scaler, SCALE_AT_FLOOR, "warning" if just else "note", message, {"min_scale": floor})
-
-
-# AMP409: the loss scale has nothing to do.
 
 
 HIGHEST_SETTLED = Threshold(
@@ -410,35 +379,32 @@ def _without_bound_of(summary: CheckpointSummary, scaler: ScalerState, highest: 
     yield scaler_finding(summary, scaler, SCALE_WITHOUT_BOUND, "note", message, {"largest_gradient": largest})
 
 
-# The history of a loss scale in a training log, in pieces that say something.
+# -- the history of a loss scale in a training log --
 
 
 LEAST_SETTLING = 100
-"""Steps without a backoff that end a first descent (hysteresis and noise make shorter rests on its way), and steps that
-it may take at least, whatever the growth interval."""
+"""Steps without a backoff that end a first descent (hysteresis and noise cause shorter rests in it), and the least
+steps that it may take, whatever the growth interval."""
 SLOW_REST = 10
-"""Clean steps after which a backoff is a slow one: far above what the gradients bear, nearly every step backs off."""
+"""Clean steps after which a backoff is a slow one. Far above a fitting scale, nearly every step backs off."""
 SLOW_BACKOFFS = 8
 """Slow backoffs that no first descent has.
 
-Gradients whose largest values have a power-law tail of index a overflow 2^a times as seldom a binade lower: from one
-step in 10 to one in a growth interval of N are log2(N / 10) / a binades, 7.6 with the default N at a = 1, where norms
+Gradients whose largest values have a power-law tail of index a overflow 2^a times as seldom at half the scale: from one
+step in 10 to one in a growth interval of N are log2(N / 10) / a halvings, 7.6 with the default N at a = 1, where norms
 cease to have a mean. Measured in 300 simulated descents each, hysteresis 1 or 2: at most 3 with norms that scatter by
-0.7 binades (log-normal), 7 by 2.5.
+0.7 powers of two (log-normal), 7 by 2.5.
 """
-DEFAULT_INTERVAL = 2000
-"""GradScaler's growth interval."""
+DEFAULT_INTERVAL = 2000  # GradScaler's growth interval
 History = list[tuple[LogEntry, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleHistory:
-    """What a log shows of a loss scale.
+    """A loss scale's history in a log.
 
-    Attributes:
-        scaler: The checkpoint's first, else one that the log lets infer; None where it shows too little.
-        starts: The history in pieces, each with a first scale of its own.
-        settled: Of each piece what follows its first descent; [] while that lasts.
+    `scaler` is the checkpoint's first, else inferred from the log. `starts` are the pieces of the history, each with a
+    first scale of its own. `settled` is the part of each piece after its first descent; [] while that lasts.
     """
 
     scaler: ScalerState | None
@@ -447,7 +413,7 @@ class ScaleHistory:
 
 
 def scale_history(summary: CheckpointSummary) -> ScaleHistory:
-    """Read the scale's history off a checkpoint's log."""
+    """Reads the scale's history from a checkpoint's log."""
     entries = sorted(summary.log, key=lambda entry: entry.step)
     history = [(e, e.scale) for e in entries if e.scale is not None and 0 < e.scale < math.inf]
     scaler = summary.scalers[0] if summary.scalers else _inferred(history)
@@ -456,9 +422,9 @@ def scale_history(summary: CheckpointSummary) -> ScaleHistory:
 
 
 def _inferred(history: History) -> ScalerState | None:
-    """A scaler whose interval the log shows: growths come no sooner than that after the change before them.
+    """Infers a scaler's interval from the log: no growth comes sooner after the change before it.
 
-    None without a growth after another change. Of entries that lie apart, the shortest time that they leave is taken.
+    None without a growth after another change. Where entries are missing, it is the shortest possible time.
     """
     interval, changed = math.inf, None
     for (before, scale), (entry, after) in itertools.pairwise(history):
@@ -472,7 +438,7 @@ def _inferred(history: History) -> ScalerState | None:
 
 
 def _starts_of(history: History, scaler: ScalerState | None) -> list[History]:
-    """The history in pieces: a jump up by more than growths can do in that time is another scaler's first scale."""
+    """Splits the history at jumps up that growths cannot explain: another scaler starts there."""
     starts: list[History] = [history[:1]] if history else []
     growth = math.log2(scaler.growth_factor) if scaler is not None and scaler.growth_factor > 1 else 1.0
     for (before, scale), (entry, after) in itertools.pairwise(history):
@@ -484,11 +450,11 @@ def _starts_of(history: History, scaler: ScalerState | None) -> list[History]:
 
 
 def _settled_part(start: History, scaler: ScalerState | None) -> History:
-    """A piece of the history from where its first descent has ended; [] while it lasts.
+    """Returns the part of a piece after its first descent; [] while it lasts.
 
-    It ends with a growth, a long rest, or when there was time for a growth. A fall with clean stretches between many of
-    its backoffs is none: it counts from the first of them. Where entries lie apart, only those between which the scale
-    stays are known to be clean, and a drop between two counts as one backoff.
+    The descent ends with a growth, a long rest, or when there was time for a growth. A fall with clean stretches
+    between many of its backoffs is not a first descent: all counts from the first of them. Where entries are missing,
+    only those between which the scale stays are known to be clean, and a drop between two counts as one backoff.
     """
     until = start[0][0].step + max(interval_of(scaler), LEAST_SETTLING)
     resting = 0
@@ -512,11 +478,11 @@ def _settled_part(start: History, scaler: ScalerState | None) -> History:
 
 
 def interval_of(scaler: ScalerState | None) -> int:
-    """Clean steps after which it grows; torch's own where that is not known."""
+    """Returns the clean steps after which it grows; torch's default if unknown."""
     return scaler.growth_interval if scaler is not None and scaler.growth_interval > 0 else DEFAULT_INTERVAL
 
 
-# AMP403: the loss scale cannot grow any more, by its own counter or by the log.
+# AMP403: by its own counter or by the log.
 
 
 FROZEN_INTERVALS = Threshold(
@@ -537,12 +503,11 @@ FROZEN_SCALER = register(
     thresholds=(FROZEN_INTERVALS,),
 )
 
-HIGHEST_CAP = 2.0**24
-"""Apex's largest scale: one that stays there, or above, may be at a cap."""
+HIGHEST_CAP = 2.0**24  # Apex's largest scale: a scale there or above may be capped
 
 
 def frozen_words(scaler: ScalerState) -> str | None:
-    """Why a scale cannot grow any more, as a sentence; None where it can."""
+    """Formats why a scale cannot grow any more; None where it can."""
     if not 0 < scaler.growth_interval <= scaler.growth_tracker:
         return None
     return (
@@ -561,10 +526,10 @@ def _frozen_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
 
 
 def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    """A scale that used to grow and stays where it is, with no overflow to hold it there.
+    """Judges a scale that used to grow and stays constant without an overflow.
 
-    Only where every step is logged: between two entries it may have grown and lost that again, as in health it does.
-    A scaler that is stored tells it by its own counter.
+    Only where every step is logged: between two entries a healthy scale may grow and fall back. A stored scaler's own
+    counter shows it already.
     """
     history = scale_history(summary)
     if summary.scalers or history.scaler is None or not history.starts:
@@ -595,9 +560,6 @@ def standing_scale(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
     )
 
 
-# AMP410: an fp16 training state without a loss scaler.
-
-
 MOSTLY_FLUSHED = Threshold(
     code="AMP410",
     name="zeros",
@@ -615,8 +577,7 @@ MISSING_SCALER = register(
     thresholds=(MOSTLY_FLUSHED,),
 )
 
-FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
-"""State that is zero where no gradient ever arrived."""
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})  # state that is zero where no gradient ever arrived
 
 
 @MISSING_SCALER.judges(CheckpointSummary)

@@ -1,4 +1,4 @@
-"""Rules on a checkpoint's tensors: values that cannot be right; and what findings on tensors share."""
+"""Rules on a checkpoint's tensors: impossible values; and helpers of findings on tensors."""
 
 from __future__ import annotations
 
@@ -14,29 +14,25 @@ from ampdoctor.evidence.location import Where
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Threshold, Thresholds
 
-MAX_LISTED = 20
-"""Tensors that one finding lists in its evidence."""
-MAX_FINDINGS = 20
-"""Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""
-FP16_MAX = 65504.0
-"""fp16's largest finite number."""
+MAX_LISTED = 20  # tensors that a finding's evidence lists
+MAX_FINDINGS = 20  # findings that one rule lists one by one: a checkpoint that is NaN everywhere would fill pages
+FP16_MAX = 65504.0  # fp16's largest finite number
 SMALLEST_MASK_FILL = 1e4
-"""Magnitude from which a tensor of zeros and one other magnitude is taken for an additive mask; GPT-2 uses -1e4."""
+"""A tensor of zeros and one other magnitude from here on is taken for an additive mask; GPT-2 uses -1e4."""
 _ROLE_WORDS = {
     "weight": "weights", "buffer": "buffers", "ema": "averaged weights", "moment": "moments", "scaler": "scalers",
     "other": "tensors",
 }  # fmt: skip
-FP16_FLUSH_AT = 2.0**-25
-"""Magnitude up to which a number becomes zero in fp16."""
+FP16_FLUSH_AT = 2.0**-25  # magnitude up to which a number becomes zero in fp16
 
 
 def address(tensor: TensorSummary | IndexSummary) -> str:
-    """A tensor's name with its group in front ("ema.fc.weight")."""
+    """Returns a tensor's name with its group in front ("ema.fc.weight")."""
     return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
 
 
 def state_place(tensor: TensorSummary | IndexSummary) -> Where:
-    """The address of a tensor of the model's state."""
+    """Returns the address of a tensor of the model's state."""
     return Where(
         phase="checkpoint",
         module=tensor.module,
@@ -47,12 +43,12 @@ def state_place(tensor: TensorSummary | IndexSummary) -> Where:
 
 
 def listed(tensors: Sequence[TensorSummary]) -> list[str]:
-    """Their names, as many as a finding's evidence lists."""
+    """Returns the names, as many as a finding's evidence lists."""
     return [address(tensor) for tensor in tensors[:MAX_LISTED]]
 
 
 def is_mask(tensor: TensorSummary) -> bool:
-    """Whether a tensor's values are those of an additive attention mask: zeros and one large value, or -Inf."""
+    """Returns whether a tensor looks like an additive attention mask: zeros and one large value, or -Inf."""
     if tensor.nans or tensor.pos_infs or tensor.role == "moment":
         return False
     if tensor.zeros == 0 and tensor.role != "buffer":
@@ -73,7 +69,7 @@ def rest_finding(
     cause: str | None = "bad_checkpoint",
     prescription: Prescription | None = None,
 ) -> Iterator[Finding]:
-    """One finding for all tensors beyond `MAX_FINDINGS`, which have one each."""
+    """Yields one finding for all tensors beyond `MAX_FINDINGS`, which have one each."""
     rest = tensors[MAX_FINDINGS:]
     if not rest:
         return
@@ -97,7 +93,7 @@ def rest_finding(
 
 
 def castable(summary: CheckpointSummary) -> list[list[TensorSummary]]:
-    """Tensors that somebody may cast, by role."""
+    """Returns the tensors that a user may cast, by role."""
     roles = ("weight", "buffer", "ema")
     return [[t for t in summary.tensors if t.role == role and not is_mask(t)] for role in roles]
 
@@ -115,7 +111,7 @@ def tensor_finding(  # noqa: PLR0917 - the parts of a finding, in the order in w
     cause: str | None = "bad_checkpoint",
     prescription: Prescription | None = None,
 ) -> Finding:
-    """A finding about `tensor`, or about all of those `among` which it is the one to show."""
+    """Makes a finding about `tensor`, which represents those `among`."""
     return checkpoint_finding(
         summary,
         rule,
@@ -134,18 +130,18 @@ def tensor_finding(  # noqa: PLR0917 - the parts of a finding, in the order in w
 
 
 def op_of(tensor: TensorSummary) -> str:
-    """What it is, as a finding's address says it ("state:weight", "optimizer_state:exp_avg")."""
+    """Returns the kind of a tensor as in a finding's address ("state:weight", "optimizer_state:exp_avg")."""
     in_optimizer = tensor.role == "moment" or (tensor.role == "other" and tensor.entry == "step")
     return f"{'optimizer_state' if in_optimizer else 'state'}:{tensor.entry}"
 
 
 def label(tensor: TensorSummary) -> str:
-    """What a sentence calls it."""
+    """Formats a tensor."""
     return f"{tensor.entry} of {address(tensor)}" if op_of(tensor).startswith("optimizer_state") else address(tensor)
 
 
 def numbers(tensor: TensorSummary) -> dict[str, Any]:
-    """Its figures as JSON values."""
+    """Returns a tensor's figures as JSON values."""
     return {
         "role": tensor.role,
         "dtype": tensor.dtype,
@@ -159,7 +155,7 @@ def numbers(tensor: TensorSummary) -> dict[str, Any]:
 
 
 def cast_row(tensor: TensorSummary, name: str) -> dict[str, Any]:
-    """What a cast to a format would do to it, as JSON values."""
+    """Returns the effect of a cast to a format as JSON values."""
     loss = tensor.cast(name)
     row: dict[str, Any] = {"tensor": address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
     if tensor.counted < tensor.examined:
@@ -175,7 +171,7 @@ def cast_row(tensor: TensorSummary, name: str) -> dict[str, Any]:
 
 
 def count_of(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
-    """How many they are, in words, as the subject of a sentence."""
+    """Formats their number, as the subject of a sentence."""
     words = _ROLE_WORDS[tensors[0].role]
     if len(tensors) == 1:
         return f"1 {words.removesuffix('s')}{verb and verb + 's'}"
@@ -183,17 +179,13 @@ def count_of(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
 
 
 def percent(share: float) -> str:
-    """A share for a sentence."""
+    """Formats a share."""
     return f"{100 * share:.3g} %"
-
-
-# AMP104: values beyond fp16's range.
 
 
 BEYOND_FP16 = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
 
-FP16_OVERFLOW_AT = 65520.0
-"""Halfway between `FP16_MAX` and 65536: from here on rounding to nearest gives Inf."""
+FP16_OVERFLOW_AT = 65520.0  # halfway between `FP16_MAX` and 65536: from here on, rounding to nearest gives Inf
 
 
 @BEYOND_FP16.judges(CheckpointSummary)
@@ -224,9 +216,6 @@ def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Find
     return tensor_finding(summary, BEYOND_FP16, severity, worst, message, evidence, among=beyond, cause=None)
 
 
-# AMP114: an averaged copy is infinite where the model's own tensor is finite and beyond fp16.
-
-
 AVERAGE_THROUGH_HALF = register(
     "AMP114",
     "average-through-half",
@@ -255,7 +244,7 @@ def cast_averages(summary: CheckpointSummary) -> dict[str, tuple[TensorSummary, 
 
 
 def _twin(average: TensorSummary, own: Mapping[str, TensorSummary]) -> TensorSummary | None:
-    """The model's tensor of an averaged copy: the name is the same, or is so without a prefix (`ema.`, `module.`)."""
+    """Returns the model's tensor of an averaged copy: the same name, with or without prefixes (`ema.`, `module.`)."""
     rest = average.name
     while rest:
         twin = own.get(_bare(rest))
@@ -284,7 +273,7 @@ def _through_half(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding
     yield from rest_finding(summary, AVERAGE_THROUGH_HALF, "error", averages, "went through fp16", nonfinite=True)
 
 
-# Numbers outside of tensors that are not finite: which of them are losses of the training, by their names.
+# -- non-finite numbers outside of tensors: names tell which are training losses --
 
 
 _WORD = re.compile(r"[a-z]+")
@@ -294,14 +283,14 @@ _OF_TRAINING = frozenset(
         "last", "prev", "step", "batch", "iter", "history", "log", "logs", "sum", "smoothed", "ema", "value",
     }
 )  # fmt: skip
-"""Words of a training loss's name: `train_loss`, `running_loss`; `loss_scale` and `val_loss` are something else."""
+"""Words of a training loss's name: `train_loss`, `running_loss`; but not of `loss_scale` and `val_loss`."""
 _HELD_OUT = frozenset({"val", "valid", "validation", "dev", "eval", "evaluation", "test", "best", "min", "lowest"})
 
 
 def is_training_loss(lost: LostNumbers) -> bool:
-    """Whether the numbers are losses of the training, by their name, and the last of them is lost.
+    """Returns whether the numbers are losses of the training, by their name, and the last is not finite.
 
-    An infinite one counts by its plainest names alone: a best or an earlier loss starts at infinity.
+    An infinite one counts only under the plainest names: a best or an earlier loss starts at infinity.
     """
     *above, name = re.split(r"[./]", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", lost.name)) or [""]
     if name.isdigit() and above:
@@ -313,7 +302,7 @@ def is_training_loss(lost: LostNumbers) -> bool:
     return math.isnan(lost.last) or (math.isinf(lost.last) and not words & {"last", "prev"})
 
 
-# AMP101 to AMP103 and AMP108: what is NaN or infinite, by what it is for.
+# AMP101 to AMP103 and AMP108
 
 
 NON_FINITE_WEIGHT = register(
@@ -342,7 +331,7 @@ NON_FINITE_TENSOR = register(
 
 @NON_FINITE_WEIGHT.judges(CheckpointSummary)
 def _weights(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
-    cast = cast_averages(summary)  # AMP114 says what became of these
+    cast = cast_averages(summary)  # AMP114 reports these
     for role in ("weight", "ema"):
         yield from _each(summary, NON_FINITE_WEIGHT, [t for t in _sick(summary, role) if address(t) not in cast])
 
@@ -386,7 +375,7 @@ def _sick(summary: CheckpointSummary, role: TensorRole) -> list[TensorSummary]:
 
 
 def _benign_buffer(tensor: TensorSummary) -> bool:
-    """-Inf in a mask, and observers of quantisation before their first batch."""
+    """Whether it is -Inf in a mask, or an observer of quantisation before its first batch."""
     if tensor.nans:
         return False
     if tensor.entry.startswith(("min_val", "max_val")):
@@ -417,7 +406,7 @@ def _each(
 
 
 def _without(tensor: TensorSummary) -> Prescription:
-    """The state dropped, which the optimizer then makes anew."""
+    """Returns the change: without its state, which the optimizer then creates anew."""
     return Prescription(
         kind="optimizer",
         value={"reset_state": [address(tensor)]},
@@ -461,9 +450,6 @@ def _number_finding(summary: CheckpointSummary, lost: Sequence[LostNumbers], sev
 
 def _end(lost: LostNumbers) -> str:
     return "" if math.isnan(lost.last) else f", and the last is {lost.last:.4g}"
-
-
-# AMP106: a value that cannot be, a negative variance or second moment.
 
 
 BATCH_NORM_EPSILON = Threshold(
@@ -518,9 +504,6 @@ def _impossible_value(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
             also=map(state_place, others),
             cause="bad_checkpoint",
         )
-
-
-# AMP110: a buffer holds finite values that it cannot have.
 
 
 FEW_DISPLACED = Threshold(
@@ -585,9 +568,6 @@ def _buffer(
     )
 
 
-# AMP112: the model's weights are not in the file.
-
-
 LEAST_ELEMENTS = Threshold(
     code="AMP112",
     name="elements",
@@ -607,7 +587,7 @@ EMPTY_MODEL = register(
 )
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
-"""DeepSpeed's own file of a rank: with ZeRO-3 its weights lie in pieces in the optimizer's files (AMP112)."""
+"""DeepSpeed's file of a rank: with ZeRO-3, its weights are in pieces in the optimizer's files (AMP112)."""
 
 
 @EMPTY_MODEL.judges(CheckpointSummary)
@@ -643,15 +623,11 @@ def _empty_model(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator
     )
 
 
-# AMP109: elsewhere the file needs torch.load's unsafe mode.
-
-
 FOREIGN_OBJECTS = register(
     "AMP109", "foreign-objects", "Elsewhere the file needs torch.load's unsafe mode", worst="note", commands=SCANNED
 )
 
-MAX_NAMED = 3
-"""Foreign names that a sentence holds."""
+MAX_NAMED = 3  # unsafe names that a sentence lists
 
 
 @FOREIGN_OBJECTS.judges(CheckpointSummary)

@@ -50,8 +50,7 @@ LOSSY_CAST_RULE = register(
     thresholds=(LOSSY_CAST, ERASED_BY_CAST),
 )
 
-_HALF = ("fp16", "bf16")
-"""Formats that a cast without a scale is judged for (AMP105); fp8 is never cast to without one."""
+_HALF = ("fp16", "bf16")  # casts without a scale (AMP105); fp8 always has one
 
 
 @LOSSY_CAST_RULE.judges(CheckpointSummary)
@@ -84,7 +83,7 @@ def _lossy(
 
 
 def _sampled(tensor: TensorSummary) -> str:
-    """A word on where shares come from, where not every element was counted."""
+    """Returns a note where the shares are from a sample."""
     if tensor.counted >= tensor.examined:
         return ""
     return f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --exact counts all)"
@@ -95,11 +94,8 @@ def _bound(most: float) -> str:
 
 
 def _loses(loss: CastLoss, most: float) -> bool:
-    """Overflow in fp16 is AMP104's affair and would drown the rest: its error is infinite."""
+    """Overflow in fp16 has an infinite error, which would hide all others; it is AMP104's."""
     return loss.relative_error > most and not (loss.format == "fp16" and loss.overflowed)
-
-
-# AMP107: values clamped to the stored format's largest number.
 
 
 SATURATED_8_BIT = Threshold(
@@ -149,7 +145,7 @@ def _saturated_values(summary: CheckpointSummary, thresholds: Thresholds) -> Ite
 
 
 def _clamped_before(tensor: TensorSummary) -> bool:
-    """A matrix or vector of weights whose largest magnitude is fp16's maximum, in a format where that is no limit."""
+    """Whether a weight's largest magnitude is fp16's maximum, in a format where that is no limit."""
     return (
         tensor.role in {"weight", "ema"}
         and tensor.dtype in {"float32", "float64"}
@@ -161,11 +157,8 @@ def _clamped_before(tensor: TensorSummary) -> bool:
 
 
 def _too_many(tensor: TensorSummary, share: float) -> bool:
-    """Of a float8 tensor this share; of a wider one a single element."""
+    """Whether the share of a float8 tensor is too large; in a wider format one element is."""
     return not tensor.dtype.startswith("float8") or tensor.at_max > share * tensor.examined
-
-
-# AMP111: a weight stands still although gradients arrive.
 
 
 SURE_STEPS = Threshold(
@@ -236,10 +229,10 @@ def _unmoved_weight(summary: CheckpointSummary, thresholds: Thresholds) -> Itera
 
 
 def _initial(weight: TensorSummary) -> float | None:
-    """0 or 1 where all elements are exactly that, which no moved weight is.
+    """Returns 0 or 1 where all elements are exactly that, as in no weight that moved.
 
-    Another shared value says nothing: Adam moves elements in step whose gradients have one sign. Nor does 1 in half,
-    where a step there and back lands on it again.
+    Other shared values mean nothing: Adam moves elements equally whose gradients have one sign. Nor does 1 in half,
+    where a step there and back returns to it.
     """
     if weight.blank:
         return 0.0
@@ -247,7 +240,7 @@ def _initial(weight: TensorSummary) -> float | None:
 
 
 def _settings(summary: CheckpointSummary, sure: float) -> tuple[float | None, float | None]:
-    """The smallest learning rate and the largest epsilon; None where one is unknown or 0, or the run has just begun."""
+    """Returns the smallest learning rate and the largest epsilon; None if unknown or 0, or early in the run."""
     groups = [group for optimizer in summary.optimizers for group in optimizer.groups]
     rates = [group.learning_rate for group in groups]
     epsilons = [group.epsilon for group in groups if group.epsilon is not None]
@@ -260,7 +253,7 @@ def _settings(summary: CheckpointSummary, sure: float) -> tuple[float | None, fl
 
 
 def _invisible(value: float, dtype: str) -> float:
-    """The largest update that may leave a number as it is."""
+    """Returns the largest update that may leave a number unchanged."""
     return max(abs(value) * _SPACING.get(dtype, math.inf), _FLUSHED.get(dtype, math.inf))
 
 
