@@ -273,7 +273,7 @@ class Backwards:
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
 
     def still_scaled(self, optimizer: Any) -> int:
-        """Returns how many of the optimizer's gradients come from scaled losses, and were neither changed nor replaced."""
+        """Returns how many of the optimizer's gradients come from scaled losses, neither changed nor replaced since."""
         return sum(
             PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
             for parameter in _parameters_of(optimizer)

@@ -61,7 +61,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of an outermost model, or of a submodule that the loop calls itself. Tensors in arguments are references."""
+    """A call of an outermost model, or of a submodule that the loop calls itself; argument tensors are references."""
 
     model: str  # its name in `Program.model`; "" for that itself
     args: tuple[Any, ...]
@@ -186,7 +186,7 @@ def results(instruction: Instruction) -> tuple[Made, ...]:
 
 if TYPE_CHECKING:
     EarlierStep = tuple[str, Callable[[nn.Module, Any], None]]
-    """A step that is run again before a run's own: its description, and the function of model and scaler that runs it."""
+    """A step that is run again before a run's own: its description, and a function of model and scaler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -74,7 +74,7 @@ class _SeenEngine:
 
 @contextmanager
 def seen_backwards(seen: SeenBackward) -> Iterator[None]:
-    """Passes every backward that starts in Python, in every thread, to `seen`; of nested contexts the inner comes first.
+    """Passes every backward that starts in Python, in every thread, to `seen`; nested contexts: the inner comes first.
 
     `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call the engine at `Variable`, however a
     program has imported them, and DDP and FSDP queue their callbacks there. Replacing the functions themselves would

@@ -74,7 +74,7 @@ class Protocol:
         self._skips.pop(attempt.name, None)
 
     def broken_by(self, attempt: Attempt) -> Finding | None:
-        """Returns the finding for an update, made or skipped, whose calls break the protocol; None where that is not certain."""
+        """Returns the finding for an update, made or skipped, whose calls certainly break the protocol; else None."""
         watch = self._watch
         past = (
             attempt.scaler is None
