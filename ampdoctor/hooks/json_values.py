@@ -399,7 +399,7 @@ def _mapping(cls: Any, pairs: list[tuple[Any, Any]]) -> Any:
     made: Any = own(cls)
     put: Any = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
     names: set[str] = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    for name in names:  # an output of transformers' has its items as attributes as well
+    for name in names:  # a transformers output has its items as attributes, too
         _put(made, name, None)
     for key, one in pairs:
         put(made, key, one)
@@ -410,7 +410,7 @@ def _mapping(cls: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 def _object(cls: Any, fields: Mapping[str, Any]) -> Any:
     whole = isinstance(cls, type) and not issubclass(cls, torch.nn.Module | torch.Tensor)
-    if not whole or hasattr(cls, "model_type"):  # a configuration of transformers' has a kind of its own
+    if not whole or hasattr(cls, "model_type"):  # a transformers configuration has its own kind
         return types.SimpleNamespace(**fields)
     try:
         made = object.__new__(cls)

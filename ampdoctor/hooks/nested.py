@@ -40,7 +40,7 @@ _ATOMS = (
     torch.Size,
     torch.dtype,
     torch.device,
-    nn.Module,  # a teacher or a loss object that travels with the batch is not data
+    nn.Module,  # a teacher or a loss object in the batch is not data
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -145,7 +145,7 @@ class _Walk:
         self._leaf = leaf
         self._device = device
         self._clones = clones
-        # the originals are kept beside their results: an id is only valid while its object lives
+        # the originals are kept with their results: an id is only valid while its object lives
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def map(self, value: Any) -> Any:
@@ -192,7 +192,7 @@ class _Walk:
 
     def _rebuilt(self, value: Any) -> Any:
         items = [self.map(item) for item in value]
-        if id(value) in self._done:  # one of its own items has led back to it
+        if id(value) in self._done:  # it contains itself
             return self._done[id(value)][1]
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
         return self._keep(value, make(items))

@@ -44,7 +44,7 @@ class RandomState:
         # reading a state would initialize CUDA: it takes GPU memory, and forked processes could not use CUDA
         cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         python, cpu = random.getstate(), torch.get_rng_state()
-        numpy = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
+        numpy = np.random.get_state()  # noqa: NPY002 - user code draws from the global one
         if like is not None:
             python = like.python if like.python == python else python
             cpu = like.torch_cpu if torch.equal(like.torch_cpu, cpu) else cpu
@@ -59,7 +59,7 @@ class RandomState:
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(list(self.torch_cuda))
-        elif torch.cuda.is_initialized():  # initialized since: reseed it as it was seeded then, like the CPU
+        elif torch.cuda.is_initialized():  # initialized since: reset it to its start, with the CPU's seed
             torch.cuda.manual_seed_all(torch.initial_seed())
         np.random.set_state(self.numpy)  # noqa: NPY002 - see capture
         for own, state in self.own:
@@ -111,16 +111,16 @@ def no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-# Collectives of `torch.distributed`: whether there is anybody to run them with, and a guard that refuses them.
+# -- collectives of `torch.distributed`: refused inside a look --
 #
 # A look at one rank's step runs code that the other ranks do not run. A collective that one rank starts alone hangs the
-# job, or pairs with another one of a rank that is further: none may be started, by whatever way.
+# job, or pairs with another collective of a rank that is further ahead: so none may be started, in any way.
 
 
 _NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 )
-"""Of the ops that communicate: each way that torch has ends in one of them, the reducer's of DDP in C++ as well."""
+"""Namespaces of the ops that communicate: all ways of torch end in one of them, also DDP's reducer in C++."""
 _LOCAL = ("wait_tensor", "wrap_tensor")
 """In the names of those that only wait for, or mark, what was started before."""
 _PAST_DISPATCH = (
@@ -134,18 +134,18 @@ _NEW_GROUP = "_new_group_with_tag"
 
 
 def are_joined() -> bool:
-    """Whether this process is in a process group, be it of one."""
+    """Whether this process is in a process group, perhaps of one."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
 
 
 def are_several() -> bool:
-    """Whether other processes are in this one's process group, and may have a part in its gradients."""
+    """Whether this process's group has other processes, which may share its gradients."""
     return are_joined() and torch.distributed.get_world_size() > 1
 
 
 def is_by_horovod() -> bool:
-    """Whether other processes have a part in the gradients by Horovod, whose collectives are not torch's."""
+    """Whether other processes share the gradients by Horovod, whose collectives are not torch's."""
     horovod: Any = sys.modules.get("horovod.torch")
     try:
         return horovod is not None and horovod.size() > 1
@@ -155,12 +155,9 @@ def is_by_horovod() -> bool:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Inside, a collective that this thread, or a backward of it, would start raises before it is launched.
+    """Raises CollectiveError, before the launch, where this thread, or a backward of it, starts a collective inside.
 
-    What other threads do is not touched. Where there is no process group nothing is in place.
-
-    Raises:
-        CollectiveError: What runs inside starts one.
+    Other threads are not affected. Without a process group, nothing is installed.
     """
     if not are_joined():
         yield
@@ -244,7 +241,6 @@ class _OnThisThread:
         self._thread = threading.get_ident()
 
     def match(self, _: str) -> bool:
-        """As the method of a regular expression."""
         return threading.get_ident() == self._thread
 
 
@@ -321,7 +317,6 @@ def _line_that_calls(*, hooked: bool) -> int:
 
 class _Asked(modules.Module):
     def forward(self) -> int:
-        """Returns the line of its caller."""
         return sys._getframe(1).f_lineno  # noqa: SLF001 - a traceback would be slow
 
 

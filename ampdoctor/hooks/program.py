@@ -148,7 +148,7 @@ class Program:
     buffers: Mapping[str, torch.Tensor]  # of those that have changed, the values before the first instruction
     step: int  # the attempted step in the training, from 0
     line: Line  # where the optimizer steps
-    edited: tuple[str, ...] = ()  # parameters whose gradient the loop changed after the backward, except by clipping
+    edited: tuple[str, ...] = ()  # parameters whose gradient the loop changed, other than by clipping or a scaler
     unexplained: tuple[str, ...] = ()  # parts of the step that the instructions lack, in sentences
     settings: tuple[Mapping[str, Any], ...] = ()  # of each of the optimizer's groups, if they may have changed since
 
@@ -195,7 +195,7 @@ class Leading:
 
     steps: tuple[Program, ...] = ()  # the last updates, oldest first, without gaps
     losses: tuple[float | None, ...] = ()  # the sum of each update's losses in the training
-    made: int | None = None  # updates of the optimizer before the first, by the count in its state
+    made: int | None = None  # updates of the optimizer before the step, by the count in its state
     left_out: tuple[str, ...] = ()  # why there are no more updates, in sentences
 
 

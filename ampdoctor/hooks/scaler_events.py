@@ -84,7 +84,7 @@ class _Known:
 class Listener:
     """Receives a step's calls while they are made; each method may be overridden, and may raise.
 
-    A loop whose parts are not known beforehand shows them by these calls.
+    Some loops show their parts only by these calls.
     """
 
     def calls(self, scaler: Any, optimizer: Any) -> None:
@@ -141,11 +141,11 @@ class StepEvents:
         self._stepping: Any = None  # the scaler whose `step` was called last
         self._scales: dict[int, _Known] = {}
         self._running: list[tuple[int, str]] = []
-        self._held_back: set[str] = set()  # optimizers whose last update their scaler has skipped
+        self._held_back: set[str] = set()  # optimizers whose last update was skipped by their scaler
         self.refused: str | None = None  # the scaler's method in which torch raised: it was called out of turn
 
     def next_step(self, optimizer: str) -> None:
-        """Begins a step after an optimizer's `step` or a skip; what is known of other optimizers' gradients stays."""
+        """Begins a step after an optimizer's `step` or a skip; the record of other optimizers' gradients stays."""
         self.events = []
         self.backwards.next_step()
         if optimizer in self._optimizers:
@@ -192,7 +192,7 @@ class StepEvents:
                 stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
             stack.enter_context(wrapped_in_each_class(_SCALER_METHODS, self._of_class))
             for method in _SCALER_METHODS:
-                for scaler in (self._scaler, *scalers):  # a subclass of torch's may have methods of its own
+                for scaler in (self._scaler, *scalers):  # a subclass of torch's may override methods
                     if hasattr(scaler, method):
                         self._wrap_own(scaler, method, stack)
             yield

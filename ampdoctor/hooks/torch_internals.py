@@ -1,21 +1,21 @@
-"""Private names of torch that looking at a loop stands on; `precision.emulation` and `numerics.unseen` have theirs.
+"""The private names of torch that are used to watch a loop; `precision.emulation` and `numerics.unseen` list theirs.
 
 | name | since | without it |
 | --- | --- | --- |
 | `autograd.Variable._execution_engine` | before 1.0 | backwards are not seen: `torch_shims` has `backwards-unseen` |
-| `autograd._get_sequence_nr`, `Node._sequence_nr` | 2.1, 1.10 | no node leads to its op: nothing can be traced |
+| `autograd._get_sequence_nr`, `Node._sequence_nr` | 2.1, 1.10 | a node's op is unknown: nothing can be traced |
 | `_C._current_autograd_node` | 2.1 | as above |
 | `_C._current_graph_task_id` | 2.0 | a forward inside a backward cannot be told from the first: nothing can be traced |
-| `nn.utils.clip_grad._clip_grads_with_norm_` | 2.6 | gradients that are clipped while scaled are not told |
-| `utils._python_dispatch._disable_current_modes` | 1.13 | a look at a tensor would be traced itself |
+| `nn.utils.clip_grad._clip_grads_with_norm_` | 2.6 | gradients that are clipped while scaled are not reported |
+| `utils._python_dispatch._disable_current_modes` | 1.13 | our own reads of tensors would be traced |
 | `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
 | `Tensor._version` | 0.4 | inputs that are written to while a step runs are not noticed: nothing can be recorded |
 | `overrides._push_mode`, `_pop_mode`, `_C._len_torch_function_stack`, `_get_function_stack_at` | 2.0 | as above |
-| `nn.modules.module._global_forward_hooks_with_kwargs` | 2.0 | nothing has to be forgotten there |
-| `_C._get_tracing_state` | 1.0 | what `torch.jit.trace` runs is taken for a step |
+| `nn.modules.module._global_forward_hooks_with_kwargs` | 2.0 | nothing has to be removed there |
+| `_C._get_tracing_state` | 1.0 | code under `torch.jit.trace` counts as a step |
 | `jit._recursive.create_script_module` | 1.3 | `torch.jit.script` fails on a model that is watched |
 | `_GLOBAL_DEVICE_CONTEXT` | 2.3 | the fault of `get_default_device` in 2.8 and before; which mode stays outermost |
-| `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
+| `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | tensors inside `vmap` and `grad` cannot be read |
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ def seen_backwards(seen: SeenBackward) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Replacement:
-    """A replaced attribute."""
-
     ours: Any
     before: Any  # the value before; another replacement's, where several are nested
     owned: bool  # the attribute was in the owner's own `__dict__`

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import (
-    monotonic,  # a script may put another in its place
-    perf_counter,  # a script may put another in its place
+    monotonic,  # bound here, because a script may patch it
+    perf_counter,  # bound here, because a script may patch it
 )
 from typing import Any
 

@@ -1,7 +1,7 @@
 """The trace of a user's loop, whose models are found when they are called and whose steps end when they end.
 
-A replay knows its parts before its first step and may run the step again. A loop that runs only once, as in a user's
-test, is traced from its first op, and its parts become known on the way.
+A replay has all parts before its first step, and may run the step again. A loop that runs only once, as in a user's
+test, is traced from its first op, and its parts appear on the way.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from time import monotonic  # a script may put another in its place
+from time import monotonic  # bound here, because a script may patch it
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ def harmless(method: Callable[Concatenate[W, P], Any]) -> Callable[Concatenate[W
             self.failed(error)
             return None
 
-    return guarded  # type: ignore[return-value]  # a method stays one
+    return guarded  # type: ignore[return-value]  # a method remains a method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class LoopListener(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """What is recorded of an optimizer, and of the optimizer that it has replaced."""
+    """The record of an optimizer, and of the optimizer that it has replaced."""
 
     there: weakref.ref[Any]
     trained: dict[int, weakref.ref[torch.Tensor]]  # its parameters, by id
@@ -135,7 +135,7 @@ class _Known:
 
 @dataclass(slots=True)
 class ScalerFacts:
-    """What the loop has called on its scalers."""
+    """The loop's calls on its scalers."""
 
     knows_scale: bool = False  # the loop has read a scale, so its own code may scale and unscale
     updates: int = 0  # calls of `update` so far
@@ -180,7 +180,7 @@ class LoopWatch:
         self._optimizers: dict[int, _Known] = {}
         self._names = 0
         self._here = _OfThread()
-        # by id: those that hold another optimizer and do not step it
+        # by id: wrappers that do not call the step of the optimizer inside
         self._by_themselves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._telling = threading.RLock()  # one thread at a time calls the listener
         self._busy = self.broken = False
@@ -188,7 +188,7 @@ class LoopWatch:
 
     @contextmanager
     def watching(self, *scalers: Any) -> Iterator[None]:
-        """Installs the hooks, and removes them on any exit; `scalers` may be classes that are not torch's."""
+        """Installs the hooks, and removes them on any exit; the known `scalers` need not be torch's."""
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
             stack.enter_context(told_of_scalers(self, *scalers))
@@ -200,7 +200,7 @@ class LoopWatch:
             yield
 
     def _over(self) -> None:
-        """Stops all work: a wrapper of what we replaced in torch may call our hooks later."""
+        """Stops all work: other code may have wrapped our hooks, and may call them later."""
         self._busy = self.recorder.away = True
         self._here = _OfThread()  # an update that has raised is in it
 
@@ -502,8 +502,6 @@ class LoopWatch:
 
 
 class _OfThread(threading.local):
-    """What runs on this thread."""
-
     def __init__(self) -> None:
         self.scaler: Any = None  # its `step` is running
         self.made = False  # the scaler's `step` has called the optimizer

@@ -163,7 +163,7 @@ Sick = Callable[[Report], None]
 
 @dataclass(slots=True)
 class LiveJudge:
-    """Judges what a watch sees, up to the first sick step; after that the trace idles."""
+    """Judges a loop up to its first sick step; after that the trace idles."""
 
     run: LiveRun
     trace: LiveTrace
@@ -395,7 +395,6 @@ class StepWatch(Listener):
         return name  # None: modules of the loss have no tensors, and count as loss code
 
     def _backward(self, backward: Backward, run: Callable[[], Any]) -> Any:
-        """Runs a backward, and returns its result."""
         roots, inputs, accumulated = backward.roots, backward.inputs, backward.accumulated
         if in_backward() and self._running is not None and accumulated:  # a checkpointed part
             self._running.leaves += leaves_of(roots, inputs)

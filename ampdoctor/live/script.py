@@ -243,7 +243,6 @@ class _Finder:
         self.over = False
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """As in `importlib.abc.MetaPathFinder`."""
         if name != self._name or self._asking:
             return None
         self._asking = True
@@ -252,17 +251,15 @@ class _Finder:
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has what Python asks a loader for
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has a loader's methods
         return spec
 
     def executed(self) -> None:
-        """Called after the module was executed."""
         self.leave()
         if not self.over:
             self._then()
 
     def leave(self) -> None:
-        """Removes this finder."""
         with suppress(ValueError):
             sys.meta_path.remove(self)
 
@@ -278,12 +275,10 @@ class _Loader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As in the wrapped loader."""
         created: ModuleType | None = self._loader.create_module(spec)
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        """As in the wrapped loader, then calls the finder."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -394,8 +394,8 @@ def apply(
 
     - `fp32_modules`: hooks switch autocast off inside these modules and cast their inputs up. In a half model, their
       parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
-      The hooks stay in training and evaluation, and after `state_dict`, `deepcopy`, `torch.save` of the model,
-      DataParallel, DDP and activation checkpointing. `torch.compile` breaks its graph around each such module
+      The hooks work in training and evaluation, survive `state_dict`, `deepcopy` and `torch.save` of the model, and
+      work with DataParallel, DDP and activation checkpointing. `torch.compile` breaks its graph around each such module
       (`fullgraph=True` fails with torch's own error). A parent that uses a module's weight without calling the module
       is not affected.
     - `dtype`: every `torch.autocast` region of this process that names a half dtype computes in this one (float32: is

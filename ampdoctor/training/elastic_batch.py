@@ -147,7 +147,7 @@ class Weighing:
 
 
 def _whole(counted: Any) -> int:
-    """Returns the result of `count` as an integer; a fraction is refused, because the weight 1 / N needs the exact N."""
+    """Returns the result of `count` as an integer; raises for a fraction, because the weight is exactly 1 / N."""
     try:
         number = counted.item() if hasattr(counted, "item") else counted
     except (RuntimeError, ValueError):  # a tensor or an array of several numbers
@@ -234,8 +234,8 @@ class ElasticSampler(Sampler[list[int]]):
 
         Args:
             loader: The DataLoader that has this sampler as its `batch_sampler`.
-            count: If given, a micro-batch's loss is a sum over the items that this function counts in its data, and not a
-                mean over its samples; all ranks must iterate together then.
+            count: If given, a micro-batch's loss is a sum over the items that this function counts in its data, not a
+                mean over its samples; then all ranks must iterate together.
 
         Raises:
             UsageError: The loader has another sampler, or more or fewer batches than this one.
@@ -339,9 +339,10 @@ class ElasticBatch:
         Every rank loads every batch. Where the data can be indexed, `sampler` avoids that.
 
         Args:
-            batches: Nested tensors of any shape whose first dimension is the samples: `global_batch` of them, or fewer in the
-                last one. Lists of the same length that hold no tensor are cut too, and so are tuples of strings (the texts of
-                a batch after a collate). A tensor without dimensions, and any other object, goes to every micro-batch.
+            batches: Nested tensors of any shape whose first dimension is the samples: `global_batch` of them, or fewer
+                in the last one. Lists of the same length without tensors are cut too, and so are tuples of as many
+                strings (the texts of a batch after a collate). A tensor without dimensions, and any other object, goes
+                to every micro-batch.
             count: As for `ElasticSampler.steps`.
             start: Number of the first step.
 
@@ -386,8 +387,8 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
         group: The data parallel group, where ranks share a model (tensor, pipeline or context parallel).
 
     Raises:
-        UsageError: A number is not whole or below 1, the batch is given in tokens, there are more ranks than samples, or
-            RANK and WORLD_SIZE are not those of a process.
+        UsageError: A number is not whole, is below 1, or so large that it must be in tokens; there are more ranks than
+            samples; or RANK and WORLD_SIZE are not those of a process.
     """
     global_batch, max_micro_batch = _samples("global_batch", global_batch), _samples("max_micro_batch", max_micro_batch)
     if global_batch < 1 or max_micro_batch < 1:

@@ -71,7 +71,7 @@ class Limits:
     """Bounds of a log."""
 
     file_bytes: int = 16 * 1024 * 1024  # then a new file begins; a file of this size is read in a second
-    detail_bytes: int = 512 * 1024 * 1024  # of details; then old ones are thinned. A million steps take some 150 MB
+    detail_bytes: int = 512 * 1024 * 1024  # of details; then old ones are thinned. Steps stay: a million take 150 MB
     lines: int = 20_000  # that wait, without details: 20 seconds of steps of 1 ms, some 10 MB
     details: int = 16  # that wait; each may hold a histogram of every tensor
     last: int = 256  # steps that are kept for a bundle

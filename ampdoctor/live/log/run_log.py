@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from time import monotonic, time_ns  # a script may put another in its place
+from time import monotonic, time_ns  # bound here, because a script may patch them
 from typing import Any
 
 from ampdoctor.evidence.log_records import Line, RunLine, Stamp, Stamped
@@ -112,7 +112,7 @@ class RunLog:
         self._tray.unread(steps)
 
     def index_of(self, name: str) -> int:
-        """Returns the index of a tensor's name, which stands in the log before any line that is handed over next."""
+        """Returns the index of a tensor's name; the log contains the name before any line that is handed over next."""
         return self._tray.index_of(name)
 
     def listen(

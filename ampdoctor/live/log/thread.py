@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
 from time import (
-    monotonic,  # a script may put another in its place
-    time_ns,  # a script may put another in its place
+    monotonic,  # bound here, because a script may patch it
+    time_ns,  # bound here, because a script may patch it
 )
 from typing import Any, TypeAlias
 
@@ -346,7 +346,6 @@ class Writer(Thread):
         return now - self._suspected > self._limits.hung_seconds / 10
 
     def _nap(self) -> Reply | bool | None:
-        """Returns a request that came meanwhile; False if none did."""
         try:
             return self.calls.get(timeout=NAP_S)
         except Empty:

@@ -70,7 +70,7 @@ class Later(Generic[Tag]):
         self.lost = 0  # readings that found the ring full
 
     def put(self, tag: Tag, tensors: Sequence[Tensor]) -> bool:
-        """Starts to read one-dimensional tensors, which must not be written to afterwards; returns False where it is full.
+        """Starts to read one-dimensional tensors, which must not be written to any more; False where the ring is full.
 
         CPU tensors are there at once. `ready` yields the reading with its tag.
         """
@@ -121,7 +121,7 @@ class Parcel:
         self._packed: list[tuple[Tensor, list[tuple[int, int]]]] = []
 
     def add(self, key: str, numbers: Tensor) -> None:
-        """Adds a section of real numbers, not to be written to before `pack`; several sections may have the same key."""
+        """Adds a section of real numbers, not to be written to before `pack`; several sections may share a key."""
         own = local(numbers) if numbers.is_floating_point() else numbers
         self._waiting.setdefault(own.device, []).append((len(self._keys), own))
         self._keys.append(key)

@@ -55,8 +55,6 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """A tensor that is checked."""
-
     there: weakref.ref[Tensor]
     name: str
     copy: bool = False  # not a module's: a gradient's copy is infinite where a scaler skips, and finite again later

@@ -55,8 +55,8 @@ class StepReading:
 class TensorReading:
     """One tensor in a detail step. Shares are fractions of the counted elements.
 
-    The three half-format figures (`flushed_share`, `subnormal_share`, `headroom_binades`) are of the numbers times the
-    loss scale and before clipping, and None for a parameter.
+    `flushed_share`, `subnormal_share` and `headroom_binades` are for the numbers times the loss scale and before
+    clipping; None for a parameter.
     """
 
     name: str  # of the parameter, or of the module for an activation and its gradient

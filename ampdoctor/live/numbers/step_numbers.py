@@ -179,7 +179,7 @@ class StepNumbers:
 
     @property
     def looking(self) -> bool:
-        """Whether single tensors are looked at in this step: hooks for gradients of activations are useful only then."""
+        """Whether single tensors are looked at in this step; only then are hooks on activation gradients useful."""
         return self._reason is not None and self.failed is None
 
     def look(self, reason: str, steps: int = 1) -> None:
@@ -232,7 +232,7 @@ class StepNumbers:
         self._clips.carry_scale({id(p.grad) for p in parameters if p.grad is not None})
 
     @_harmless
-    def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - as it is told
+    def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - the caller's signature
         """Called before gradients are cleared, or after (`by_hand`): their clippings belong to no step.
 
         Gradients that the loop has cleared itself may be gone, and their ids reused.

@@ -42,7 +42,7 @@ def parameters_of(owner: Any) -> list[torch.Tensor]:
 
 
 class Gradients:
-    """The owners of gradients, and what was done to these. A moment is the number of instructions recorded before."""
+    """The owners of gradients, and what was done to these. A moment is a count of instructions recorded before."""
 
     def __init__(self, models: OutermostModels) -> None:
         self._models = models
@@ -362,7 +362,7 @@ class Journal:
         self._keep([one for one in self.tape.instructions if self._ages[id(one)] > oldest])
 
     def rename(self, renamed: Callable[[str], str]) -> None:
-        """Renames models, parameters and buffers in what was recorded."""
+        """Renames models, parameters and buffers in the recorded instructions."""
         before = self.tape.instructions
         self.tape.instructions = [spoken(one, renamed) for one in before]
         tables: tuple[dict[int, Any], ...] = (self._before, self._ages, self._order, self._of)
@@ -491,7 +491,7 @@ class Journal:
         return len(self.tape.instructions) > MOST // 2 or self.tape.held_bytes > _MOST_BYTES // 2
 
     def _keep(self, instructions: list[Instruction]) -> None:
-        """Keeps, of these, what living tensors and still accumulating gradients were computed from."""
+        """Keeps, of these, the instructions that living tensors, and gradients that still add up, came from."""
         first = self._gradients.oldest_update()
         places = [
             place

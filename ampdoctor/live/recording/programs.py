@@ -262,8 +262,8 @@ class KeptUpdate:
 class KeptUpdates:
     """Keeps the last updates that were made before their numbers had arrived.
 
-    `most` counts the updates including the sick one; updates whose numbers have not arrived are kept besides. Above
-    `max_bytes` the oldest are dropped.
+    `most` counts the sick update too, but no update whose numbers have not arrived. Above `max_bytes` the oldest are
+    dropped.
     """
 
     def __init__(self, most: int, max_bytes: int) -> None:

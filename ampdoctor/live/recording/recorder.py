@@ -69,7 +69,7 @@ def _harmless(
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.fail(error)
 
-    return guarded  # type: ignore[return-value]  # a method stays one
+    return guarded  # type: ignore[return-value]  # a method remains a method
 
 
 class CallListener(Protocol):
@@ -377,7 +377,7 @@ class StepRecorder:
         return [*losses, *self._scaled_losses.values()]
 
     def micro_steps(self, optimizer: torch.optim.Optimizer) -> int:
-        """Returns how many backwards since the last update, of any optimizer, an optimizer's gradients add up."""
+        """Returns how many backwards an optimizer's gradients add up; all since the last update without a clearing."""
         begun = self._adding_up(optimizer)
         return self.backwards if begun is None else sum(count in begun for count, _ in self._losses)
 
@@ -562,7 +562,6 @@ class StepRecorder:
 
     @_harmless
     def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
-        """Called when a model's or an optimizer's gradients are cleared."""
         if self._is_elsewhere():
             return
         self.stays()
