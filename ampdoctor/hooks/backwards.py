@@ -20,7 +20,6 @@ from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, 
 
 # -- gradients that an optimizer has already used: no value is read, and no device is waited for --
 
-
 _SAMPLES = 16
 """Parameters of an optimizer that are checked: a backward gives nearly all of them a new gradient."""
 
@@ -143,7 +142,6 @@ def _held_by(optimizer: Any) -> Iterator[tuple[int, tuple[weakref.ref[torch.Tens
 
 
 # -- scales of gradients --
-
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""

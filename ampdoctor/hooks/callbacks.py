@@ -78,7 +78,6 @@ def is_in_place(handle: Any) -> bool:
 
 # -- reads of numbers: without one, a loop's decisions cannot depend on what it has computed --
 
-
 READS = frozenset(
     {
         *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
@@ -120,7 +119,6 @@ class _Listening(TorchFunctionMode):
 
 
 # -- module hooks that copies, pickles and scripts of a model do not have --
-
 
 _HOOKS = (
     "_forward_hooks",
@@ -222,7 +220,6 @@ def _without_hooks(state: Any, keys: set[int]) -> Any:
 
 # -- methods of GradScaler and its subclasses, even if these do not call super(): FSDP's, a user's --
 
-
 Wraps = Callable[[Callable[..., Any], str], Callable[..., Any]]
 """Gets a method as a function of the scaler, and its name; returns the replacement."""
 
@@ -269,7 +266,6 @@ def _below(kind: type) -> Iterator[type]:
 
 
 # -- calls of GradScaler; unlike `scaler_events`, this reads no scale, which would wait for a GPU --
-
 
 _METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
@@ -340,7 +336,6 @@ def _is_enabled(scaler: Any) -> bool:
 
 
 # -- clippings: the norm that `clip_grad_norm_` computes anyway, however a program imports it --
-
 
 _NORM, _CLIP = "_get_total_norm", "_clip_grads_with_norm_"
 """Functions that `clip_grad_norm_` calls in its own module (torch 2.6 and later; without them no clipping is seen)."""

@@ -117,17 +117,13 @@ class StepHalted(BaseException):
 
 # -- exceptions of training code --
 
-
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
 """Most characters of an exception's text in one sentence; the traceback has the rest."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, the CPU's allocator or an accelerator's ran out of memory.
-
-    torch's CPU allocator raises a plain RuntimeError, which only its text identifies.
-    """
+    """Whether memory ran out; torch's CPU allocator raises a plain RuntimeError, which only its text identifies."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
@@ -162,7 +158,6 @@ def code_of(error: BaseException | None) -> int:
 
 
 # -- marked loops --
-
 
 _Told = Callable[[FrameType], None]
 _listening: list[_Told] = []

@@ -29,7 +29,6 @@ from ampdoctor.hooks.process_state import unwarned
 
 # -- torch's functions, by name --
 
-
 _ALSO = ("unflatten", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 """Methods of tensors that make tensors and reach `__torch_function__`, but are in no table of torch's."""
 _NAMELESS: dict[Callable[..., Any], str] = {torch.autograd.grad: "torch.autograd.grad"}
@@ -104,7 +103,6 @@ def function_named(name: str) -> Callable[..., Any] | None:
 
 
 # -- writing: a list is a JSON list; every other type that JSON lacks is an object with a `kind` --
-
 
 Tree = Any
 """A value that `json.dumps(allow_nan=False)` accepts."""
@@ -267,7 +265,6 @@ def _said(value: Any) -> str:
 #
 # The caller finds classes by name, and no method of them is called: no constructor, `__new__`, property setter or
 # `__hash__`. Attributes are stored where Python stores them. An object of an unknown class becomes a SimpleNamespace.
-
 
 FindClass = Callable[[str, str], Any]
 """Returns the class of a module and a qualified name; None for a class that must not be used."""
@@ -491,7 +488,6 @@ _MANY: Mapping[str, Callable[[list[Any]], Any]] = {
 
 # -- modules: rebuilt from their parts, without constructors --
 
-
 _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -555,7 +551,6 @@ def _part(name: Any) -> str:
 
 
 # -- global values that a script's classes use, mostly set from its command line --
-
 
 _LONGEST = 10_000
 """Most characters of a value: more is data."""

@@ -103,10 +103,7 @@ def names_of_parameters(
 
 
 def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Maps each name of a tied weight or shared module to its other names.
-
-    `named_parameters()` and `named_modules()` yield only the first name of these.
-    """
+    """Maps each name of a tied weight or shared module to the others; `named_parameters()` yields only the first."""
     modules = clean_names(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     cleaned = clean_tensor_names(model, [name for name, _ in tensors])

@@ -52,7 +52,7 @@ class RandomState:
         return cls(python, cpu, cuda, numpy, tuple((own, own.get_state()) for own in generators))
 
     def restore(self) -> None:
-        """Restore the generators' states."""
+        """Restores the generators' states."""
         import numpy as np
 
         random.setstate(self.python)
@@ -90,7 +90,7 @@ def no_anomaly_mode() -> Iterator[None]:
     switch(False, checks_nan)
 
     def ignored(*_args: Any, **_kwargs: Any) -> None:
-        """Ignore the user's own anomaly mode."""
+        """Ignores the user's own anomaly mode."""
 
     torch.set_anomaly_enabled = ignored
     try:
@@ -115,7 +115,6 @@ def no_fast_path() -> Iterator[None]:
 #
 # A look at one rank's step runs code that the other ranks do not run. A collective that one rank starts alone hangs the
 # job, or pairs with another collective of a rank that is further ahead: so none may be started, in any way.
-
 
 _NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
@@ -223,7 +222,6 @@ def _sentence(what: str) -> str:
 
 
 # -- warnings: a watch adds none, hides none, and repeats none --
-
 
 _CHANGED = ("_filters_mutated", "_filters_mutated_lock_held")
 """Functions that `warnings` calls when its filters change, up to Python 3.13 and from 3.14 on."""

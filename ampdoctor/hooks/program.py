@@ -183,7 +183,6 @@ def results(instruction: Instruction) -> tuple[Made, ...]:
 
 # -- earlier updates: with a checkpoint, they give the weights of a recorded step --
 
-
 if TYPE_CHECKING:
     EarlierStep = tuple[str, Callable[[nn.Module, Any], None]]
     """A step that is run again before a run's own: its description, and a function of model and scaler."""
@@ -216,7 +215,6 @@ def _whole(value: Any) -> int | None:
 
 
 # -- the recorded user line of an instruction that runs again without its loop --
-
 
 _LINE: ContextVar[tuple[str, int] | None] = ContextVar("_LINE", default=None)
 

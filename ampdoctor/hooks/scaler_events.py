@@ -20,7 +20,6 @@ from ampdoctor.hooks.torch_internals import replaced
 
 # -- the running part of a step --
 
-
 Part = Literal["optimizer", "scaler"]
 
 
@@ -82,10 +81,7 @@ class _Known:
 
 
 class Listener:
-    """Receives a step's calls while they are made; each method may be overridden, and may raise.
-
-    Some loops show their parts only by these calls.
-    """
+    """Receives a step's calls, which may show parts of the loop for the first time; methods may raise."""
 
     def calls(self, scaler: Any, optimizer: Any) -> None:
         """Called before a scaler's method runs; `optimizer` may be None."""
@@ -174,10 +170,7 @@ class StepEvents:
 
     @contextmanager
     def watching(self, *scalers: Any) -> Iterator[None]:
-        """Installs hooks and wraps methods, once even if nested, and removes them afterwards.
-
-        `scalers` are further scalers, with methods of their own.
-        """
+        """Hooks optimizers and wraps methods inside, once even if nested, also those of the further `scalers`."""
         if self._watching:
             yield
             return

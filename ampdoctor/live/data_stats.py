@@ -22,7 +22,6 @@ from ampdoctor.numerics.tensors import is_plain
 
 # -- samples and tokens, counted from the models' arguments --
 
-
 _IDS = frozenset({torch.int64, torch.int32})
 
 
@@ -217,7 +216,6 @@ class DataWait:
 
 # -- counters of a device's allocator, which are on the host: no wait --
 
-
 _PAUSE_S = 0.05
 """Between two readings: one costs tens of microseconds, and memory changes over many steps."""
 
@@ -234,10 +232,7 @@ _NONE = Memory()
 
 
 class MemoryReadings:
-    """Reads the allocator of the training device at intervals.
-
-    The peak is never reset, because the loop may read it too.
-    """
+    """Reads the training device's allocator at intervals; never resets the peak, because the loop may read it too."""
 
     def __init__(self) -> None:
         self._last = float("-inf")

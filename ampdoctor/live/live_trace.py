@@ -53,10 +53,7 @@ class LiveTrace(OpTraceProbe):
             yield
 
     def met(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Adds parts to the run; `tensors` are the state of the new parts.
-
-        Earlier parts may have become non-finite in this step, which counts as the step's doing.
-        """
+        """Adds parts with their state to the run; earlier parts may be non-finite now, which is the step's doing."""
         with unseen():
             before, unread, known = self._before, self._unread, self._belongings
             self._sites.take_names()

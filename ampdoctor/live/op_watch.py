@@ -156,7 +156,6 @@ def leaves_of(roots: Iterable[Any], inputs: Iterable[Any]) -> list[torch.Tensor]
 
 # -- judging --
 
-
 Sick = Callable[[Report], None]
 """Called once, at the sick step; may raise, which ends the loop there."""
 

@@ -109,10 +109,7 @@ class Protocol:
         return certain_misuse([event], attempt.step, line)
 
     def _clipped(self, attempt: Attempt) -> tuple[float, float] | None:
-        """The norm of the update's gradients before they were clipped, and the limit.
-
-        None without a clipping, and where the host would have to wait for the norm.
-        """
+        """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""
         own = {id(p.grad) for group in attempt.optimizer.param_groups for p in group["params"]}
         mine = [clip for clip in self._clips if not own.isdisjoint(clip.gradients)]
         self._clips = [clip for clip in self._clips if own.isdisjoint(clip.gradients)]

@@ -59,7 +59,6 @@ def _has_main(folder: str) -> bool:
 
 # -- tracebacks, as they are without a watch --
 
-
 _OURS = f"{FOLDER}{os.sep}"
 _HERE = __file__
 _IMPORTING = "<frozen importlib._bootstrap"

@@ -113,7 +113,6 @@ class BlindSteps:
 
 # -- a fused optimizer that holds a sick update back, on its device --
 
-
 _FLAG, _SCALE = "found_inf", "grad_scale"
 """Attributes that a GradScaler sets on a fused optimizer: where the flag is not 0, parameters, moments and the count
 of steps stay unchanged."""

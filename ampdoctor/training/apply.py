@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 # -- changes: each is checked as a whole, then made, and can be undone --
 
-
 Change = Callable[[ExitStack], None]
 """Makes a checked change, and puts the undo of each part on the stack."""
 
@@ -59,10 +58,7 @@ _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_int
 
 
 def plan(prescription: Prescription, training: Training) -> Change:
-    """Returns the function that makes a change, or raises UsageError where the change or its value is not possible.
-
-    Nothing is changed yet.
-    """
+    """Returns the function that makes a change, which is only checked here; raises UsageError if it is not possible."""
     value = prescription.value
     if prescription.kind == "fp32_modules":
         return _fp32_modules(value, training)

@@ -55,7 +55,6 @@ def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Itera
 
 # -- micro-batches with the weights of their losses --
 
-
 Count = Callable[[Any], Any]
 """Returns how many items a micro-batch's loss is summed over, for example tokens whose label is not ignored: a whole
 number, or a tensor of one."""

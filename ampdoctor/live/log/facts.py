@@ -51,7 +51,6 @@ def models_of(roots: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
 
 # -- rank: from the process group, else from the launcher's environment variables --
 
-
 _NUMBER = re.compile("[0-9]{1,9}")
 """A rank or size; `int` itself raises for thousands of digits."""
 _LAUNCHERS = (

@@ -17,7 +17,6 @@ from ampdoctor.evidence.paths import log_name, logs_in, rank_and_number, run_nam
 
 # -- thinning: removes old details from a finished file; all other lines stay, byte for byte --
 
-
 _STEP = re.compile(rb',"step":([0-9]+)')
 _FIRED = re.compile(rb',"reason":"')
 _HEAD = 512
@@ -87,10 +86,7 @@ _TARGET = 0.75
 
 
 class Segments:
-    """The files of one rank in the log's folder, which is made if it is missing; methods raise OSError.
-
-    A file that another process has left is renamed first.
-    """
+    """The files of one rank in a folder, made if missing; a file of another process is renamed. May raise OSError."""
 
     def __init__(self, folder: Path, rank: int, limits: Limits) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ from ampdoctor.live.log.files import Limits, Segments
 
 # -- listeners: each has a thread of its own, and slows down neither training nor log --
 
-
 Hear = Callable[[Stamped], None]
 Say = Callable[[str], None]
 _Waiting = tuple[int, Stamped]
@@ -162,7 +161,6 @@ class Listening(Thread):
 #
 # Nothing here takes a lock that the writer could hold: a training queues a line in a microsecond, whatever the writer
 # does, also in a signal handler. A deque's ends are thread-safe.
-
 
 Make: TypeAlias = Callable[[], Line | None]
 

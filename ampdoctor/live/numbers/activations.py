@@ -164,7 +164,6 @@ def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 
 
 # -- batches --
 
-
 MOST = 512
 """Elements of a batch: the root mean square of normal ones is known within 6 % at 95 % (1.96 / sqrt(2 * 512))."""
 _IDS = frozenset({torch.int64, torch.int32, torch.int16})

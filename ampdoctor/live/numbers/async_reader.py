@@ -143,10 +143,7 @@ class Parcel:
         return [packed for packed, _ in self._packed]
 
     def opened(self, arrived: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-        """Returns views of the sections by key, in the order in which they were added.
-
-        `arrived` are copies of `tensors` on the CPU, in their order.
-        """
+        """Returns views of the sections by key, in the order of `add`, from copies of `tensors` on the CPU."""
         sections: dict[int, Tensor] = {}
         for values, (_, sizes) in zip(arrived, self._packed, strict=True):
             places = [place for place, _ in sizes]

@@ -106,7 +106,6 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
 
 # -- samples: a few thousand elements of each tensor, always the same ones, in one buffer a device --
 
-
 MOST = 4096
 """Elements of a tensor: a share is known within 1.5 percentage points at 95 % (1.96 * sqrt(1/4 / 4096))."""
 MOST_TOGETHER = 1 << 22
@@ -132,10 +131,7 @@ class Samples:
 
 
 def sample(named: Sequence[tuple[str, Tensor]]) -> list[Samples]:
-    """Returns samples of tensors (as for `local`), by device, without waiting for any device.
-
-    The same shapes and strides give the same elements each time.
-    """
+    """Returns samples, by device, without waiting; equal shapes and strides give the same elements each time."""
     most = min(MOST, max(MOST_TOGETHER // max(len(named), 1), 1))
     by_device: dict[torch.device, list[tuple[Sampled, Tensor]]] = {}
     for name, tensor in named:
@@ -148,10 +144,7 @@ def sample(named: Sequence[tuple[str, Tensor]]) -> list[Samples]:
 
 
 def strided(elements: Tensor, most: int) -> Tensor:
-    """Returns at most `most` (1 or more) elements of a plain strided tensor, evenly over memory; one-dimensional.
-
-    The result is a view if the tensor is dense.
-    """
+    """Returns at most `most` (>= 1) elements of a plain strided tensor, evenly over memory; a view if it is dense."""
     line = flat(elements)
     stride = stride_of(line.numel(), most)
     if stride == 1:
@@ -236,10 +229,7 @@ def _states(samples: Sequence[Samples]) -> list[bytes]:
 
 
 def moved(before: Tensor, change: Tensor, *, random: bool = False) -> Moved:
-    """Returns the figures of one parameter from its sampled elements before the step, and their changes, on the CPU.
-
-    `random`: the optimizer draws random numbers.
-    """
+    """Returns a parameter's figures from its samples and their changes, on the CPU; `random` as in `Updates`."""
     weight, update = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in (before, change))
     known = weight > 0.0 and math.isfinite(weight) and math.isfinite(update)
     still = int((change == 0.0).sum()) / max(change.numel(), 1)

@@ -211,7 +211,6 @@ class Clippings:
 
 # -- from numbers to readings --
 
-
 Sections = Mapping[str, Sequence[Tensor]]
 
 _SICK = 16

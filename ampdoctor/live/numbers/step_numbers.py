@@ -21,7 +21,6 @@ from ampdoctor.numerics.tensors import Unseen
 
 # -- filling a step's parcel, on the device --
 
-
 Named = Sequence[tuple[str, Tensor]]
 
 
@@ -69,10 +68,7 @@ def add_gradients(sent: Sent, gradients: Named) -> None:
 
 
 def add_parameters(sent: Sent, parameters: Named, *, fused: bool, updates: Updates | None) -> None:
-    """Adds norms and samples of the parameters before the step.
-
-    `updates` are those of an earlier call for the same step; None at the first.
-    """
+    """Adds norms and samples of the parameters before the step; `updates` are those of an earlier call for it."""
     sent.updates = Updates(parameters) if updates is None else updates
     for samples in sent.updates.before:
         sent.parcel.add("parameters", samples.buffer)
@@ -205,10 +201,7 @@ class StepNumbers:
 
     @_harmless
     def loss(self, tensor: Tensor, scale: Tensor | float | None = None) -> None:
-        """Called at the start of a backward with its root, which is a loss only if it has one element.
-
-        The loss is divided by `scale`, a tensor on its device.
-        """
+        """Called at a backward's start with its root: a loss if it has one element, divided by `scale` on a device."""
         if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
             return
         own = local(tensor)

@@ -297,17 +297,12 @@ def _root_of(module: nn.Module) -> tuple[str, nn.Module]:
 
 # -- constructor arguments of the user's modules --
 
-
 _LARGEST = 10_000
 """Modules recorded at most: more are not parts of one model."""
 
 
 class Constructions:
-    """Records how modules are made.
-
-    The arguments are serialized at once: no object of the user's is kept alive, and later changes by the constructor do
-    not show.
-    """
+    """Records how modules are made; arguments are serialized at once, before the constructor can change them."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any]] = weakref.WeakKeyDictionary()
@@ -416,7 +411,6 @@ def _file_of(cls: type) -> str | None:
 
 # -- threads --
 
-
 SEVERAL = "several threads train at once"
 """Why nothing is run again: threads share the model, the random numbers and torch's state."""
 
@@ -465,10 +459,7 @@ class Trainers:
             return self.several or any(thread.is_alive() for thread in self._began if thread is not here)
 
     def is_recorded(self) -> bool:
-        """Whether this thread's steps are recorded.
-
-        The recorded thread is the first that calls a model, until it has ended or another thread trains instead.
-        """
+        """Whether this thread is recorded: the first that calls a model, until it ends or another one trains."""
         here = threading.current_thread()
         with self._lock:
             there = None if self._recorded is None else self._recorded()

@@ -197,7 +197,6 @@ def _needs_closure(optimizer: Any) -> bool:
 #
 # All is kept by reference: its memory is that of the batches. The loop's models and optimizers are not kept alive.
 
-
 _ON_THE_WAY = 16
 """More updates that are kept, because their numbers may still be on a device."""
 _OF_A_STATE = 25_000

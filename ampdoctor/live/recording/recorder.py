@@ -511,10 +511,7 @@ class StepRecorder:
         return None if left is None else replace(left[0], step=step)
 
     def ended(self, step: int) -> Program | None:
-        """Returns the running step if it has a non-finite number: a loss, or the last number that the loop still holds.
-
-        Waits for a device.
-        """
+        """Returns the running step if it, or the last number that the loop holds, is not finite; waits for a device."""
         with unseen():
             sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
         root = None if sick else self._journal.last_value()

@@ -372,7 +372,6 @@ def told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
 
 # -- errors that end a step --
 
-
 _ABOUT_NUMBERS = re.compile(
     r"\b(nan|nans|inf|infs|infinity|infinite|nonfinite|finite|overflow(s|ed)?|diverged?|probability|cholesky)\b"
     r"|invalid (numeric|values?)|numeric(al)?ly|constraint|positive-definite|singular|converge",
