@@ -86,7 +86,7 @@ def _computes(name: str) -> bool:
 
 def name_of(function: Callable[..., Any]) -> str | None:
     """Returns the name by which `function_named` finds a function of torch's; None for any other function."""
-    with unwarned():  # torch changes Python's filters where it looks a name up
+    with unwarned():  # torch changes Python's warning filters when it looks a name up
         try:
             name = _NAMELESS.get(function) or resolve_name(function)
         except (AttributeError, TypeError):
@@ -166,7 +166,7 @@ class _Writer:
         if isinstance(value, tuple) and hasattr(cls, "_fields"):
             fields = dict(zip(cls._fields, value, strict=True))
             return {"kind": "named tuple", "class": class_name(cls), "fields": self._fields(fields, depth)}
-        if hasattr(cls, "model_type") and callable(getattr(value, "to_dict", None)):  # a configuration of transformers'
+        if hasattr(cls, "model_type") and callable(getattr(value, "to_dict", None)):  # a transformers configuration
             return {"kind": "config", "class": class_name(cls), "fields": self.tree(value.to_dict(), depth)}
         if isinstance(value, dict | UserDict):
             return {"kind": "mapping", "class": class_name(cls), "items": self._pairs(value, depth)}

@@ -112,9 +112,10 @@ def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
 def copy_batch(batch: Any) -> Any:
     """Returns a copy that shares nothing mutable with `batch`, so that a loss may write into it.
 
-    Tensors are cloned and keep `requires_grad` (a non-leaf becomes a leaf) and their class, such as `nn.Parameter`;
-    views of one memory become separate tensors. Arrays, lists, random generators and the user's objects are copied too.
-    Open files, iterators, modules and others that cannot be copied are shared.
+    Tensors are cloned and keep `requires_grad` (a non-leaf becomes a leaf) and their class, such as `nn.Parameter`; a
+    tensor that occurs twice occurs twice in the copy, but views of one memory become separate tensors. Arrays, lists,
+    random generators and the user's objects are copied too. What cannot be copied is shared: open files, iterators,
+    modules.
     """
     clones = {id(tensor): _like(tensor, tensor.detach().clone()) for _, tensor in iter_tensors(batch)}
     return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
@@ -194,7 +195,7 @@ class _Walk:
         items = [self.map(item) for item in value]
         if id(value) in self._done:  # it contains itself
             return self._done[id(value)][1]
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+        make = getattr(type(value), "_make", type(value))  # a named tuple's constructor takes single fields
         return self._keep(value, make(items))
 
     def _object(self, value: Any) -> Any:
@@ -212,7 +213,7 @@ class _Walk:
         except TypeError:  # a C type
             return self._keep(value, value if self._leaf is None else self._leaf(value))
         for name, item in _attributes(value):
-            object.__setattr__(new, name, self.map(item))  # past a frozen dataclass, and past a user's own setter
+            object.__setattr__(new, name, self.map(item))  # not by a frozen dataclass's, or a user's, `__setattr__`
         return new
 
 

@@ -81,12 +81,12 @@ class RunLog:
         self._held = False
         try:
             self._writer.start()
-        except RuntimeError as error:  # no thread can be started any more
+        except RuntimeError as error:  # the process can start no more threads
             self._writer.give_up(str(error))
 
     @property
     def path(self) -> Path:
-        """The file that grows."""
+        """The running file."""
         return self.folder / log_name(self._tray.origin.rank)
 
     @property
@@ -141,7 +141,7 @@ class RunLog:
         one.put(self._tray.now(self._tray.header))
         try:
             one.start()
-        except RuntimeError as error:  # no thread can be started any more
+        except RuntimeError as error:  # the process can start no more threads
             one.give_up(str(error))
             return one
         self._writer.listeners += (one,)
