@@ -1,6 +1,3 @@
-"""What any training loop has, ours or not: hooks and callbacks, names, backwards, scaler events, a step as data."""
+"""Parts of any training loop, ours or not: hooks and callbacks, names, backwards, scaler events, a step as data."""
 
 from __future__ import annotations
-
-
-# The parts of any training loop, ours or not: names, phases, backwards, scaler events, and the seam of probes.

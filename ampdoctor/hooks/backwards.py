@@ -1,4 +1,4 @@
-"""The backwards of one step: the scale of each gradient, which were edited since, and which were used already."""
+"""The backwards of one step: the scale of each gradient, and which gradients were edited or used since."""
 
 from __future__ import annotations
 
@@ -18,36 +18,29 @@ from torch.nn.utils import clip_grad
 from ampdoctor.hooks.callbacks import on_gradient
 from ampdoctor.hooks.torch_internals import Backward, replaced, seen_backwards, unseen, version_of
 
-# Whether an optimizer steps on gradients that it has used already; no value is read, and no device is waited for.
-
+# -- gradients that an optimizer has already used: no value is read, and no device is waited for --
 
 _SAMPLES = 16
-"""Parameters of an optimizer that are looked at: what gives one of them a new gradient gives it to nearly all."""
+"""Parameters of an optimizer that are checked: a backward gives nearly all of them a new gradient."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """An optimizer's last update.
-
-    Attributes:
-        optimizer: The optimizer.
-        runs: How often autograd's engine had run by then.
-        of_backward: The engine had run since the update before: these gradients are a backward's, not made by hand.
-        held: By `id` of a parameter: its gradient, and how often that was written to.
-    """
+    """An optimizer's last update."""
 
     optimizer: weakref.ref[Any]
-    runs: int
-    of_backward: bool
+    runs: int  # of autograd's engine before the update
+    of_backward: bool  # the gradients come from a backward: the engine ran since the update before
+    # by `id` of a parameter: its gradient and version counter
     held: dict[int, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
 
 
 class UsedGradients:
-    """Remembers what each optimizer's gradients were at its last update.
+    """Compares each optimizer's gradients with those of its last update.
 
-    They are the same as long as neither autograd's engine nor a CUDA graph has run, and each gradient that is looked
-    at is the same tensor, written to by nobody but a clipping or a scaler. Gradients that are made by hand (evolution
-    strategies, a server that receives them) may be written where no counter sees it: only a backward's are compared.
+    They are the same as long as neither autograd's engine nor a CUDA graph has run, and each checked gradient is the
+    same tensor, written to only by a clipping or a scaler. Gradients that are made by hand (evolution strategies, a
+    server that receives them) may be written where no counter shows it: only a backward's gradients are compared.
     """
 
     def __init__(self) -> None:
@@ -56,7 +49,7 @@ class UsedGradients:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, a CUDA graph that is replayed counts as a run of the engine: it may hold a backward."""
+        """Counts a replayed CUDA graph as a run of the engine inside: it may contain a backward."""
         graph = getattr(torch.cuda, "CUDAGraph", None)
         original: Any = getattr(graph, "replay", None)
         if original is None:
@@ -72,32 +65,32 @@ class UsedGradients:
 
     @property
     def runs(self) -> int:
-        """How often autograd's engine has run."""
+        """How many times autograd's engine has run."""
         return self._runs
 
     @property
     def any_backward(self) -> bool:
-        """Autograd's engine has run."""
+        """Whether autograd's engine has run."""
         return self._runs > 0
 
     def clear(self) -> None:
-        """Forget all updates."""
+        """Forgets all updates."""
         self._uses.clear()
 
     def engine_runs(self) -> None:
-        """Note that autograd's engine runs, whatever becomes of what it computes."""
+        """Notes a run of autograd's engine, whatever it computes."""
         self._runs += 1
 
     def used(self, optimizer: Any) -> None:
-        """Note that the optimizer has stepped, or that a scaler has skipped its update."""
+        """Notes that the optimizer has stepped, or that a scaler has skipped its update."""
         before = self._use_of(optimizer)
         again = before is not None and before.runs == self._runs
         of_backward = before.of_backward if again and before is not None else self._runs > 0
-        with suppress(TypeError):  # a wrapper that nothing refers to weakly
+        with suppress(TypeError):  # a wrapper without weak references
             self._uses[id(optimizer)] = _Use(weakref.ref(optimizer), self._runs, of_backward, dict(_held_by(optimizer)))
 
     def are_used(self, optimizer: Any) -> bool:
-        """Return whether the gradients that the optimizer holds now are those of its last update."""
+        """Returns whether the optimizer's present gradients are those of its last update."""
         use = self._use_of(optimizer)
         if use is None or not use.of_backward or use.runs != self._runs:
             return False
@@ -108,11 +101,7 @@ class UsedGradients:
         )
 
     def clipped(self, gradients: Collection[int]) -> None:
-        """Note that these gradients are about to be multiplied in place, once each.
-
-        Args:
-            gradients: The `id` of each.
-        """
+        """Notes that these gradients (`id`s) are about to be multiplied in place, once each."""
         for use in self._uses.values():
             for key, (there, version) in use.held.items():
                 gradient = there()
@@ -120,7 +109,7 @@ class UsedGradients:
                     use.held[key] = there, version + 1
 
     def unscaled(self, optimizer: Any) -> None:
-        """Note that a scaler has divided gradients which were used already."""
+        """Notes that a scaler has divided gradients which were used already."""
         use = self._use_of(optimizer)
         if use is not None:
             use.held = dict(_held_by(optimizer))
@@ -131,11 +120,9 @@ class UsedGradients:
 
 
 def inside_own_step(optimizer: Any, *, known: int = 0) -> bool:
-    """Return whether the optimizer's `step` has been called by its own `step`: `super().step()` is a part of a step.
+    """Returns whether the optimizer's `step` was called by its own `step`: `super().step()` is part of a step.
 
-    Args:
-        optimizer: Whose `step` is about to run.
-        known: How many of its calls are running for sure: 1 in a closure.
+    `known` is the number of its calls that are certainly running: 1 in a closure.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -154,60 +141,53 @@ def _held_by(optimizer: Any) -> Iterator[tuple[int, tuple[weakref.ref[torch.Tens
             yield id(parameter), (weakref.ref(gradient), version_of(gradient))
 
 
-# The backwards of one step: the scale of each gradient, and which gradients were edited since.
-
+# -- scales of gradients --
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
 _SCALED = "ampdoctor.scaled"
-"""The key, in autograd's own metadata, of the list that the node of a scaler's `scale` keeps as long as it lives."""
+"""The key, in a node's metadata, of the list that marks a scaler's `scale`."""
 _CLIP = "_clip_grads_with_norm_"
-"""What `clip_grad_norm_` asks, however a program has imported that (torch 2.6; without it no clipping is seen)."""
+"""`clip_grad_norm_` calls it, however a program has imported that (torch 2.6; without it no clipping is seen)."""
 
 
 class Backwards:
     """Records for each parameter the scales of the losses that its gradient is summed from.
 
-    A backward counts as scaled if it runs through the output of a scaler's `scale`, however the step computed from that
-    output the tensor that it calls `backward` on. What is asked for (`torch.autograd.grad`) is part of none.
+    A backward counts as scaled if it runs through the output of a scaler's `scale`, however the step computed its loss
+    from that output. `torch.autograd.grad` does not count as a backward.
 
-    Args:
-        parameters: Gives those that are watched; there may be more of them at each backward.
-        on_kept_graph: Called when gradients of a scaled loss are asked for with their graph, outside any backward.
-
-    Attributes:
-        scale: Of the loss of the last run of autograd's engine, backward or not; None for a plain one.
-        scaled: A scaler was seen to scale a loss, in any step.
-        used: Which gradients an optimizer has used.
+    `parameters` returns the watched ones; there may be more at each backward. `on_kept_graph` is called when
+    `create_graph` gradients of a scaled loss are computed outside any backward.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], on_kept_graph: Callable[[], None]) -> None:
         self._parameters = parameters
         self._on_kept_graph = on_kept_graph
-        self.scaled = False
+        self.scaled = False  # a scaler has scaled a loss, in any step
         self.used = UsedGradients()
         self.clear()
 
     def clear(self) -> None:
-        """Forget the last step."""
+        """Forgets the last step."""
         self.used.clear()
-        self._scaled_one = False  # a step that scales once has no graph to be walked
+        self._scaled_one = False  # where a step scales only once, no graph needs to be searched
         self._versions: dict[int, int] = {}
         self._written: dict[int, weakref.ref[torch.Tensor]] = {}  # by id(parameter): the gradient of that version
-        self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
+        self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of the parts of its gradient
         self._clips: dict[int, tuple[Any, float]] = {}  # by id(parameter), while scaled: norm before, most after
         self._depth = 0
         self._accumulates = False
-        self.scale: float | None = None
+        self.scale: float | None = None  # of the loss of the engine's last run, backward or not; None without a scale
 
     @property
     def inside(self) -> bool:
-        """True while a backward runs, and none of its gradients is asked for."""
+        """Whether a backward is running that adds to `.grad`."""
         return self._depth > 0 and self._accumulates
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hooks and what is wrapped of torch are in place inside, and gone afterwards."""
+        """Installs hooks, and removes them afterwards."""
         clipping = getattr(clip_grad, _CLIP, None)
         hooks = ExitStack()
         hooked: dict[int, torch.Tensor] = {}
@@ -220,7 +200,7 @@ class Backwards:
 
         def seen(backward: Backward, run: Callable[[], Any]) -> Any:
             self.used.engine_runs()
-            if not self._depth:  # one inside another (reentrant checkpointing) is a part of it
+            if not self._depth:  # a nested one (reentrant checkpointing) is part of the outer one
                 self.scale = None
                 self._accumulates = backward.accumulated
                 if backward.accumulated:
@@ -242,7 +222,7 @@ class Backwards:
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
-        """Watch for backwards that run through these tensors, which a scaler has just multiplied by its scale."""
+        """Detects backwards through these tensors, which a scaler has just multiplied by its scale."""
         for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 self.scaled = self._scaled_one = True
@@ -250,15 +230,15 @@ class Backwards:
                 on_gradient(output, partial(self._on_scaled, scale))
 
     def scaled_twice(self, outputs: Any) -> bool:
-        """Returns whether a part of what is to be scaled went through a scaler's `scale` in this step already."""
+        """Returns whether a part of the tensors to be scaled was already scaled in this step."""
         return self._scaled_one and bool(scaled_within(outputs))
 
     def next_step(self) -> None:
-        """What is scaled from here on is another step's."""
+        """Begins another step for `scaled_twice`."""
         self._scaled_one = False
 
     def unscaled(self, optimizer: Any) -> None:
-        """Note that a scaler has divided the optimizer's gradients by its scale."""
+        """Notes that a scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
             self._note_version(parameter)
             self._clips.pop(id(parameter), None)
@@ -266,9 +246,9 @@ class Backwards:
                 self._parts[id(parameter)] = {PLAIN}
 
     def forget(self, optimizer: Any) -> None:
-        """Forget what the optimizer's gradients are made of: a step has used them, or a scaler has skipped it.
+        """Forgets the scales of the optimizer's gradients after a step has used them, or a scaler has skipped it.
 
-        A loop may clear them in ways that cannot be seen (`.grad.data.zero_()`), so what is left is not known.
+        A loop may clear gradients invisibly (`.grad.data.zero_()`), so their scales are unknown from then on.
         """
         for parameter in _parameters_of(optimizer):
             self._parts.pop(id(parameter), None)
@@ -287,18 +267,18 @@ class Backwards:
         return tuple(sorted({scale for parts in self._held_by(optimizer) for scale in parts}))
 
     def misscaled(self, optimizer: Any, scale: float) -> int:
-        """Returns how many of the optimizer's gradients have a part with another scale."""
+        """Returns how many of the optimizer's gradients have a part with a scale other than this."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
 
     def still_scaled(self, optimizer: Any) -> int:
-        """Gradients of the optimizer that backwards of scaled losses wrote, neither changed nor replaced since."""
+        """Returns how many of the optimizer's gradients come from scaled losses, neither changed nor replaced since."""
         return sum(
             PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
             for parameter in _parameters_of(optimizer)
         )
 
     def clipped(self, optimizer: Any) -> tuple[float, float] | None:
-        """Norm before, and largest norm after, the last clipping by norm of gradients that are still scaled."""
+        """Returns the norm before, and the largest norm after, the last clipping of gradients that are still scaled."""
         clips = [self._clips[id(p)] for p in _parameters_of(optimizer) if id(p) in self._clips]
         if not clips:
             return None
@@ -332,7 +312,7 @@ class Backwards:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._note_version(parameter)
-        if self.inside:  # else nobody saw the engine begin, and its root is unknown
+        if self.inside:  # otherwise the engine's start was not seen, and its root is unknown
             self._parts.setdefault(id(parameter), set()).add(PLAIN if self.scale is None else self.scale)
 
     def _note_version(self, parameter: torch.Tensor) -> None:
@@ -347,7 +327,7 @@ class Backwards:
         return grad._version == self._versions[id(parameter)]
 
     def _forget_cleared(self) -> None:
-        """Forget the parts of gradients that were cleared or zeroed in place: they will only hold the next backward."""
+        """Forgets the scales of gradients that were cleared or zeroed: they will hold only the next backward's."""
         for parameter in self._watched_parameters():
             if id(parameter) in self._parts and not self._is_as_written(parameter) and _is_zero(parameter.grad):
                 del self._parts[id(parameter)]
@@ -366,18 +346,16 @@ def _is_zero(grad: torch.Tensor | None) -> bool:
 
 
 def mark_scaled(output: torch.Tensor) -> list[bool]:
-    """Returns the list that is found again, by `scaled_within`, wherever this scaled tensor is a part of a result."""
+    """Marks a scaled tensor, and returns the list that `scaled_within` finds in results computed from it."""
     node: Any = output.grad_fn
     found: list[bool] = node.metadata.setdefault(_SCALED, [])
     return found
 
 
 def scaled_within(outputs: Any, *, most: int | None = None) -> list[list[bool]]:
-    """Returns the lists of the scaled tensors that autograd knows to be parts of these.
+    """Returns the marks of the scaled tensors from which a tensor, or a nested list of tensors, was computed.
 
-    Args:
-        outputs: A tensor, or a nested list of tensors.
-        most: Nodes of each graph that are looked at, those next to the result first; None for all.
+    At most `most` nodes of each graph are searched, the nearest first; None for all.
     """
     if isinstance(outputs, list | tuple):
         return [marked for output in outputs for marked in scaled_within(output, most=most)]

@@ -1,4 +1,4 @@
-"""Functions that are called when a loop has a gradient, steps, clips, calls its scaler; and hooks that no copy has."""
+"""Callbacks for a loop's gradients, steps, clippings and scaler calls; and module hooks that copies do not inherit."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-# Hooks on the gradients of tensors, which autograd also calls where there is no gradient.
+# -- gradients --
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-    """`Tensor.register_hook`, of which the hook is told of gradients alone.
+    """As `Tensor.register_hook`, but does not call the hook where there is no gradient.
 
-    A node of several outputs of which the loss needs one (a compiled model's, an unused chunk's, that of a function
-    with `set_materialize_grads(False)`) gives the others an undefined gradient, and torch hands its hooks None.
+    A node with several outputs of which the loss needs one (a compiled model's, an unused chunk's, a function with
+    `set_materialize_grads(False)`) gives the others an undefined gradient, and torch calls their hooks with None.
     """
 
     def told(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -41,15 +41,13 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
     return tensor.register_hook(told)  # type: ignore[no-any-return]
 
 
-# Hooks on every optimizer's step, which a program may clear together with its own.
+# -- optimizers: a program may clear these hooks together with its own --
 
 
 class OptimizerHooks:
-    """Hooks before and after the `step` of every optimizer, as long as they are not removed.
+    """Hooks before and after the `step` of every optimizer.
 
-    Args:
-        before: Called as torch calls `register_optimizer_step_pre_hook`'s.
-        after: The same of `register_optimizer_step_post_hook`.
+    torch calls them as it calls those of `register_optimizer_step_pre_hook` and `register_optimizer_step_post_hook`.
     """
 
     def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -60,26 +58,25 @@ class OptimizerHooks:
         self._handles: list[Any] = []
 
     def hang(self) -> None:
-        """Put in place what is not, or is there no more: a program that clears the table of such hooks clears ours."""
+        """Installs the hooks, again if a program has cleared them."""
         if not self._handles or not all(map(is_in_place, self._handles)):
             self.remove()
             self._handles = [register(hook) for register, hook in self._hung]
 
     def remove(self) -> None:
-        """No hook is left."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def is_in_place(handle: Any) -> bool:
-    """Whether the hook that a handle of torch's (`RemovableHandle`) stands for is in its table still."""
+    """Whether the hook of a `RemovableHandle` is still in its table."""
     table = handle.hooks_dict_ref()
     return table is not None and handle.id in table
 
 
-# Whether a loop has asked a tensor for a number: without one it cannot decide anything by what it has computed.
-
+# -- reads of numbers: without one, a loop's decisions cannot depend on what it has computed --
 
 READS = frozenset(
     {
@@ -87,28 +84,24 @@ READS = frozenset(
         *("__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__"),
     }
 )
-"""Functions of torch's that give Python a number, or bring a tensor to where NumPy reads it."""
+"""torch's functions that return a Python number, or let NumPy read a tensor."""
 
 
 class NumberReads:
-    """Listens between two calls of a loop's, on the thread that makes them.
-
-    Attributes:
-        any: A number was asked for since the last `listen`.
-    """
+    """Observes the reads between two calls of a loop, on the thread that makes them."""
 
     def __init__(self) -> None:
-        self.any = False
+        self.any = False  # a number was read since the last `listen`
         self._mode = _Listening(self)
 
     def listen(self) -> None:
-        """Functions are told from now on, and none was before."""
+        """Starts to observe."""
         self.any = False
         take_away(self._mode)
         put_outermost(self._mode)
 
     def rest(self) -> None:
-        """Functions are told no more."""
+        """Stops observing."""
         take_away(self._mode)
 
 
@@ -125,8 +118,7 @@ class _Listening(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What copies, pickles and scripts of a model are without: the hooks that a watch has put on it.
-
+# -- module hooks that copies, pickles and scripts of a model do not have --
 
 _HOOKS = (
     "_forward_hooks",
@@ -135,15 +127,15 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-"""The dicts in which a module has its forward hooks, each by the number of its handle."""
+"""The dicts of a module's forward hooks, by the id of the handle."""
 
 
 class UncopiedHooks:
-    """Forward hooks that stay on the module they were put on: `copy`, `pickle` and `torch.save` do not see them.
+    """Forward hooks that `copy`, `pickle` and `torch.save` leave out.
 
-    A loop copies its best model and saves whole ones, and would take the hooks along, and with them the watch. Copying
-    and pickling look in `copyreg.dispatch_table` before they ask the object itself; while hooks are there, the classes
-    of their modules have an entry in it. A class with a `__deepcopy__` of its own is not looked up there.
+    A loop copies its best model and saves whole models; those would contain the hooks and, through them, the watch.
+    Copying and pickling look in `copyreg.dispatch_table` before they ask the object itself. While hooks are installed,
+    the classes of their modules have an entry there. A class with its own `__deepcopy__` is not looked up there.
     """
 
     def __init__(self) -> None:
@@ -153,7 +145,7 @@ class UncopiedHooks:
         _LIVING.add(self)
 
     def add(self, module: nn.Module, *handles: Any) -> None:
-        """These are the handles of forward hooks that were put on a module."""
+        """Registers the handles of forward hooks on a module."""
         self._handles += handles
         self._keys.update(handle.id for handle in handles)
         kind = type(module)
@@ -163,13 +155,13 @@ class UncopiedHooks:
             copyreg.dispatch_table[kind] = self._entries[kind][1]
 
     def remove(self) -> None:
-        """No hook is left."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._keys.clear()
         for kind, (before, ours) in self._entries.items():
-            if copyreg.dispatch_table.get(kind) is not ours:  # somebody else's is around it
+            if copyreg.dispatch_table.get(kind) is not ours:  # another program has replaced it
                 continue
             if before is None:
                 del copyreg.dispatch_table[kind]
@@ -179,7 +171,7 @@ class UncopiedHooks:
 
     def _reducer(self, before: Callable[[Any], Any] | None) -> Callable[[nn.Module], Any]:
         def reduced(module: nn.Module) -> Any:
-            # Protocols from 2 on take an object apart alike.
+            # protocols from 2 on reduce an object alike
             made = module.__reduce_ex__(2) if before is None else before(module)
             if not isinstance(made, tuple) or len(made) < 3:
                 return made
@@ -193,7 +185,7 @@ class UncopiedHooks:
     @staticmethod
     @contextmanager
     def left_out_of_scripts() -> Iterator[None]:
-        """Inside, `torch.jit.script` compiles a module without the hooks that are here: it cannot compile them."""
+        """Lets `torch.jit.script` compile a module without these hooks, which it cannot compile."""
 
         def scripted(module: Any, run: Callable[[], Any]) -> Any:
             keys = set[int]().union(*(one._keys for one in list(_LIVING)))  # noqa: SLF001 - of this class
@@ -215,7 +207,7 @@ _LIVING: weakref.WeakSet[UncopiedHooks] = weakref.WeakSet()
 
 
 def _without_hooks(state: Any, keys: set[int]) -> Any:
-    """A module's state, changed only where it has hooks of these numbers: their dicts are copies without them."""
+    """Returns a module's state; where it has hooks with these ids, their dicts are replaced by copies without them."""
     if not isinstance(state, dict):
         return state
     others = {}
@@ -226,23 +218,17 @@ def _without_hooks(state: Any, keys: set[int]) -> Any:
     return {**state, **others} if others else state
 
 
-# The methods of torch's GradScaler and of its subclasses, those included that do not call on: FSDP's, a user's.
-
+# -- methods of GradScaler and its subclasses, even if these do not call super(): FSDP's, a user's --
 
 Wraps = Callable[[Callable[..., Any], str], Callable[..., Any]]
-"""Given a function of a class, which takes the scaler first, and its name; returns what stands in its place."""
+"""Gets a method as a function of the scaler, and its name; returns the replacement."""
 
 
 @contextmanager
 def wrapped_in_each_class(methods: Iterable[str], wraps: Wraps) -> Iterator[None]:
-    """Inside, these methods are wrapped in GradScaler and in each subclass that has its own.
+    """Wraps these methods in GradScaler and in each subclass that overrides them.
 
-    A class that is made later is seen when the first of its scalers is made. A method that calls its class's before it
-    runs both wrappers.
-
-    Args:
-        methods: Their names.
-        wraps: Makes the wrapper of one.
+    A later subclass is wrapped when its first scaler is made. Where a method calls `super()`, both wrappers run.
     """
     names, base = tuple(methods), torch.amp.GradScaler
     seen: set[type] = set()
@@ -279,35 +265,27 @@ def _below(kind: type) -> Iterator[type]:
         yield from _below(below)
 
 
-# The calls of torch's GradScaler, told as they are made, without looking at a value.
-#
-# `scaler_events` asks each scaler for its scale, which waits for a GPU; a loop that only is watched must not.
-
+# -- calls of GradScaler; unlike `scaler_events`, this reads no scale, which would wait for a GPU --
 
 _METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
 class ScalerListener(Protocol):
-    """Told of the calls on enabled scalers."""
+    """Receives the calls on enabled scalers."""
 
     def scaler_called(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
-        """Make the call by `run()` and return what it returned.
+        """Makes the call by `run()`, and returns its result.
 
-        Args:
-            scaler: The scaler.
-            method: "scale", "unscale_", "step", "update", "get_scale" or "state_dict".
-            argument: The first argument: what is scaled, the optimizer, the new scale or None.
-            run: Makes the call.
+        `method` is "scale", "unscale_", "step", "update", "get_scale" or "state_dict". `argument` is the first
+        argument: the losses, the optimizer, the new scale or None.
         """
 
 
 @contextmanager
 def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
-    """Inside, each call on an enabled `torch.amp.GradScaler`, or on one of a subclass, is told once.
+    """Passes each call on an enabled `torch.amp.GradScaler`, or on a subclass, to the listener once.
 
-    Args:
-        listener: Told of the calls.
-        others: Scalers of other classes that have its methods; torch's own may be among them.
+    `others` are scalers of other classes with the same methods; torch's own may be among them.
     """
     running: list[tuple[int, int, str]] = []
     told: ScalerListener | None = listener
@@ -336,7 +314,7 @@ def told_of_scalers(listener: ScalerListener, *others: Any) -> Iterator[None]:
                     call = wrapped(_unbound(getattr(scaler, method)), method)
                     try:
                         stack.enter_context(replaced(scaler, method, MethodType(call, scaler)))
-                    except AttributeError:  # it has slots, and its class is told of
+                    except AttributeError:  # it has slots: wrap the method of its class
                         original = getattr(type(scaler), method)
                         stack.enter_context(replaced(type(scaler), method, wrapped(original, method)))
         try:
@@ -357,41 +335,33 @@ def _is_enabled(scaler: Any) -> bool:
     return asked is None or bool(asked())
 
 
-# Hears the norm that `clip_grad_norm_` computes anyway, however a program has imported that.
-
+# -- clippings: the norm that `clip_grad_norm_` computes anyway, however a program imports it --
 
 _NORM, _CLIP = "_get_total_norm", "_clip_grads_with_norm_"
-"""What `clip_grad_norm_` asks for in its own module (torch 2.6 and later; without them no clipping is heard)."""
+"""Functions that `clip_grad_norm_` calls in its own module (torch 2.6 and later; without them no clipping is seen)."""
 _DOORS = ((clip_grad, _NORM, _CLIP), (utils, "get_total_norm", "clip_grads_with_norm_"))
-"""Where they hang. The second pair is public; a program that imported those by name before the watch is not heard."""
+"""Where they are replaced. The second pair is public; a program that has imported it by name before is not seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Clip:
-    """A clipping by norm that is about to be made.
+    """A clipping by norm that is about to be made."""
 
-    Attributes:
-        total: The norm before, 0-dim, on its device; may be a DTensor.
-        gradients: `id` of each gradient that is clipped.
-        max_norm: What the norm is cut to.
-        norm_type: 2.0 for L2; None where the program computed the norm by itself.
-    """
-
-    total: torch.Tensor
-    gradients: frozenset[int]
+    total: torch.Tensor  # the norm before, 0-dim, on its device; may be a DTensor
+    gradients: frozenset[int]  # `id` of each clipped gradient
     max_norm: float
-    norm_type: float | None
+    norm_type: float | None  # 2.0 for L2; None where the program computed the norm itself
 
 
 Hears = Callable[[Clip], None]
-"""Told of each clipping before it is made; must not raise."""
+"""Called before each clipping; must not raise."""
 
 
 @contextmanager
 def hearing(hears: Hears) -> Iterator[bool]:
-    """Clippings are heard inside, and nothing of this is left in torch afterwards.
+    """Calls `hears` before each clipping, and restores torch's functions afterwards.
 
-    Gives whether this torch lets them be heard. Nothing is computed, and nothing waits for a device.
+    Yields whether this torch makes clippings visible. Computes nothing, and does not wait for a device.
     """
     if not all(hasattr(clip_grad, name) for name in (_NORM, _CLIP)):
         yield False
@@ -408,7 +378,7 @@ def hearing(hears: Hears) -> Iterator[bool]:
     try:
         yield True
     finally:
-        ear.close()  # whoever has wrapped the wrapper keeps it
+        ear.close()  # a program that has wrapped our wrapper still calls it
         for module, name, original, wrapped in put:
             if getattr(module, name) is wrapped:
                 setattr(module, name, original)
@@ -417,7 +387,7 @@ def hearing(hears: Hears) -> Iterator[bool]:
 class _Ear:
     def __init__(self, hears: Hears) -> None:
         self.hears: Hears | None = hears
-        self._last: tuple[Any, float] | None = None  # the norm computed last, and its type
+        self._last: tuple[Any, float] | None = None  # the last computed norm, and its type
 
     def close(self) -> None:
         self.hears = self._last = None
@@ -436,7 +406,7 @@ class _Ear:
             if self.hears is None or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             if not isinstance(parameters, torch.Tensor):
-                parameters = list(parameters)  # a generator can be asked only once
+                parameters = list(parameters)  # a generator runs only once
             self._tell([parameters] if isinstance(parameters, torch.Tensor) else parameters, max_norm, total_norm)
             return original(parameters, max_norm, total_norm, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Interfaces of a run that is traced, of its probes, of marked loops, and the exceptions between them. No torch."""
+"""Protocols for traced runs and their probes, marked loops, and exceptions. No torch."""
 
 from __future__ import annotations
 
@@ -18,37 +18,33 @@ if TYPE_CHECKING:
     from ampdoctor.hooks.backwards import Backwards
 
 
-# What a trace needs to know of the run that it watches.
+# -- traced runs --
 
 
 class Calls(Protocol):
-    """Which part of a step is running."""
+    """Shows which part of a step is running."""
 
     @property
     def part(self) -> str | None:
-        """Return "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
+        """Returns "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
         ...
 
     def scale(self) -> float | None:
-        """Return the run's loss scale now; None where no scaler is enabled."""
+        """Returns the run's loss scale now; None where no scaler is enabled."""
         ...
 
     @property
     def backwards(self) -> Backwards:
-        """Tells the scale of the gradients that are on their way."""
+        """The scales of the gradients that the running backward computes."""
         ...
 
 
 class Watched(Protocol):
-    """A run whose steps are traced.
-
-    The protocol is here because a trace is the same for a replay (a `Session`), whose parts are known before its first
-    step, and for somebody else's loop, whose parts are met one by one.
-    """
+    """A run whose steps are traced: a replay (a `Session`), or a user's loop whose parts appear one by one."""
 
     @property
     def model(self) -> nn.Module:
-        """The model whose parameters, buffers and modules are the run's."""
+        """The model with the run's parameters, buffers and modules."""
         ...
 
     @property
@@ -63,7 +59,7 @@ class Watched(Protocol):
 
     @property
     def events(self) -> Calls:
-        """Tells which part of the step is running."""
+        """Shows which part of the step is running."""
         ...
 
     @property
@@ -72,74 +68,62 @@ class Watched(Protocol):
         ...
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of the weights that the run's own code keeps beside the model: averages, teachers."""
+        """Yields (name, tensor) of weights that the run's own code keeps outside the model: averages, teachers."""
         ...
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by `id(parameter)`; "NAME.group0.param0" for one that only the optimizer NAME holds."""
+        """Returns names by `id(parameter)`; "NAME.group0.param0" for one that only the optimizer NAME has."""
         ...
 
     def clean_name(self, name: str) -> str:
-        """Return the name to show for a parameter's or a buffer's name."""
+        """Returns the name to show for a parameter or buffer."""
         ...
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (path, tensor) for the batches that the running step was given."""
+        """Yields (path, tensor) of the running step's batches."""
         ...
 
 
-# The interface between a replay and its probes.
-#
-# It lets `probes/` be written, tested and switched on one by one, and lets the engine know nothing of what they look
-# for.
+# -- probes: the replay does not depend on what they look for --
 
 
 class Probe(Protocol):
-    """Watches a replay."""
+    """Observes a replay."""
 
     def attach(self, run: Watched) -> AbstractContextManager[None]:
-        """Install hooks; they live as long as this context and are gone afterwards, also after an exception."""
+        """Installs hooks for the time of this context; they are removed afterwards, also after an exception."""
         ...
 
     def during(self, step: int) -> AbstractContextManager[None]:
-        """Surround one step; modes that must see every op are entered here."""
+        """Surrounds one step; modes that must see every op are entered here."""
         ...
 
     def finish(self, step: int, loss: Any) -> None:
-        """End a step; a host sync belongs here.
+        """Ends a step; a host sync belongs here.
 
-        Args:
-            step: The step.
-            loss: What the step returned: a 0-dim tensor, a number or None. If the user's code ended the step with an
-                exception, perhaps because it saw a non-finite value: that `UserCodeError`.
+        `loss` is what the step returned: a 0-dim tensor, a number or None. If the user's code ended the step with an
+        exception, perhaps because of a non-finite value, it is that `UserCodeError`.
         """
         ...
 
 
-# The exception with which a probe ends a step.
-
-
 class StepHalted(BaseException):
-    """A probe has seen enough and ends the running step; the rest of the step need not run.
+    """Raised by a probe to end the running step early.
 
-    It is not an `Exception`, so that a user's `except Exception` in a forward or around a step does not swallow it.
-    Whoever attached the probe catches it, and restores the snapshot that the step began with.
+    It is not an `Exception`, so that a user's `except Exception` in a forward or around a step does not catch it. The
+    code that attached the probe catches it, and restores the snapshot from before the step.
     """
 
 
-# Describes an exception of training code, and tells whether memory ran out.
-
+# -- exceptions of training code --
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
-"""Maximum number of characters of an exception's own text in one sentence; the rest is in the traceback."""
+"""Most characters of an exception's text in one sentence; the traceback has the rest."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did Python, the CPU's allocator or an accelerator's run out of memory?
-
-    torch's CPU allocator raises a plain RuntimeError, which only its text identifies.
-    """
+    """Whether memory ran out; torch's CPU allocator raises a plain RuntimeError, which only its text identifies."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
@@ -158,7 +142,7 @@ def describe(error: BaseException) -> str:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an exception, what it was raised from, and what was being handled then, once each."""
+    """Yields an exception, its causes and the exceptions that were being handled, once each."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -167,14 +151,13 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def code_of(error: BaseException | None) -> int:
-    """With what Python ends a process that nothing but this has ended."""
+    """Returns the exit code of a Python process that ends with this exception."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
 
 
-# `ampdoctor.steps`: says in a script which of its loops is the training loop. No torch.
-
+# -- marked loops --
 
 _Told = Callable[[FrameType], None]
 _listening: list[_Told] = []
@@ -183,23 +166,22 @@ _listening: list[_Told] = []
 def steps(iterable: Iterable[Any] | None = None) -> Iterable[Any]:
     """Mark the loop `for batch in ampdoctor.steps(loader):` as the one whose body is a training step.
 
-    Where ampdoctor runs the script, that loop is the one that is replayed; in a training of your own this is nothing
-    but the iterable.
+    Where ampdoctor runs the script, it replays that loop. In a training of your own, this only returns the iterable.
 
     Args:
-        iterable: What the loop runs over; None for a loop without an end, over 0, 1, 2 ...
+        iterable: What the loop iterates over; None for an endless loop over 0, 1, 2 ...
 
     Returns:
         The iterable itself.
     """
     for told in _listening:
-        told(sys._getframe(1))  # noqa: SLF001 the caller's line says which loop it is
+        told(sys._getframe(1))  # noqa: SLF001 the caller's line identifies the loop
     return itertools.count() if iterable is None else iterable
 
 
 @contextmanager
 def told_of_marks(tell: _Told) -> Iterator[None]:
-    """Call `tell` with the frame of each mark that is come to inside."""
+    """Calls `tell` with the frame of each mark that is reached inside."""
     _listening.append(tell)
     try:
         yield

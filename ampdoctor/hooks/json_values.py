@@ -1,9 +1,9 @@
 """Values as JSON and back: plain values, containers, torch's functions by name, modules, global constants.
 
-It names code but holds none, and reading it runs none.
+The JSON names code but contains none, and reading it runs none.
 """
 
-# ruff: noqa: SLF001 - what a module keeps of itself has no public name
+# ruff: noqa: SLF001 - a module's own tables have no public name
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ from torch.overrides import get_overridable_functions, resolve_name
 
 from ampdoctor.hooks.process_state import unwarned
 
-# torch's functions by their public names, and back by torch's own table alone.
-
+# -- torch's functions, by name --
 
 _ALSO = ("unflatten", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-"""Methods of tensors that make tensors, and are told of, but stand in no table of torch's."""
+"""Methods of tensors that make tensors and reach `__torch_function__`, but are in no table of torch's."""
 _NAMELESS: dict[Callable[..., Any], str] = {torch.autograd.grad: "torch.autograd.grad"}
-"""Functions that are told of, and that torch itself finds no name for: a penalty on gradients is made of them."""
+"""Functions that reach `__torch_function__`, but have no name in torch: gradient penalties use them."""
 
 _TWO = (
     "add",
@@ -58,13 +57,12 @@ _OPERATORS = frozenset(
         *("eq", "ne", "lt", "le", "gt", "ge", "invert", "reversed", "getitem", "setitem", "get"),
     )
 )
-"""What may be named between two pairs of underscores; `get` reads an attribute. The others of a tensor's convert, copy
-or pickle it."""
+"""Dunder methods that may be named; `__get__` reads an attribute. A tensor's others convert, copy or pickle it."""
 _NO_ARITHMETIC = frozenset(
     {"apply_", "map_", "module_load", "numpy", "register_hook", "register_post_accumulate_grad_hook", "share_memory_"}
     | {"storage", "storage_type", "untyped_storage"}
 )
-"""Methods that call what they are given, or hand a tensor's memory out."""
+"""Methods that call their argument, or expose a tensor's memory."""
 
 
 @cache
@@ -87,8 +85,8 @@ def _computes(name: str) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
-    """Returns the name by which `function_named` finds a function of torch's; None for any other."""
-    with unwarned():  # torch changes Python's filters where it looks a name up
+    """Returns the name by which `function_named` finds a function of torch's; None for any other function."""
+    with unwarned():  # torch changes Python's warning filters when it looks a name up
         try:
             name = _NAMELESS.get(function) or resolve_name(function)
         except (AttributeError, TypeError):
@@ -97,45 +95,36 @@ def name_of(function: Callable[..., Any]) -> str | None:
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """Returns torch's function of this name ("torch.nn.functional.gelu", "torch.Tensor.T.__get__"); None without one.
+    """Returns torch's function of this name ("torch.nn.functional.gelu", "torch.Tensor.T.__get__"), or None.
 
-    Only names in torch's table of functions that may be overridden are found, and of these the public ones that
-    compute; nothing is imported.
+    Only public functions that compute are found, from torch's table of overridable functions; nothing is imported.
     """
     return _table().get(name)
 
 
-# Values as trees of JSON: plain values, containers, torch's own names, and objects as what they hold.
-#
-# A list stands for itself; everything else that JSON lacks is an object with a `kind`.
-
+# -- writing: a list is a JSON list; every other type that JSON lacks is an object with a `kind` --
 
 Tree = Any
-"""What `json.dumps(allow_nan=False)` takes."""
+"""A value that `json.dumps(allow_nan=False)` accepts."""
 WriteSpecial = Callable[[Any], Tree | None]
-"""Writes values of a kind of the caller's; None for others."""
+"""Writes values of a kind that the caller defines; None for others."""
 
 _DEEPEST_WRITTEN = 60
 _MOST = 200_000
-"""Values in one: more is a data set, or the whole program."""
+"""Values in one tree: more is a data set, or the whole program."""
 _PLAIN = (torch.dtype, torch.memory_format, torch.layout)
 _PLAIN_DICTS = (dict, OrderedDict, types.MappingProxyType)
 
 
 class NotInertError(Exception):
-    """A value cannot be written; `str(error)` names it as the end of a sentence."""
+    """A value cannot be written; `str(error)` names it in the form of a sentence's end."""
 
 
 def written(value: Any, special: WriteSpecial = lambda _value: None) -> Tree:
-    """Returns a value as a tree.
+    """Returns a value as a tree, copied at once; `special` is asked first.
 
-    Args:
-        value: What is to be written; it is copied at once, and not held.
-        special: As in `WriteSpecial`; asked first.
-
-    Raises:
-        NotInertError: Part of it has no inert form: an open file, a function of the user's, a tensor that `special`
-            does not take; or it is nested too deeply, or leads back to itself.
+    Raises NotInertError where a part cannot be written (an open file, a user's function, a tensor that `special` does
+    not take), is nested too deeply, or contains itself.
     """
     return _Writer(special).tree(value, 0)
 
@@ -177,7 +166,7 @@ class _Writer:
         if isinstance(value, tuple) and hasattr(cls, "_fields"):
             fields = dict(zip(cls._fields, value, strict=True))
             return {"kind": "named tuple", "class": class_name(cls), "fields": self._fields(fields, depth)}
-        if hasattr(cls, "model_type") and callable(getattr(value, "to_dict", None)):  # a configuration of transformers'
+        if hasattr(cls, "model_type") and callable(getattr(value, "to_dict", None)):  # a transformers configuration
             return {"kind": "config", "class": class_name(cls), "fields": self.tree(value.to_dict(), depth)}
         if isinstance(value, dict | UserDict):
             return {"kind": "mapping", "class": class_name(cls), "items": self._pairs(value, depth)}
@@ -209,7 +198,7 @@ class _Writer:
 
 
 def _atom(value: Any) -> Tree | None:
-    """A value without parts; None for any other."""
+    """Returns the tree of a value without parts; None for any other."""
     for kinds, write in _WRITERS:
         if isinstance(value, kinds):
             return write(value)
@@ -253,11 +242,11 @@ _WRITERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Tree | None]], ..
     (type, lambda value: {"kind": "class", "class": class_name(value)}),
     (PurePath, str),
 )
-"""What is written as one; of two kinds that a value may have, the first counts."""
+"""Writers of values without parts; the first type that fits counts."""
 
 
 def _is_plain(cls: type) -> bool:
-    """Does a class of the user's, or of `argparse`, only keep attributes: no C type, no state that is not in them?"""
+    """Whether a class, of the user's or of `argparse`, keeps all its state in attributes, and is no C type."""
     own = [base for base in cls.__mro__ if base is not object]
     return all(base.__flags__ & (1 << 9) for base in own) and not any("__reduce__" in vars(base) for base in own)
 
@@ -272,38 +261,31 @@ def _said(value: Any) -> str:
     return f"the {kind} {name}" if isinstance(name, str) else f"a {kind}"
 
 
-# Trees of JSON as values again. A class is one that the caller finds by its name, and no method of it is called.
+# -- reading --
 #
-# No constructor, no `__new__`, no property's setter, no `__hash__`: attributes are put where Python keeps them. What
-# the caller does not find becomes a bag of the same attributes.
-
+# The caller finds classes by name, and no method of them is called: no constructor, `__new__`, property setter or
+# `__hash__`. Attributes are stored where Python stores them. An object of an unknown class becomes a SimpleNamespace.
 
 FindClass = Callable[[str, str], Any]
-"""Returns the class that a module and a qualified name mean; None for one that is not to be used."""
+"""Returns the class of a module and a qualified name; None for a class that must not be used."""
 ReadSpecial = Callable[[str, Mapping[str, Any]], Any]
-"""Returns the value of a kind of the caller's; `NOTHING` for another kind."""
+"""Returns the value of a kind that the caller defines; `NOTHING` for another kind."""
 
 NOTHING: Any = object()
-"""What `ReadSpecial` says of a kind that it does not know."""
+"""Returned by `ReadSpecial` for an unknown kind."""
 _DEEPEST_READ = 80
 _NATIVE = (types.BuiltinFunctionType, types.BuiltinMethodType)
-"""What `__new__` of a class that is written in C is."""
+"""Types of `__new__` in a class written in C."""
 
 
 class UnreadableTreeError(ValueError):
-    """A tree is malformed, or names what is not there; `str(error)` is the end of a sentence."""
+    """A tree is malformed, or has an unknown name; `str(error)` is the end of a sentence."""
 
 
 def read(tree: Any, find: FindClass, special: ReadSpecial = lambda _kind, _tree: NOTHING) -> Any:
-    """Returns the value of a tree.
+    """Returns the value of a tree of parsed JSON, in which nothing is trusted; `special` is asked first.
 
-    Args:
-        tree: As parsed from JSON; nothing in it is trusted.
-        find: As in `FindClass`.
-        special: As in `ReadSpecial`; asked first.
-
-    Raises:
-        UnreadableTreeError: It is malformed, nested too deeply, or names a function or a class that is not there.
+    Raises UnreadableTreeError where the tree is malformed, nested too deeply, or names an unknown function or class.
     """
     try:
         return _Reader(find, special).value(tree, 0)
@@ -388,15 +370,11 @@ class _Reader:
 
 
 def _hashed(kind: str, keys: list[Any]) -> list[Any]:
-    """The keys, of which none has a hash of the user's own making.
-
-    Raises:
-        UnreadableTreeError: One has, or has none.
-    """
+    """Returns the keys; raises UnreadableTreeError where one has no hash, or a hash that the user has written."""
     if kind in ("dict", "set", "frozenset"):
         for key in keys:
             own: Any = type(key).__hash__
-            code = getattr(own, "__code__", None)  # none where C computes it; that of a data class has no file
+            code = getattr(own, "__code__", None)  # None for a hash in C; a data class's hash has no file
             if own is None or not (code is None or own is enum.Enum.__hash__ or code.co_filename == "<string>"):
                 raise UnreadableTreeError(f"a key of the class {type(key).__qualname__[:80]}, which hashes itself")
             if isinstance(key, tuple | frozenset):
@@ -418,7 +396,7 @@ def _mapping(cls: Any, pairs: list[tuple[Any, Any]]) -> Any:
     made: Any = own(cls)
     put: Any = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
     names: set[str] = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    for name in names:  # an output of transformers' has its items as attributes as well
+    for name in names:  # a transformers output has its items as attributes, too
         _put(made, name, None)
     for key, one in pairs:
         put(made, key, one)
@@ -429,7 +407,7 @@ def _mapping(cls: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 def _object(cls: Any, fields: Mapping[str, Any]) -> Any:
     whole = isinstance(cls, type) and not issubclass(cls, torch.nn.Module | torch.Tensor)
-    if not whole or hasattr(cls, "model_type"):  # a configuration of transformers' has a kind of its own
+    if not whole or hasattr(cls, "model_type"):  # a transformers configuration has its own kind
         return types.SimpleNamespace(**fields)
     try:
         made = object.__new__(cls)
@@ -441,7 +419,7 @@ def _object(cls: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _put(made: Any, name: str, value: Any) -> None:
-    """Puts an attribute where Python keeps it: in the object's slot of this name, or in its dictionary."""
+    """Stores an attribute where Python does: in the object's slot of this name, or in its `__dict__`."""
     for base in type(made).__mro__:
         slot = vars(base).get(name)
         if isinstance(slot, types.MemberDescriptorType):
@@ -508,23 +486,17 @@ _MANY: Mapping[str, Callable[[list[Any]], Any]] = {
 }
 
 
-# Modules as what they hold, so that they are put together again without their constructors.
-
+# -- modules: rebuilt from their parts, without constructors --
 
 _OWN = frozenset(vars(nn.Module()))
-"""What every module keeps of itself."""
+"""The attributes that every module has."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def module_written(module: nn.Module, child: Callable[[nn.Module], Tree]) -> dict[str, Tree]:
-    """Returns a module's class, its attributes, the names of its tensors and its parts; no tensor's values.
+    """Returns a module's class, attributes, tensor names and submodules (written by `child`), without tensor values.
 
-    Args:
-        module: The module.
-        child: Writes a module inside it.
-
-    Raises:
-        NotInertError: An attribute cannot be written; its class is nowhere by its name; it has hooks.
+    Raises NotInertError where an attribute cannot be written, the class is not found by its name, or it has hooks.
     """
     cls = type(module)
     there: Any = sys.modules.get(cls.__module__)
@@ -549,16 +521,9 @@ def module_written(module: nn.Module, child: Callable[[nn.Module], Tree]) -> dic
 def module_read(
     tree: Mapping[str, Any], cls: type[nn.Module], find: FindClass, child: Callable[[Any], nn.Module]
 ) -> nn.Module:
-    """Returns a module of a class that holds what was written; its tensors have no values yet, its buffers are None.
+    """Returns a module of class `cls` from an untrusted tree of `module_written`; `child` reads a submodule.
 
-    Args:
-        tree: As `module_written` returns it; nothing in it is trusted.
-        cls: The class that it names.
-        find: Finds the classes of values.
-        child: Reads a module inside it.
-
-    Raises:
-        UnreadableTreeError: It is no such tree, or holds what cannot be read.
+    Its parameters have no values yet, and its buffers are None. Raises UnreadableTreeError where the tree is malformed.
     """
     module: nn.Module = object.__new__(cls)
     nn.Module.__init__(module)
@@ -579,24 +544,22 @@ def module_read(
 
 
 def _part(name: Any) -> str:
-    """The name of a part: it is put where a module keeps it, as `register_parameter` may be the user's own."""
+    """Checks the name of a part, which is stored without `register_parameter`: a user's class may override that."""
     if not isinstance(name, str) or not name or "." in name or hasattr(nn.Module, name):
         raise UnreadableTreeError(f"a part of the name {str(name)[:40]!r}")
     return name
 
 
-# The global values of a script that its classes speak of: what its command line has made of them, mostly.
-
+# -- global values that a script's classes use, mostly set from its command line --
 
 _LONGEST = 10_000
-"""Characters of a value: more is data."""
+"""Most characters of a value: more is data."""
 
 
 def constants_of(classes: Iterable[type]) -> dict[str, Tree]:
-    """Returns the values of `__main__` that functions of its classes name, and those that these call; trees by name.
+    """Returns trees, by name, of the `__main__` values that methods of its classes, or functions they call, name.
 
-    Args:
-        classes: Those of other modules have no part in it. What cannot be written is left out.
+    Classes of other modules are ignored, and values that cannot be written are left out.
     """
     space = vars(sys.modules["__main__"])
     found: dict[str, Tree] = {}

@@ -1,7 +1,7 @@
 """Names of modules and tensors as the user wrote them, without the parts that DataParallel, DDP, compile etc. add.
 
-`module` may also be the name of a user's own attribute. It is stripped only if a wrapper has evidently put it there:
-the parent module has the type of a wrapper, or the keys of a checkpoint fit the model without it.
+`module` may also be a user's own attribute. It is removed only if a wrapper has evidently added it: the parent module
+has the type of a wrapper, or the keys of a checkpoint fit the model without it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""Class names of torch's wrapping modules, with the attribute under which each keeps the user's module."""
+"""torch's wrapper classes, with the attribute that holds the user's module."""
 
 UNMISTAKABLE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Parts of a name that only a wrapper writes; `module` is not one of them."""
+"""Parts of a name that only wrappers write, unlike `module`."""
 
 
 def clean_name(name: str) -> str:
-    """Returns the name without the parts that only a wrapper can have put there, wherever they stand.
+    """Returns the name without the parts that only a wrapper can have added, at any place.
 
-    `module` stays: only the model (`clean_names`) or the names that it has to match (`match_keys`) can tell whether a
+    `module` stays: only the model (`clean_names`) or the names that it has to match (`match_keys`) show whether a
     wrapper wrote it.
     """
     return ".".join(part for part in name.split(".") if part not in UNMISTAKABLE)
@@ -49,7 +49,7 @@ def wrapped_as(module: nn.Module) -> str | None:
 def clean_names(model: nn.Module) -> dict[str, str]:
     """Maps every name of `model.named_modules(remove_duplicate=False)` to the name as the user wrote it.
 
-    A wrapper and the module that it wraps get the same clean name; `real_name` tells which of the two is meant.
+    A wrapper and its module get the same clean name; `real_name` returns the module's.
     """
     names: dict[str, str] = {}
     skipped: set[str] = set()
@@ -63,11 +63,7 @@ def clean_names(model: nn.Module) -> dict[str, str]:
 
 
 def real_name(model: nn.Module, clean: str) -> str:
-    """Returns the name in `model.named_modules()` of the innermost module that `clean` stands for.
-
-    Raises:
-        KeyError: No module has that clean name.
-    """
+    """Returns the name in `model.named_modules()` of the innermost module with this clean name; raises KeyError."""
     found = [name for name, cleaned in clean_names(model).items() if cleaned == clean]
     if not found:
         raise KeyError(clean)
@@ -81,13 +77,8 @@ def clean_tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
 
 
 def clean_tensor_name(key: str, modules: Mapping[str, str]) -> str:
-    """A parameter's or buffer's name as the user wrote it.
-
-    Args:
-        key: Its name in the model.
-        modules: The names of the model's modules, each with the one to show.
-    """
-    # some wrappers leave themselves out of state_dict(), so the longest prefix that names a module is the one to clean
+    """Returns a parameter's or buffer's name as the user wrote it; `modules` maps module names to clean ones."""
+    # some wrappers are not part of state_dict() names, so the longest prefix that names a module is cleaned
     parts = key.split(".")
     for cut in range(len(parts) - 1, -1, -1):
         prefix = ".".join(parts[:cut])
@@ -99,12 +90,9 @@ def clean_tensor_name(key: str, modules: Mapping[str, str]) -> str:
 def names_of_parameters(
     model: nn.Module, modules: Mapping[str, str], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> dict[int, str]:
-    """Names by `id(parameter)`: the model's, and "NAME.group0.param0" for one that only the optimizer NAME holds.
+    """Returns names by `id(parameter)`: the model's, and "NAME.group0.param0" for one that only the optimizer NAME has.
 
-    Args:
-        model: Holds the parameters.
-        modules: The names of its modules, each with the one to show.
-        optimizers: By name.
+    `modules` maps the model's module names to the names to show.
     """
     names = {id(p): clean_tensor_name(name, modules) for name, p in model.named_parameters()}
     for key, optimizer in optimizers.items():
@@ -115,10 +103,7 @@ def names_of_parameters(
 
 
 def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Maps each name of a module or tensor that has several names to its other names.
-
-    Tied weights and shared modules have several; `named_parameters()` and `named_modules()` yield only the first.
-    """
+    """Maps each name of a tied weight or shared module to the others; `named_parameters()` yields only the first."""
     modules = clean_names(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     cleaned = clean_tensor_names(model, [name for name, _ in tensors])
@@ -132,7 +117,7 @@ def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def scripted_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns the outermost TorchScript modules: the interpreter runs them, and hooks and lines do not reach inside."""
+    """Returns the outermost TorchScript modules, inside which hooks and lines of code are not available."""
     import torch
 
     names = clean_names(model)
@@ -147,8 +132,8 @@ def scripted_modules(model: nn.Module) -> tuple[str, ...]:
 def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, str]:
     """Maps each of a checkpoint's `keys` to the name to look up in `expected`, which need not contain it.
 
-    One way of stripping is chosen for the whole file: the one that makes most keys fit; among equals, the one that
-    strips least. A choice per key would send `module.x` of a DDP checkpoint to a model's own `module.x`.
+    One way of stripping is chosen for all keys: the one with which most keys fit; among equals, the one that strips
+    least. A choice per key would map `module.x` of a DDP checkpoint to a model's own `module.x`.
     """
     wanted = set(expected)
     best = {key: key for key in keys}
@@ -182,13 +167,13 @@ _STRIPS: tuple[Callable[[str], str], ...] = (
     _strip_leading_modules,
     _strip_every_module,
 )
-"""From the one that strips least to the one that strips most."""
+"""In order: the first strips least."""
 
 
 def common_prefix_fit(keys: Collection[str], expected: Collection[str]) -> str | None:
     """Returns the prefix ("model.") whose removal from `keys`, or ("+model.") addition to them, makes most of them fit.
 
-    It only serves as a hint in an error: whether to change a prefix that no wrapper writes is the user's decision.
+    It is only a hint for an error: whether to change a prefix that no wrapper writes is the user's decision.
     """
     wanted = set(expected)
     for label, shorter, longer in (("", wanted, set(keys)), ("+", set(keys), wanted)):

@@ -40,7 +40,7 @@ _ATOMS = (
     torch.Size,
     torch.dtype,
     torch.device,
-    nn.Module,  # a teacher or a loss object that travels with the batch is not data
+    nn.Module,  # a teacher or a loss object in the batch is not data
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -60,7 +60,7 @@ def map_tensors(function: TensorFunction, value: Any) -> Any:
 
 
 def map_kind(kind: type | UnionType, function: Leaf, value: Any) -> Any:
-    """As `map_tensors`, for objects of another kind in the place of tensors."""
+    """As `map_tensors`, for objects of another kind instead of tensors."""
     return _Walk(function, kind=kind).map(value)
 
 
@@ -70,9 +70,9 @@ def iter_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def iter_kind(kind: type | UnionType, value: Any) -> Iterator[tuple[str, Any]]:
-    """As `iter_tensors`, for objects of another kind in the place of tensors."""
+    """As `iter_tensors`, for objects of another kind instead of tensors."""
     seen: dict[int, Any] = {}  # holds the objects themselves: an id is only valid while its object lives
-    # a stack, so that depth costs no recursion; reversed, so that the order is the batch's own
+    # a stack, not recursion, because of the depth; reversed, to keep the batch's order
     todo: list[tuple[str, Any]] = [("", value)]
     while todo:
         path, part = todo.pop()
@@ -89,11 +89,8 @@ def iter_kind(kind: type | UnionType, value: Any) -> Iterator[tuple[str, Any]]:
 def move_batch(batch: Any, device: torch.device | str, move: Callable[[Any, Any], Any] | None = None) -> Any:
     """Returns the batch on `device`.
 
-    Args:
-        batch: Any nesting of tensors.
-        device: The target. An object that is not a container and has its own `to` is moved by that method, perhaps in
-            place: pass a copy.
-        move: The user's own `move(batch, device) -> batch`; it replaces the default move.
+    An object that is not a container and has its own `to` is moved by that method, perhaps in place: pass a copy. The
+    user's own `move(batch, device) -> batch` replaces all of this.
     """
     if move is not None:
         return move(batch, device)
@@ -115,17 +112,17 @@ def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
 def copy_batch(batch: Any) -> Any:
     """Returns a copy that shares nothing mutable with `batch`, so that a loss may write into it.
 
-    Tensors are cloned. `requires_grad` is kept (as a leaf: the history of a non-leaf ends here), and so are
-    `nn.Parameter` and other subclasses; a tensor that occurs twice occurs twice in the copy. Views of one memory become
-    separate tensors. Arrays, lists, random generators and the user's objects are copied too. What cannot be copied
-    (open files, iterators, modules) is shared.
+    Tensors are cloned and keep `requires_grad` (a non-leaf becomes a leaf) and their class, such as `nn.Parameter`; a
+    tensor that occurs twice occurs twice in the copy, but views of one memory become separate tensors. Arrays, lists,
+    random generators and the user's objects are copied too. What cannot be copied is shared: open files, iterators,
+    modules.
     """
     clones = {id(tensor): _like(tensor, tensor.detach().clone()) for _, tensor in iter_tensors(batch)}
     return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
 
 
 def bytes_of(batch: Any) -> int:
-    """Returns the bytes of the tensors' stored elements; those of a sparse tensor are in its values."""
+    """Returns the bytes of the tensors' stored elements; of a sparse tensor those of its values."""
     return sum(
         tensor.coalesce().values().nbytes if tensor.layout is torch.sparse_coo else tensor.nbytes
         for _, tensor in iter_tensors(batch)
@@ -149,7 +146,7 @@ class _Walk:
         self._leaf = leaf
         self._device = device
         self._clones = clones
-        # the originals are kept beside their results: an id is only valid while its object lives
+        # the originals are kept with their results: an id is only valid while its object lives
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def map(self, value: Any) -> Any:
@@ -183,7 +180,7 @@ class _Walk:
         return type(value)(self.map(value.data), sizes, order, back)
 
     def _mapping(self, value: Mapping[Any, Any]) -> Mapping[Any, Any] | None:
-        """Map a mapping whose shallow copy is sure to have its own items; None if it has to be treated as an object."""
+        """Maps a mapping whose shallow copy surely has its own items; None if it must be treated as an object."""
         if isinstance(value, dict | UserDict):
             new = cast("MutableMapping[Any, Any]", self._keep(value, copy.copy(value)))
             for key, item in value.items():
@@ -196,14 +193,14 @@ class _Walk:
 
     def _rebuilt(self, value: Any) -> Any:
         items = [self.map(item) for item in value]
-        if id(value) in self._done:  # one of its own items has led back to it
+        if id(value) in self._done:  # it contains itself
             return self._done[id(value)][1]
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+        make = getattr(type(value), "_make", type(value))  # a named tuple's constructor takes single fields
         return self._keep(value, make(items))
 
     def _object(self, value: Any) -> Any:
         if self._device is not None and callable(getattr(value, "to", None)) and not dataclasses.is_dataclass(value):
-            # an object with its own `to` knows best how it moves; some move in place and return nothing
+            # some `to` methods move in place and return nothing
             moved = value.to(self._device)
             return self._keep(value, value if moved is None else moved)
         if next(iter_kind(self._kind, value), None) is None:
@@ -213,10 +210,10 @@ class _Walk:
             return self._keep(value, copy.deepcopy(value, cast("dict[int, Any]", memo)))
         try:
             new = self._keep(value, object.__new__(type(value)))
-        except TypeError:  # C types make themselves
+        except TypeError:  # a C type
             return self._keep(value, value if self._leaf is None else self._leaf(value))
         for name, item in _attributes(value):
-            object.__setattr__(new, name, self.map(item))  # past a frozen dataclass, and past a user's own setter
+            object.__setattr__(new, name, self.map(item))  # not by a frozen dataclass's, or a user's, `__setattr__`
         return new
 
 
@@ -252,12 +249,12 @@ def _copy_leaf(value: Any) -> Any:
         return value.clone_state()
     try:
         return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 whatever its copying raises: what cannot be copied is shared
+    except Exception:  # noqa: BLE001 copying may raise anything: the value is shared then
         return value
 
 
 def _as_leaf(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Returns `new`, which was made from `old`, as a leaf that requires a gradient if `old` is one."""
+    """Returns `new`, which was made from `old`, as a leaf that requires a gradient if `old` is such a leaf."""
     if new is old or not (old.is_leaf and old.requires_grad):
         return new
     return new.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""What a process has beside its loop: random generators, warnings, switches of torch, its process group."""
+"""Process-wide state beside the loop: random generators, warnings, switches of torch, the process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdoctor.errors import CollectiveError
 from ampdoctor.hooks.torch_internals import replaced
 
-# The states of the random generators that training code draws from.
+# -- random generators --
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,18 @@ class RandomState:
 
     @classmethod
     def capture(cls, generators: tuple[torch.Generator, ...] = (), like: RandomState | None = None) -> RandomState:
-        """Copy the current states of Python's, torch's (CPU and each CUDA device) and numpy's global generators.
+        """Copies the states of Python's, torch's (CPU and each CUDA device) and numpy's global generators.
 
-        CUDA is not begun for it: without a context, its generators are as their seed makes them.
-
-        Args:
-            generators: Generators of the user's own (a DataLoader's); their states are kept as well.
-            like: An earlier state; equal parts are shared with it, because 30 kB a step add up over a long run.
+        CUDA is not initialized for it: before that, its generators follow from the seed. `generators` are the user's
+        own (a DataLoader's). Equal parts are shared with the earlier state `like`, because 30 kB a step add up over a
+        long run.
         """
         import numpy as np
 
-        # asking for a state begins CUDA: memory of a GPU that the loop does not use, and none for what it forks
+        # reading a state would initialize CUDA: it takes GPU memory, and forked processes could not use CUDA
         cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         python, cpu = random.getstate(), torch.get_rng_state()
-        numpy = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
+        numpy = np.random.get_state()  # noqa: NPY002 - user code draws from the global one
         if like is not None:
             python = like.python if like.python == python else python
             cpu = like.torch_cpu if torch.equal(like.torch_cpu, cpu) else cpu
@@ -56,14 +54,14 @@ class RandomState:
         return cls(python, cpu, cuda, numpy, tuple((own, own.get_state()) for own in generators))
 
     def restore(self) -> None:
-        """Restore the generators' states."""
+        """Restores the generators' states."""
         import numpy as np
 
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(list(self.torch_cuda))
-        elif torch.cuda.is_initialized():  # begun since: as it begins, with the seed that the CPU has been given
+        elif torch.cuda.is_initialized():  # initialized since: reset it to its start, with the CPU's seed
             torch.cuda.manual_seed_all(torch.initial_seed())
         np.random.set_state(self.numpy)  # noqa: NPY002 - see capture
         for own, state in self.own:
@@ -71,7 +69,7 @@ class RandomState:
 
 
 def _same_numpy(here: Any, there: Any) -> bool:
-    """Are two states of numpy's global generator equal: its name, its words, and three numbers?"""
+    """Whether two states of numpy's global generator are equal: its name, its words, and three numbers."""
     import numpy as np
 
     return all(
@@ -80,12 +78,12 @@ def _same_numpy(here: Any, there: Any) -> bool:
     )
 
 
-# Keeps switches of torch off in a replay: each would hide a step's ops, or end the step before anyone can look.
+# -- switches of torch that would hide a step's ops, or end the step early: off in a replay --
 
 
 @contextmanager
 def no_anomaly_mode() -> Iterator[None]:
-    """Keep anomaly mode off inside, even if the user's code turns it on; afterwards it is as it was before.
+    """Keeps anomaly mode off inside, even if the user's code turns it on; restores it afterwards.
 
     Only `torch.set_anomaly_enabled` is replaced: `detect_anomaly` and `set_detect_anomaly` both call it.
     """
@@ -94,7 +92,7 @@ def no_anomaly_mode() -> Iterator[None]:
     switch(False, checks_nan)
 
     def ignored(*_args: Any, **_kwargs: Any) -> None:
-        """Ignore the user's own anomaly mode."""
+        """Ignores the user's own anomaly mode."""
 
     torch.set_anomaly_enabled = ignored
     try:
@@ -106,7 +104,7 @@ def no_anomaly_mode() -> Iterator[None]:
 
 @contextmanager
 def no_fast_path() -> Iterator[None]:
-    """Run attention layers unfused, as written. A trace switches torch's fusion off anyway, and that changes bits."""
+    """Runs attention layers unfused, as written: a trace switches torch's fusion off anyway, and that changes bits."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -115,16 +113,15 @@ def no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-# Collectives of `torch.distributed`: whether there is anybody to run them with, and a guard that refuses them.
+# -- collectives of `torch.distributed`: refused inside a look --
 #
 # A look at one rank's step runs code that the other ranks do not run. A collective that one rank starts alone hangs the
-# job, or pairs with another one of a rank that is further: none may be started, by whatever way.
-
+# job, or pairs with another collective of a rank that is further ahead: so none may be started, in any way.
 
 _NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 )
-"""Of the ops that communicate: each way that torch has ends in one of them, the reducer's of DDP in C++ as well."""
+"""Namespaces of the ops that communicate: all ways of torch end in one of them, also DDP's reducer in C++."""
 _LOCAL = ("wait_tensor", "wrap_tensor")
 """In the names of those that only wait for, or mark, what was started before."""
 _GROUPS = ("group_name", "process_group")
@@ -138,18 +135,18 @@ _NEW_GROUP = "_new_group_with_tag"
 
 
 def are_joined() -> bool:
-    """Whether this process is in a process group, be it of one."""
+    """Whether this process is in a process group, perhaps of one."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
 
 
 def are_several() -> bool:
-    """Whether other processes are in this one's process group, and may have a part in its gradients."""
+    """Whether this process's group has other processes, which may share its gradients."""
     return are_joined() and torch.distributed.get_world_size() > 1
 
 
 def is_by_horovod() -> bool:
-    """Whether other processes have a part in the gradients by Horovod, whose collectives are not torch's."""
+    """Whether other processes share the gradients by Horovod, whose collectives are not torch's."""
     horovod: Any = sys.modules.get("horovod.torch")
     try:
         return horovod is not None and horovod.size() > 1
@@ -159,12 +156,9 @@ def is_by_horovod() -> bool:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Inside, a collective that this thread, or a backward of it, would start raises before it is launched.
+    """Raises CollectiveError, before the launch, where this thread, or a backward of it, starts a collective inside.
 
-    What other threads do is not touched. Where there is no process group nothing is in place.
-
-    Raises:
-        CollectiveError: What runs inside starts one.
+    Other threads are not affected. Without a process group, nothing is installed.
     """
     if not are_joined():
         yield
@@ -244,18 +238,17 @@ def _sentence(what: str) -> str:
     )
 
 
-# A watch gives no warnings, takes none away, and has none shown twice.
-
+# -- warnings: a watch adds none, hides none, and repeats none --
 
 _CHANGED = ("_filters_mutated", "_filters_mutated_lock_held")
-"""What `warnings` calls when its filters have changed, up to Python 3.13 and from 3.14 on."""
+"""Functions that `warnings` calls when its filters change, up to Python 3.13 and from 3.14 on."""
 _ANY_GLOBAL = "_has_any_global_hook"
-"""Of `torch.nn.modules.module`: a compiled module asks it, and warns where there is one."""
+"""Function of `torch.nn.modules.module`: a compiled module calls it, and warns where it returns True."""
 _GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
 class _OnThisThread:
-    """Of a filter, which asks it whether it is for a warning's text: any text, on one thread."""
+    """The text pattern of a warnings filter: matches any text, but only on this thread."""
 
     __slots__ = ("_thread",)
 
@@ -263,17 +256,15 @@ class _OnThisThread:
         self._thread = threading.get_ident()
 
     def match(self, _: str) -> bool:
-        """As of a pattern."""
         return threading.get_ident() == self._thread
 
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Inside, this thread's warnings are neither shown nor raised, and are not remembered as shown.
+    """Hides this thread's warnings inside, and does not count them as shown.
 
-    Python shows most warnings once a line, until filters change: then each is shown once more. What runs inside may
-    change filters, as much of torch does while it looks at itself (`warnings.catch_warnings`): the script's warnings
-    do not begin anew for it.
+    Python shows most warnings once a line, until filters change; then it shows each once more. Much of torch changes
+    filters when it inspects itself (`warnings.catch_warnings`): this does not make the script's warnings repeat.
     """
     ours = ("ignore", _OnThisThread(), Warning, None, 0)
     lists = [_filters()]
@@ -285,7 +276,7 @@ def unwarned() -> Iterator[None]:
         try:
             yield
         finally:
-            lists.append(_filters())  # another thread may have put a copy in its place
+            lists.append(_filters())  # another thread may have replaced the list by a copy
             for filters in lists:
                 if ours in filters:
                     filters.remove(ours)
@@ -293,7 +284,7 @@ def unwarned() -> Iterator[None]:
 
 @contextmanager
 def unwarned_of_hooks() -> Iterator[None]:
-    """Inside, a compiled module warns of global hooks where there are others than ampdoctor's."""
+    """Lets a compiled module warn of global hooks only where some are not ampdoctor's."""
     before = getattr(modules, _ANY_GLOBAL, None)
     if before is None:
         yield
@@ -303,19 +294,19 @@ def unwarned_of_hooks() -> Iterator[None]:
 
 
 class CallersOfForwards:
-    """The two lines of torch's that call a forward: one where there are hooks, the other where there are none.
+    """The two lines of torch that call a forward, with hooks and without.
 
     A forward that warns of its caller (`stacklevel=2`) is remembered with that line, and would be shown once for each.
     """
 
     def __init__(self) -> None:
         self._lines: dict[int, int] = {}
-        if not any(getattr(modules, name, {}) for name in _GLOBAL):  # with which torch has one line for all
+        if not any(getattr(modules, name, {}) for name in _GLOBAL):  # with global hooks, torch uses one line for all
             plain, hooked = (_line_that_calls(hooked=hooked) for hooked in (False, True))
             self._lines = {plain: hooked, hooked: plain}
 
     def remember(self) -> None:
-        """What was shown for one line has been shown for the other."""
+        """Marks a warning that was shown for one line as shown for the other."""
         shown = vars(modules).get("__warningregistry__") or {}
         for key in list(shown):
             if isinstance(key, tuple) and key[-1] in self._lines:
@@ -323,7 +314,7 @@ class CallersOfForwards:
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether ampdoctor has made a hook."""
+    """Whether a hook is ampdoctor's."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -341,7 +332,6 @@ def _line_that_calls(*, hooked: bool) -> int:
 
 class _Asked(modules.Module):
     def forward(self) -> int:
-        """Returns the line of its caller."""
         return sys._getframe(1).f_lineno  # noqa: SLF001 - a traceback would be slow
 
 

@@ -1,8 +1,8 @@
-"""A step as a program: its model calls, the ops around them, its backwards and what its scaler and clipping did.
+"""A step as a program: its model calls, the ops around them, its backwards, and its scaler's and clipping's operations.
 
-A training loop is Python that nobody can run again. What it does with tensors can be: the calls of its outermost
-models with what entered them, and the ops on what came out, up to the loss. The program names tensors by where they
-come from, so that it can be run in place or, once written to a file, elsewhere.
+A training loop is Python that cannot be run again. Its tensor operations can: the calls of its outermost models with
+their inputs, and the ops on the outputs, up to the loss. References to tensors say where these come from, so that the
+program can be run in place or, once written to a file, elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Line = tuple[str, int] | None
-"""File and line of the user's, as Python names them."""
+"""File and line of the user's code, as Python names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +52,22 @@ Reference = Given | Held | Made
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How torch computes while an instruction runs.
+    """torch's settings while an instruction runs."""
 
-    Attributes:
-        autocast: The kind of device ("cpu", "cuda") and the dtype that autocast casts to; None where it is off.
-        cached: Autocast keeps the casts of weights.
-        gradients: Autograd records.
-    """
-
-    autocast: tuple[str, torch.dtype] | None = None
-    cached: bool = True
-    gradients: bool = True
+    autocast: tuple[str, torch.dtype] | None = None  # device type ("cpu", "cuda") and dtype; None where it is off
+    cached: bool = True  # autocast caches the casts of weights
+    gradients: bool = True  # autograd records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of an outermost model, or of the part of one that the loop calls itself.
+    """A call of an outermost model, or of a submodule that the loop calls itself; argument tensors are references."""
 
-    Attributes:
-        model: Its name in `Program.model`; "" for that itself.
-        args: What it was called with, tensors as references.
-        kwargs: The same by keyword.
-        results: References to the tensors of what it returned, by their path there ("logits", "0").
-        mode: As of its begin.
-        random: The generators' states at its begin.
-        training: The model's mode.
-        line: The loop's line.
-    """
-
-    model: str
+    model: str  # its name in `Program.model`; "" for that itself
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: Mapping[str, Made]
-    mode: Mode
+    results: Mapping[str, Made]  # the tensors of its output, by their path there ("logits", "0")
+    mode: Mode  # at its start, as is `random`
     random: RandomState
     training: bool
     line: Line
@@ -92,36 +75,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A function of torch's on tensors that came of a call, or on weights.
+    """A torch function on tensors that come from a call, or on weights; fields as in `Call`."""
 
-    Attributes:
-        function: The function, as `__torch_function__` is told of it.
-        args: What it was called with, tensors as references.
-        kwargs: The same by keyword.
-        results: References to the tensors of what it returned, by their path there.
-        mode: As in `Call`.
-        random: As in `Call`; None for a function that draws nothing.
-        line: The loop's line.
-    """
-
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # as `__torch_function__` gets it
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: Mapping[str, Made]
     mode: Mode
-    random: RandomState | None
+    random: RandomState | None  # None for a function that draws nothing
     line: Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """A scaler has scaled a loss.
-
-    Attributes:
-        loss: What it was given.
-        result: What it returned.
-        line: The loop's line.
-    """
+    """A scaler has scaled a loss."""
 
     loss: Reference
     result: Made
@@ -130,23 +97,14 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """A backward that adds to `.grad`.
-
-    Attributes:
-        roots: What is differentiated.
-        seeds: The gradients that it begins with, or None, one for each root.
-        inputs: Tensors whose gradients alone are wanted; none for all leaves.
-        kept: The graph is kept for another one.
-        mode: As in `Call`: inside autocast, a backward casts as well.
-        line: The loop's line.
-    """
+    """A backward that adds to `.grad`."""
 
     roots: tuple[Reference, ...]
-    seeds: tuple[Reference | None, ...]
-    inputs: tuple[Reference, ...]
-    kept: bool
+    seeds: tuple[Reference | None, ...]  # the initial gradient, or None, for each root
+    inputs: tuple[Reference, ...]  # only these get gradients; all leaves if empty
+    kept: bool  # the graph is retained
     line: Line
-    mode: Mode = Mode()
+    mode: Mode = Mode()  # inside autocast, a backward casts as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +116,9 @@ class Unscaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped:
-    """Gradients were clipped by their total norm.
+    """Gradients were clipped by their total norm."""
 
-    Attributes:
-        parameters: Those whose gradients were, as far as the models hold them.
-        max_norm: The norm that they have afterwards at most.
-        norm_type: Of the norm.
-        line: The loop's line.
-    """
-
-    parameters: tuple[Held, ...]
+    parameters: tuple[Held, ...]  # those in the models whose gradients were clipped
     max_norm: float
     norm_type: float
     line: Line
@@ -175,15 +126,9 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The loop's own code has ended the training: what was not finite then.
+    """The loop's own code has ended the training at a non-finite value."""
 
-    Attributes:
-        value: A number that it looked at, which stands for the step's loss; or what a model, or an op behind one, has
-            returned.
-        line: The loop's line.
-    """
-
-    value: Reference
+    value: Reference  # a number that the loop read, used as the step's loss; or an output of a model or of an op
     line: Line
 
 
@@ -192,36 +137,20 @@ Instruction = Call | Op | Scaled | Backward | Unscaled | Clipped | Ended
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """One optimizer's step, from what entered its models up to its update.
+    """One optimizer's step, from the inputs of its models up to its update."""
 
-    Attributes:
-        model: The model, or a module that has several as children.
-        optimizer: The optimizer that steps; None where the loop ended before.
-        optimizer_name: Its name in the loop.
-        scaler: The scaler that it is stepped by; None without one.
-        instructions: In the order of the loop.
-        given: The tensors that come from outside; leaves that require a gradient are such.
-        buffers: Buffers of the model as they were before the first instruction, of those that have changed since.
-        step: The attempted step in the training, from 0.
-        line: Where the optimizer steps.
-        edited: Parameters whose gradient the loop has changed between its backward and its step, other than by clipping
-            and by a scaler.
-        unexplained: What of the step the instructions do not hold, in sentences.
-        settings: Those of each of the optimizer's groups for this update, where they may be others by now.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    optimizer_name: str
-    scaler: Any
-    instructions: tuple[Instruction, ...]
-    given: tuple[torch.Tensor, ...]
-    buffers: Mapping[str, torch.Tensor]
-    step: int
-    line: Line
-    edited: tuple[str, ...] = ()
-    unexplained: tuple[str, ...] = ()
-    settings: tuple[Mapping[str, Any], ...] = ()
+    model: nn.Module  # the model, or a module that has several as children
+    optimizer: torch.optim.Optimizer | None  # None where the loop ended before the update
+    optimizer_name: str  # in the loop
+    scaler: Any  # steps the optimizer; None without one
+    instructions: tuple[Instruction, ...]  # in the loop's order
+    given: tuple[torch.Tensor, ...]  # the tensors from outside, with leaves that require a gradient
+    buffers: Mapping[str, torch.Tensor]  # of those that have changed, the values before the first instruction
+    step: int  # the attempted step in the training, from 0
+    line: Line  # where the optimizer steps
+    edited: tuple[str, ...] = ()  # parameters whose gradient the loop changed, other than by clipping or a scaler
+    unexplained: tuple[str, ...] = ()  # parts of the step that the instructions lack, in sentences
+    settings: tuple[Mapping[str, Any], ...] = ()  # of each of the optimizer's groups, if they may have changed since
 
     @property
     def calls_models(self) -> bool:
@@ -230,7 +159,7 @@ class Program:
 
 
 def references(instruction: Instruction) -> list[Reference]:
-    """Returns what an instruction takes, in its order; a tensor may occur more than once."""
+    """Returns an instruction's inputs in order; a tensor may occur more than once."""
     if isinstance(instruction, Call | Op):
         return [found for _, found in iter_kind(Reference, (instruction.args, instruction.kwargs))]
     if isinstance(instruction, Scaled):
@@ -246,41 +175,33 @@ def references(instruction: Instruction) -> list[Reference]:
 
 
 def results(instruction: Instruction) -> tuple[Made, ...]:
-    """Returns what an instruction makes."""
+    """Returns an instruction's results."""
     if isinstance(instruction, Call | Op):
         return tuple(instruction.results.values())
     return (instruction.result,) if isinstance(instruction, Scaled) else ()
 
 
-# What leads up to a recorded step whose weights are not known: a checkpoint from before it, and the updates since.
-
+# -- earlier updates: with a checkpoint, they give the weights of a recorded step --
 
 if TYPE_CHECKING:
     EarlierStep = tuple[str, Callable[[nn.Module, Any], None]]
-    """A step that is made again before those of a run: what it is, and what makes it, of model and scaler."""
+    """A step that is run again before a run's own: its description, and a function of model and scaler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Leading:
-    """The recorded updates before a step; its weights and its optimizer's state are those of a checkpoint.
+    """The recorded updates before a step; its weights and its optimizer's state come from a checkpoint."""
 
-    Attributes:
-        steps: The programs of the last updates before it, oldest first, none left out.
-        losses: The sum of each one's losses in the training; None where it is not known.
-        made: How many updates its optimizer had made before it, as its state counts them; None where it does not.
-        left_out: Why there are no more of them, in sentences.
-    """
-
-    steps: tuple[Program, ...] = ()
-    losses: tuple[float | None, ...] = ()
-    made: int | None = None
-    left_out: tuple[str, ...] = ()
+    steps: tuple[Program, ...] = ()  # the last updates, oldest first, without gaps
+    losses: tuple[float | None, ...] = ()  # the sum of each update's losses in the training
+    made: int | None = None  # updates of the optimizer before the step, by the count in its state
+    left_out: tuple[str, ...] = ()  # why there are no more updates, in sentences
 
 
 def updates_made(optimizer: torch.optim.Optimizer) -> int | None:
-    """Returns how many updates an optimizer has made, as its state counts them; None where it counts none.
+    """Returns how many updates an optimizer has made, by the count in its state; None without a count.
 
-    That of the parameter with the most: some have no gradient in every step. A device is waited for.
+    It is the largest count, because some parameters have no gradient in every step. Waits for a device.
     """
     counted = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
     return max((number for one in counted if (number := _whole(one)) is not None), default=None)
@@ -289,19 +210,18 @@ def updates_made(optimizer: torch.optim.Optimizer) -> int | None:
 def _whole(value: Any) -> int | None:
     try:
         return int(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, not finite, or several
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # not one finite number
         return None
 
 
-# The line of the user's that was recorded for what runs now, where a recorded step is run again without its loop.
-
+# -- the recorded user line of an instruction that runs again without its loop --
 
 _LINE: ContextVar[tuple[str, int] | None] = ContextVar("_LINE", default=None)
 
 
 @contextmanager
 def recorded_at(line: tuple[str, int] | None) -> Iterator[None]:
-    """What runs inside and has no user's frame of its own was at this line (file, number) when it was recorded."""
+    """Code that runs inside, without a user's frame, is reported at this recorded line (file, number)."""
     token = _LINE.set(line)
     try:
         yield
@@ -310,10 +230,10 @@ def recorded_at(line: tuple[str, int] | None) -> Iterator[None]:
 
 
 def recorded_line() -> tuple[str, int] | None:
-    """The line; None where nothing recorded runs."""
+    """Returns the recorded line; None where nothing recorded runs."""
     return _LINE.get()
 
 
 def called_as_recorded(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a function in the place of the line: what looks for the user's frame takes this one for it."""
+    """Calls the function; the search for the user's frame takes this frame for the recorded user line."""
     return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a step does to its scaler and its optimizers: seen from their own methods, never from the step's source text."""
+"""The calls of a step on its scaler and its optimizers, observed in their methods, never in the step's source text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from ampdoctor.hooks.backwards import PLAIN, Backwards, inside_own_step
 from ampdoctor.hooks.callbacks import NumberReads, wrapped_in_each_class
 from ampdoctor.hooks.torch_internals import replaced
 
-# Which part of a step is running: an optimizer's step, a scaler's method, or the user's own code.
-
+# -- the running part of a step --
 
 Part = Literal["optimizer", "scaler"]
 
 
 class Phases:
-    """The parts that are running, each inside the one before."""
+    """The running parts of a step, nested."""
 
     def __init__(self) -> None:
         self._running: list[Part | None] = []
@@ -36,25 +35,25 @@ class Phases:
         return self._running[-1] if self._running else None
 
     def clear(self) -> None:
-        """Forget the running parts."""
+        """Forgets the running parts."""
         self._running.clear()
 
     def enter(self, part: Part) -> int:
-        """Note that a part begins; returns the argument for `leave`."""
+        """Begins a part; returns the argument for `leave`."""
         self._running.append(part)
         return len(self._running) - 1
 
     def leave(self, depth: int) -> None:
-        """End the part, and whatever began inside it, also after an exception."""
+        """Ends the part and all parts inside it, also after an exception."""
         del self._running[depth:]
 
     def leave_optimizer(self) -> None:
-        """End an optimizer's step if one is running."""
+        """Ends an optimizer's step if one is running."""
         if self.part == "optimizer":
             self._running.pop()
 
     def outside(self, argument: Any) -> Any:
-        """Wrap an optimizer's closure (LBFGS, SAM): the forward and backward in it are not the optimizer's own."""
+        """Wraps an optimizer's closure (LBFGS, SAM): its forward and backward are not part of the optimizer."""
         if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
             return argument
 
@@ -74,7 +73,7 @@ _SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_di
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A scaler's scale, as long as its tensor is not written to."""
+    """A scaler's scale, valid as long as its tensor is not written to."""
 
     tensor: torch.Tensor  # kept, so that its id stays its own
     version: int
@@ -82,16 +81,13 @@ class _Known:
 
 
 class Listener:
-    """Told of a step's calls while they are made; each method may be overridden, and may raise.
-
-    The seam is here because a loop whose parts are not known beforehand shows them by calling them.
-    """
+    """Receives a step's calls, which may show parts of the loop for the first time; methods may raise."""
 
     def calls(self, scaler: Any, optimizer: Any) -> None:
-        """A scaler's method is called; for an optimizer, or None."""
+        """Called before a scaler's method runs; `optimizer` may be None."""
 
     def noted(self, event: StepEvent) -> None:
-        """A call was recorded, and is about to be made."""
+        """Called after a call was recorded, and before it is made."""
 
     def asking(self, event: StepEvent, optimizer: Any) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Surrounds the `step` of an enabled scaler, which steps the optimizer or skips it."""
@@ -99,22 +95,14 @@ class Listener:
 
 
 class StepEvents:
-    """Records the calls of a step and tells which part of the step is running.
+    """Records the calls of a step, and which part of the step is running.
 
-    Any GradScaler of torch's is watched, and those that are named, which need not be torch's. A replay knows the parts
-    of its run and clears what was recorded before each step. Where a loop is watched, its parameters and optimizers may
-    grow, `before_step` and `after_step` are to be hooked to all optimizers, and `next_step` is to be told of steps.
+    Every GradScaler of torch's is observed, and other scalers where they are given. A replay, whose parts are known,
+    clears the record before each step. In a watched loop, the parameters and optimizers may grow: `before_step` and
+    `after_step` must be hooked to all optimizers, and `next_step` must be called for each step.
 
-    Args:
-        parameters: Gives those whose gradients are watched, at each backward anew.
-        optimizers: By name; those that are there when `watching` begins are hooked.
-        scaler: The run's own, enabled or not; None where it is the one that has scaled a loss last.
-        listener: Told of the calls.
-
-    Attributes:
-        backwards: What is known of the step's backwards.
-        refused: The scaler's method that torch itself ended the step in, because it is not its turn; None else.
-        called_at: Gives the line of the call that is running, for what is told with its line.
+    `parameters` returns those whose gradients are watched, anew at each backward. `optimizers` that are present when
+    `watching` begins are hooked. `scaler` is the run's own, enabled or not; None for the one that scaled a loss last.
     """
 
     def __init__(
@@ -129,31 +117,31 @@ class StepEvents:
         self._listener = listener or Listener()
         self._watching = False
         self._phases = Phases()
-        self._last: Any = None  # the scaler that has scaled a loss last, in any step
+        self._last: Any = None  # the scaler that last scaled a loss, in any step
         self._looking = False
         self._knows_scale = False
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
-        self.called_at: Callable[[], Source | None] = lambda: None
+        self.called_at: Callable[[], Source | None] = lambda: None  # the line of the running call
         self._reads = NumberReads()
         self.clear()
 
     def clear(self) -> None:
-        """Forget the last step."""
+        """Forgets the last step."""
         self.events: list[StepEvent] = []
         self._reads.rest()
         self._phases.clear()
         self.backwards.clear()
-        self._unscaled: dict[str, Any] = {}  # by the scaler that did it
-        self._asked_for: dict[str, int] = {}  # unscaled at the loop's own call: how often the engine had run by then
+        self._unscaled: dict[str, Any] = {}  # by optimizer: the scaler that unscaled
+        self._asked_for: dict[str, int] = {}  # by optimizer: the engine's runs before the loop's own `unscale_`
         self._scaled_by: Any = None
         self._stepping: Any = None  # the scaler whose `step` was called last
         self._scales: dict[int, _Known] = {}
         self._running: list[tuple[int, str]] = []
-        self._held_back: set[str] = set()  # optimizers whose last update their scaler has skipped
-        self.refused: str | None = None
+        self._held_back: set[str] = set()  # optimizers whose last update was skipped by their scaler
+        self.refused: str | None = None  # the scaler's method in which torch raised: it was called out of turn
 
     def next_step(self, optimizer: str) -> None:
-        """The optimizer has stepped, or a scaler has skipped it; the gradients of the others are still known."""
+        """Begins a step after an optimizer's `step` or a skip; the record of other optimizers' gradients stays."""
         self.events = []
         self.backwards.next_step()
         if optimizer in self._optimizers:
@@ -164,16 +152,16 @@ class StepEvents:
 
     @property
     def part(self) -> Part | None:
-        """What is running: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
+        """The running part: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
         return self._phases.part
 
     @property
     def enabled(self) -> bool:
-        """The run's own scaler is there and does not pass everything through."""
+        """Whether the run has a scaler of its own that is enabled."""
         return self._own is not None and _is_enabled(self._own)
 
     def scale(self) -> float | None:
-        """The run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
+        """Returns the run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
         return self._look(self._own)
 
     @property
@@ -182,11 +170,7 @@ class StepEvents:
 
     @contextmanager
     def watching(self, *scalers: Any) -> Iterator[None]:
-        """Hooks and wrapped methods are in place inside, once however nested, and gone afterwards.
-
-        Args:
-            scalers: Others than the run's own, with methods of their own.
-        """
+        """Hooks optimizers and wraps methods inside, once even if nested, also those of the further `scalers`."""
         if self._watching:
             yield
             return
@@ -196,12 +180,12 @@ class StepEvents:
             stack.callback(self._reads.rest)
             stack.enter_context(self.backwards.watched())
             for name, optimizer in self._optimizers.items():
-                before = partial(self.before_step, name=name)  # a wrapper's hooks may be those of what it wraps
+                before = partial(self.before_step, name=name)  # a wrapper may share the hooks of its optimizer
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
                 stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
             stack.enter_context(wrapped_in_each_class(_SCALER_METHODS, self._of_class))
             for method in _SCALER_METHODS:
-                for scaler in (self._scaler, *scalers):  # a subclass of torch's may have methods of its own
+                for scaler in (self._scaler, *scalers):  # a subclass of torch's may override methods
                     if hasattr(scaler, method):
                         self._wrap_own(scaler, method, stack)
             yield
@@ -209,18 +193,18 @@ class StepEvents:
     def before_step(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None = None
     ) -> Any:
-        """A hook: an optimizer's step begins. Returns its arguments, so that a closure is no part of its arithmetic."""
+        """Hook before an optimizer's step; returns the arguments with closures wrapped, which count as user code."""
         self._phases.enter("optimizer")
         self._reads.rest()
-        # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
+        # a fused optimizer unscales and skips by itself: the scaler always calls it, and sets `found_inf`
         if not bool(getattr(optimizer, "found_inf", False)):
-            anew = any(map(callable, (*args, *kwargs.values())))  # a closure makes the gradients that are used
+            anew = any(map(callable, (*args, *kwargs.values())))  # a closure computes the gradients anew
             self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name, anew=anew))
         outside = self._phases.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
     def after_step(self, optimizer: Any = None, *_: Any) -> None:
-        """A hook: an optimizer's step ends."""
+        """Hook after an optimizer's step."""
         self._phases.leave_optimizer()
         if optimizer is not None:
             self.backwards.used.used(optimizer)
@@ -269,13 +253,13 @@ class StepEvents:
     def _called(
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A scaler's method, recorded once however many wrappers it has."""
-        if not self._watching:  # somebody has put another wrapper around ours, and calls it still
+        """Records a scaler's method once, however many wrappers it has."""
+        if not self._watching:  # another wrapper around ours still calls it
             return original(*args, **kwargs)
         if method == "get_scale":
             self._knows_scale |= not self._looking
             return original(*args, **kwargs)
-        if method == "state_dict":  # which asks for the scale: a checkpoint is no arithmetic
+        if method == "state_dict":  # it calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
             looking, self._looking = self._looking, True
             try:
                 return original(*args, **kwargs)
@@ -299,15 +283,16 @@ class StepEvents:
             self.backwards.used.unscaled(optimizer)
         if method == "step" and hasattr(optimizer, "param_groups"):
             self._note_use(optimizer, made)
-        if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
+        if method == "scale" and _is_enabled(scaler):  # checked after the call: a replay in fp32 disables it inside
             self._scaled_by = self._last = scaler
-            self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad  # a number, to learn it
+            # the loop scales a plain number to get the scale
+            self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
             self._note(StepEvent(kind="scale", twice=self._scale_of(scaler) if twice else None))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
 
     def _note_use(self, optimizer: Any, made: int) -> None:
-        """A scaler's `step` is over, which began after so many events: it has stepped the optimizer, or skipped it."""
+        """Notes whether a scaler's `step`, which began after `made` events, has stepped the optimizer or skipped it."""
         name = self._name_of(optimizer)
         if any(event.kind == "optimizer_step" and event.optimizer == name for event in self.events[made:]):
             self._held_back.discard(name)
@@ -328,7 +313,7 @@ class StepEvents:
             self._running.remove((id(scaler), method))
             self._phases.leave(depth)
             if method == "unscale_" and optimizer is not None:
-                self.backwards.unscaled(optimizer)  # unscaling is an edit of its own; what comes after it is not
+                self.backwards.unscaled(optimizer)  # unscaling writes to the gradients, and is no edit by the loop
                 if _is_enabled(scaler) and not self._running:  # a step unscales by itself
                     self._asked_for[self._name_of(optimizer)] = self.backwards.used.runs
                     self._reads.listen()
@@ -367,7 +352,7 @@ class StepEvents:
         self._note(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
 
     def _scale_of(self, scaler: Any) -> float | None:
-        """Its scale now, asked for once as long as the scaler keeps its scale: asking synchronises on CUDA."""
+        """Returns a scaler's scale, read once as long as its tensor is unchanged: reading synchronises on CUDA."""
         tensor = getattr(scaler, "_scale", None)
         if not isinstance(tensor, torch.Tensor) or not _is_enabled(scaler):
             return self._look(scaler)
@@ -388,13 +373,13 @@ class StepEvents:
 
 
 def raised_by_scaler(error: BaseException) -> bool:
-    """Return whether a line of torch's scalers themselves has raised this, not something that they called."""
+    """Returns whether a line of torch's scaler modules itself raised this, and not a function that they called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename in (torch.amp.grad_scaler.__file__, _sharded())
 
 
 def _sharded() -> str | None:
-    """The file of FSDP's scaler, where a program has imported that."""
+    """The file of FSDP's scaler, if the program has imported it."""
     return getattr(sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler"), "__file__", None)
 
 

@@ -1,1 +1,1 @@
-"""A training loop that is somebody else's, watched while it runs."""
+"""Watches a user's training loop while it runs."""

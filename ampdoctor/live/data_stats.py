@@ -1,4 +1,4 @@
-"""What a loop takes in, counted on the host: samples and tokens, the wait for data, the memory of its devices."""
+"""Statistics on the host about a loop's data: samples and tokens, the wait for data, the memory of its devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import (
-    monotonic,  # a script may put another in its place
-    perf_counter,  # a script may put another in its place
+    monotonic,  # bound here, because a script may patch it
+    perf_counter,  # bound here, because a script may patch it
 )
 from typing import Any
 
@@ -20,29 +20,23 @@ from torch import Tensor, nn
 from ampdoctor.hooks.torch_internals import replaced
 from ampdoctor.numerics.tensors import is_plain
 
-# How many samples and tokens a loop has trained on, counted from what its models are called with.
-
+# -- samples and tokens, counted from the models' arguments --
 
 _IDS = frozenset({torch.int64, torch.int32})
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A number of samples and of tokens; None where it is not certain.
+    """A number of samples and of tokens; None where it is not certain."""
 
-    Attributes:
-        samples: Rows of batches.
-        tokens: Elements of batches of ids, padding among them.
-    """
-
-    samples: int | None = 0
-    tokens: int | None = 0
+    samples: int | None = 0  # rows of batches
+    tokens: int | None = 0  # elements of batches of ids, padding included
 
     def __add__(self, other: Counted) -> Counted:
         return Counted(_sum(self.samples, other.samples), _sum(self.tokens, other.tokens))
 
     def times(self, ranks: int) -> Counted:
-        """Returns the same for so many processes."""
+        """Returns the same for this number of processes."""
         if ranks == 1:
             return self
         return Counted(*(None if n is None else n * ranks for n in (self.samples, self.tokens)))
@@ -52,20 +46,17 @@ _UNKNOWN = Counted(None, None)
 
 
 class Batches:
-    """Counts, of each step, the batch of the first call before each of its backwards.
+    """Counts the batch of the first call before each backward of a step, over `world_size` processes.
 
-    What is not certain is not counted, nor anything after it: a step whose backwards begin with calls of different
-    models (a GAN's critic), a call with tensors whose first dimensions differ, with lists of tensors, or of a model
-    that has its batches second; on several processes any model but one that is replicated over all of them.
-
-    Args:
-        world_size: Number of processes.
+    Uncertain batches are not counted, nor any after them: a step whose backwards begin with calls of different models
+    (a GAN's critic); a call with tensors whose first dimensions differ, with lists of tensors, or of a model whose
+    batch dimension is the second; on several processes, any model that is not replicated over all of them.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._step = Counted()
-        self._over = False  # an optimizer has used what is counted in the step, and another one may as well
+        self._over = False  # an optimizer has used the step's count, and another one may use it too
         self._counted_at: int | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._batch: weakref.ref[Tensor] | None = None
@@ -75,10 +66,9 @@ class Batches:
     def called(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backwards: int
     ) -> Tensor | None:
-        """A model was called by the loop, after so many backwards of the running step.
+        """Counts a call of a model after `backwards` backwards of the running step.
 
-        Returns:
-            The tensor that stands for the batch; None where none is certain, or this one was told before.
+        Returns the tensor that represents the batch; None where that is not certain, or it was returned before.
         """
         if self._over:
             self._step, self._over, self._counted_at = Counted(), False, None
@@ -101,7 +91,7 @@ class Batches:
         return found
 
     def stepping(self, optimizer: str) -> Counted:
-        """An optimizer is about to step: returns all that it has been given from the beginning to this step."""
+        """Called before an optimizer's step; returns the total of its samples and tokens, this step included."""
         untold = self._counted_at is None
         self._over = True
         total = self._totals.get(optimizer, Counted()) + (_UNKNOWN if untold else self._step)
@@ -116,7 +106,7 @@ class Batches:
         return known[1]
 
     def _replicas(self, model: nn.Module) -> int | None:
-        """Processes that have a batch each; None where that is not certain."""
+        """Returns the number of processes that have a batch each; None where that is not certain."""
         if self.world_size == 1:
             return 1
         group = getattr(model, "process_group", None)  # DistributedDataParallel, and the first FSDP
@@ -129,14 +119,14 @@ class Batches:
 
 
 def _batch_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that stands for the batch: ids by their usual name, else the first; None where no one does."""
+    """Returns the tensor that represents the batch: `input_ids`, else the first one; None where there is none."""
     named: list[tuple[str, Any]] = [("", value) for value in args]
     named += kwargs.items()
     found: list[tuple[str, Tensor]] = []
     for name, value in named:
         if isinstance(value, Tensor):
             found.append((name, value))
-        elif isinstance(value, dict | Mapping):  # the first is quick to tell
+        elif isinstance(value, dict | Mapping):  # `dict` is the quicker check
             found += [(str(key), inner) for key, inner in value.items() if isinstance(inner, Tensor)]
         elif isinstance(value, list | tuple) and any(isinstance(inner, Tensor) for inner in value):
             return None
@@ -157,7 +147,7 @@ def _size(batch: Tensor) -> Counted:
 
 
 def _has_batches_second(model: nn.Module) -> bool:
-    """Whether a part of it says that its batches are in the second dimension, as torch's recurrent layers may."""
+    """Whether a part of it has `batch_first=False`, as torch's recurrent layers may."""
     return any(getattr(part, "batch_first", True) is False for part in model.modules())
 
 
@@ -169,11 +159,11 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-# How long a loop waits for its DataLoaders, heard at the one door that all their iterators go through.
+# -- waiting for data, in the one method that all iterators of DataLoaders use --
 
 
 class _Here(threading.local):
-    """What a thread has waited: a loop does not wait for what another thread draws ahead of it."""
+    """A thread's waits: a loop does not wait for data that another thread loads ahead."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -190,14 +180,14 @@ class DataWait:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, waits are heard; afterwards the door is as it was."""
+        """Measures inside, and restores the method afterwards."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         original, here, listens = _BaseDataLoaderIter.__next__, self._here, [True]
 
         @functools.wraps(original)
         def drawn(iterator: Any) -> Any:
-            if here.inside or not listens:  # a dataset that draws from a loader of its own: that is in the time already
+            if here.inside or not listens:  # a dataset with its own DataLoader: the outer call counts the time
                 return original(iterator)
             here.inside, began = True, perf_counter()
             try:
@@ -211,12 +201,12 @@ class DataWait:
             try:
                 yield
             finally:
-                listens.clear()  # whoever has wrapped ours keeps it
+                listens.clear()  # a program that has wrapped our function still calls it
 
     def since(self, optimizer: str) -> float | None:
-        """Returns the seconds that this thread has waited since it was asked for the same optimizer.
+        """Returns the seconds that this thread has waited since the last call for this optimizer.
 
-        None where it has drawn nothing since, or was not asked before: the loop may have its data from elsewhere.
+        None where it has loaded nothing since, or at the first call: the loop may have other data.
         """
         here = self._here
         seconds, batches = self._marks.get(optimizer, (0.0, here.batches))
@@ -224,40 +214,31 @@ class DataWait:
         return here.seconds - seconds if here.batches > batches else None
 
 
-# What a device's allocator says of itself: counters on the host, for which no device is waited for.
-
+# -- counters of a device's allocator, which are on the host: no wait --
 
 _PAUSE_S = 0.05
-"""From one reading to the next: one costs tens of microseconds, and memory changes over many steps."""
+"""Between two readings: one costs tens of microseconds, and memory changes over many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """An allocator's counters.
+    """An allocator's counters."""
 
-    Attributes:
-        most_bytes: The most that tensors have held since the process, or the loop itself, began to count.
-        retries: How often it had to free its cache and try again.
-    """
-
-    most_bytes: int | None = None
-    retries: int | None = None
+    most_bytes: int | None = None  # the peak of allocated bytes, since the process or the loop itself reset it
+    retries: int | None = None  # how often it had to free its cache and try again
 
 
 _NONE = Memory()
 
 
 class MemoryReadings:
-    """Reads the allocator of the device that trains, now and then.
-
-    The count of the most is never begun anew, as that would be seen by a loop that reads it as well.
-    """
+    """Reads the training device's allocator at intervals; never resets the peak, because the loop may read it too."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
 
     def of(self, optimizer: torch.optim.Optimizer) -> Memory:
-        """Returns the counters of an optimizer's device; none on a CPU, and none so soon after the last time."""
+        """Returns the counters of an optimizer's device; none on a CPU, or within the pause after the last reading."""
         first = next((group["params"][0] for group in optimizer.param_groups if group["params"]), None)
         if first is None or first.device.type != "cuda":
             return _NONE
@@ -272,25 +253,15 @@ class MemoryReadings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenIn:
-    """Of one step.
+    """The statistics of one step."""
 
-    Attributes:
-        counted: Samples and tokens of all ranks, from the beginning to this step.
-        data_seconds: Waited for data since the optimizer's step before; None where that was not seen.
-        memory: Of the device.
-    """
-
-    counted: Counted
-    data_seconds: float | None
+    counted: Counted  # on all ranks, from the beginning to this step
+    data_seconds: float | None  # waited for data since the optimizer's last step; None where that was not seen
     memory: Memory
 
 
 class Intake:
-    """Hears what a loop takes in.
-
-    Args:
-        world_size: Number of processes.
-    """
+    """Collects the statistics of a loop's data."""
 
     def __init__(self, world_size: int) -> None:
         self._batches = Batches(world_size)
@@ -298,21 +269,21 @@ class Intake:
         self._memory = MemoryReadings()
 
     def world_is(self, size: int) -> None:
-        """So many processes there are; told before the first update."""
+        """Sets the number of processes, before the first update."""
         self._batches.world_size = size
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, waits for data are heard; afterwards nothing is left in place."""
+        """Measures waits inside, and removes all hooks afterwards."""
         with self._wait.watching():
             yield
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, *, backwards: int) -> torch.Tensor | None:
-        """The loop has called a model, after so many backwards of the running step; returns a new batch of it."""
+        """As `Batches.called`."""
         return self._batches.called(model, args, kwargs, backwards=backwards)
 
     def stepping(self, name: str, optimizer: torch.optim.Optimizer) -> TakenIn:
-        """An optimizer of this name is about to step, or its scaler to skip: once a step."""
+        """Called once a step, before the optimizer steps or its scaler skips."""
         return TakenIn(
             counted=self._batches.stepping(name),
             data_seconds=self._wait.since(name),

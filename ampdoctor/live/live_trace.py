@@ -1,7 +1,7 @@
-"""The trace of a loop that is somebody else's: its models are met when they are called, its steps end when they end.
+"""The trace of a user's loop, whose models are found when they are called and whose steps end when they end.
 
-A replay knows its parts before its first step and may run the step again. A loop that runs only once, as in a user's
-test, is traced from its first op on, and what it turns out to be made of is learned on the way.
+A replay has all parts before its first step, and may run the step again. A loop that runs only once, as in a user's
+test, is traced from its first op, and its parts appear on the way.
 """
 
 from __future__ import annotations
@@ -31,41 +31,29 @@ if TYPE_CHECKING:
 
 
 _WRITE_LISTS = frozenset(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
-"""Ops that write into each tensor of a list: under a mode torch forgets to count that as a change of them."""
+"""Ops that write into each tensor of a list: under a mode, torch does not raise their version counters."""
 _UNCOMPUTED: set[Origin] = {"constant", "data"}
-"""Origins of what no op computed."""
+"""Origins of values that no op computed."""
 
 
 class LiveTrace(OpTraceProbe):
-    """Traces ops from `watching` on, until that context ends or `idle` is set.
-
-    Args:
-        name_of: As in `CalledModules`.
-
-    Attributes:
-        idle: Nothing is looked at any more; the hooks stay until `watching` ends.
-    """
+    """Traces ops from `watching` on, until that context ends or `idle` is set; `name_of` is as in `CalledModules`."""
 
     def __init__(self, name_of: Callable[[nn.Module, Any, bool], str | None]) -> None:
         super().__init__()
         self._sites.modules = CalledModules(name_of)
-        self.idle = False
+        self.idle = False  # nothing is checked any more; the hooks stay until `watching` ends
         self._unexplained: set[int] = set()
 
     @contextmanager
     def watching(self, run: Watched) -> Iterator[None]:
-        """The modes and the module hooks are in place, with the first step begun."""
+        """Installs the modes and the module hooks, and begins the first step."""
         self._run = run
         with self._sites.attach(run), self.during(0):
             yield
 
     def met(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The run has more parts than before.
-
-        Args:
-            tensors: The state of the new parts. What was met earlier in this step may be non-finite since, which is
-                the step's own doing.
-        """
+        """Adds parts with their state to the run; earlier parts may be non-finite now, which is the step's doing."""
         with unseen():
             before, unread, known = self._before, self._unread, self._belongings
             self._sites.take_names()
@@ -79,9 +67,9 @@ class LiveTrace(OpTraceProbe):
                     self._disown(tensor)
 
     def given(self, batch: Any) -> None:
-        """A model is called with what it did not make: a NaN in it is the data's, whatever op put it there.
+        """Checks the inputs of a model: a NaN in the data belongs to the data, whatever op produced it.
 
-        So is an infinity that no op computed, but for a mask's.
+        So does an infinity that no op computed, unless it is a mask's.
         """
         with unseen():
             for path, tensor in iter_tensors(batch):
@@ -92,13 +80,13 @@ class LiveTrace(OpTraceProbe):
                     self._belongings.bring(tensor, path)
 
     def next_step(self, step: int) -> None:
-        """A step is over, and another one begins."""
+        """Ends a step, and begins the next."""
         with unseen():
             self._sites.next_step()
             self._begin(step)
 
     def harm(self, sink: str, tensor: torch.Tensor) -> bool:
-        """Note a harmed value under the name of its sink; False where it is finite."""
+        """Records a non-finite value under the name of its sink; False where it is finite."""
         if under_fake_tensors():
             return False
         with unseen():
@@ -108,14 +96,9 @@ class LiveTrace(OpTraceProbe):
         return bad
 
     def behind(self, sink: str, tensors: Iterable[torch.Tensor]) -> tuple[Trace, Births] | None:
-        """What was seen of the step, with these as all that is harmed, though none of them counts as harmed yet.
+        """Returns the trace of the step as if only these tensors were harmed, and the numbers of their origins.
 
-        Args:
-            sink: What they are.
-            tensors: As they are, or as a function transform wraps them.
-
-        Returns:
-            The trace, and the numbers of what they descend from; None where they are finite.
+        None where they are finite. They may be wrapped by a function transform, and are not recorded as harmed.
         """
         kept, self._harms = self._harms, {}
         try:
@@ -127,11 +110,11 @@ class LiveTrace(OpTraceProbe):
 
     @property
     def asked(self) -> Births:
-        """The numbers of what the loop's code has looked at last."""
+        """The numbers of the origins of the value that the loop's code read last."""
         return self._readings.asked
 
     def harm_state(self) -> bool:
-        """Note parameters, buffers and optimizer state that are non-finite and were not so before; False for none."""
+        """Records parameters, buffers and optimizer state that have become non-finite; False for none."""
         if under_fake_tensors():
             return False
         with unseen():
@@ -141,11 +124,11 @@ class LiveTrace(OpTraceProbe):
             return self._harm_state()
 
     def harm_by_raising(self) -> None:
-        """Note what the user's code had looked at when it raised."""
+        """Records the values that the user's code had read when it raised."""
         self._harm_by_raising()
 
     def gathered(self) -> Trace:
-        """What was seen of the step so far; what was written past the dispatcher has no birth."""
+        """Returns the trace of the step so far; values that were written past the dispatcher have no birth."""
         trace, unexplained = self._gathered(), self._unexplained
         seen = tuple(birth for index, birth in enumerate(trace.births) if index not in unexplained)
         lost = tuple(sink for sink, origins in self._harms.items() if origins <= unexplained and sink != "raised")
@@ -164,7 +147,7 @@ class LiveTrace(OpTraceProbe):
         return result
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
-        """What is non-finite, was made by no op here and belongs to nothing came with the data."""
+        """A non-finite value that no op here made, and that belongs to nothing, came with the data."""
         written = self._belongings.came_finite(tensor)
         unowned = not written and not self._belongings.owns(tensor)
         if unowned and site.phase in ("forward", "loss") and _is_data(tensor):
@@ -175,7 +158,7 @@ class LiveTrace(OpTraceProbe):
         return births
 
     def _meant(self, births: Births) -> bool:
-        """No infinity is meant that was written past the dispatcher."""
+        """An infinity that was written past the dispatcher is never intended."""
         return not births & self._unexplained and super()._meant(births)
 
     def _begin(self, step: int) -> None:
@@ -183,80 +166,66 @@ class LiveTrace(OpTraceProbe):
         super()._begin(step)
 
     def _take_stock(self) -> None:
-        """As in a replay; but a moment that is infinite already is sick as soon as a step reads it."""
+        """As in a replay; but optimizer state that is already infinite is sick as soon as a step reads it."""
         super()._take_stock()
         self._before -= {id(t) for kind, _, t in state_tensors(self._run) if kind == "optimizer_state"}
 
     def _disown(self, tensor: torch.Tensor) -> None:
-        """What put the non-finite values there is no culprit: they came with the run."""
+        """Forgets the origin of a tensor's non-finite values: they came with the run."""
         self._taint.forget(tensor)
         self._given.pop(storage_key(tensor), None)
 
     def _origins(self, tensor: torch.Tensor) -> set[Origin]:
-        """How what is non-finite in it came into this step; nothing where it has not been looked at."""
+        """Returns the origins of a tensor's non-finite values; empty where it has not been checked."""
         return {self._births[index].origin for index in self._taint.births(tensor)}
 
 
 def _is_data(tensor: torch.Tensor) -> bool:
-    """Non-finite values of it are no mask's (0 and -inf), and no single number that the code writes."""
+    """Whether its non-finite values are neither a mask's (0 and -inf) nor a single number that the code writes."""
     if not tensor.dim():
         return False
     values = dense(tensor)
     return not is_mask(values) or bool((values[torch.isfinite(values)] != 0).any())
 
 
-# What is known of a training loop that is somebody else's: its models, optimizers and scaler, as they are met.
-
-
 class LiveRun:
-    """A `Watched` run that grows.
+    """A `Watched` run that grows. `listener` receives the calls on its scalers and optimizers.
 
     The first model has the names of its own `named_modules()`; a second one has its class's name before them.
-
-    Args:
-        listener: Told of the calls on its scalers and optimizers.
-
-    Attributes:
-        model: Holds all models that were met.
-        optimizers: By name: "optimizer", then "optimizer2" and so on.
-        events: The calls of the running step.
-        micro_batch: Always 0: only a loop itself knows whether two backwards are one step.
-        module_names: As in `Watched`.
-        steps: Of each optimizer, those that it took or that a scaler skipped.
     """
 
     def __init__(self, listener: Listener) -> None:
-        self.model = nn.Module()
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.events = StepEvents(self._parameters, self.optimizers, listener=listener)
-        self.micro_batch = 0
+        self.model = nn.Module()  # holds all models
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}  # by name: "optimizer", then "optimizer2" and so on
+        self.events = StepEvents(self._parameters, self.optimizers, listener=listener)  # of the running step
+        self.micro_batch = 0  # always: it is not visible whether two backwards are one step
         self.module_names: dict[str, str] = {}
-        self.steps: dict[str, int] = {}
+        self.steps: dict[str, int] = {}  # by optimizer: taken or skipped
         self._known: dict[int, str] = {}
         self._made = 0
         self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @property
     def step(self) -> int:
-        """The running step: as many as the optimizer that has taken fewest has behind it."""
+        """The running step: the number of steps of the optimizer with the fewest."""
         return min(self.steps.values(), default=0)
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The name of a module that was met."""
+        """Returns the name of a known module."""
         return self._known.get(id(module))
 
     def meet(self, model: nn.Module) -> None:
-        """Another model belongs to the run, and with it all its modules."""
+        """Adds a model with all its modules to the run."""
         inside = {id(module) for module in model.modules()}
         for key, known in list(self.model.named_children()):
-            if id(known) in inside:  # a part of the model was called before the model was
+            if id(known) in inside:  # a part of the model was called before the model
                 delattr(self.model, key)
         self.model.add_module(f"model{self._made}", model)
         self._made += 1
         self._name()
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> str:
-        """The optimizer's name; it belongs to the run from now on."""
+        """Adds the optimizer to the run, and returns its name."""
         for name, known in self.optimizers.items():
             if known is optimizer:
                 return name
@@ -266,7 +235,7 @@ class LiveRun:
         return name
 
     def knows_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """It was met."""
+        """Whether the optimizer belongs to the run."""
         return any(known is optimizer for known in self.optimizers.values())
 
     def parameter_names(self) -> dict[int, str]:
@@ -274,12 +243,12 @@ class LiveRun:
         return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     def called(self, model: nn.Module) -> None:
-        """A model runs with the parameters that it has now; `functional_call` lends it others for one call."""
+        """Notes the parameters with which a model runs now; `functional_call` lends it others for one call."""
         self._lent = {key: lent for key, lent in self._lent.items() if lent() is not None}
         self._lent.update((id(p), weakref.ref(p)) for p in model.parameters())
 
     def parameters_among(self, tensors: Iterable[Any]) -> list[torch.Tensor]:
-        """Those that a model was called with as its parameters, or an optimizer holds."""
+        """Returns the parameters with which a model was called, or which an optimizer holds."""
         names, lent = self.parameter_names(), self._lent
         return [t for t in tensors if id(t) in names or (id(t) in lent and lent[id(t)]() is t)]
 
@@ -288,15 +257,15 @@ class LiveRun:
         return clean_tensor_name(name, self.module_names)
 
     def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Nothing: what a loop keeps beside its models is not looked for."""
+        """Yields nothing: weights outside the models are not searched for."""
         return iter(())
 
     def current_tensors(self) -> Iterator[tuple[str, Any]]:
-        """Nothing: which batch a step has is seen when a model is called with it."""
+        """Yields nothing: a step's batch becomes known when a model is called with it."""
         return iter(())
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        """Each once: the models', and those that only an optimizer holds."""
+        """Yields the models' parameters, and those that only an optimizer holds, once each."""
         held = (
             p for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]
         )
@@ -318,12 +287,12 @@ class LiveRun:
 
 
 def has_state(module: nn.Module) -> bool:
-    """It has tensors of its own."""
+    """Whether it has parameters or buffers."""
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def state_of(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """The tensors that these parts bring into the run."""
+    """Yields the tensors that these parts add to the run."""
     if model is not None:
         yield from model.parameters()
         yield from model.buffers()

@@ -1,4 +1,4 @@
-"""`LoopWatch`: stands beside a training loop, records each step, and says when one is not finite."""
+"""`LoopWatch`: watches a training loop, records each step, and reports a step whose numbers are not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from time import monotonic  # a script may put another in its place
+from time import monotonic  # bound here, because a script may patch it
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -24,20 +24,16 @@ from ampdoctor.live.recording.programs import KeptUpdate
 from ampdoctor.live.recording.recorder import StepRecorder
 from ampdoctor.probes.user_code import own_line, user_frames
 
-# What is called from inside somebody's loop, and raises nothing into it.
+# -- code that runs inside the user's loop, and must raise nothing into it --
 
 
 class MayFail(Protocol):
-    """Something that watches.
-
-    Attributes:
-        broken: Whether it has failed, and watches no more.
-    """
+    """A watcher. `broken` is true once it has failed: it does nothing from then on."""
 
     broken: bool
 
     def failed(self, error: Exception) -> None:
-        """It has failed: `broken` is true from now on."""
+        """Handles its own failure, and sets `broken`."""
 
 
 P = ParamSpec("P")
@@ -45,7 +41,7 @@ W = TypeVar("W", bound=MayFail)
 
 
 def harmless(method: Callable[Concatenate[W, P], Any]) -> Callable[Concatenate[W, P], Any]:
-    """What fails inside is ours: it is told once, and the loop goes on unwatched. A broken one does nothing."""
+    """Catches what the method raises and reports it once through `failed`; a broken watcher's method does nothing."""
 
     @functools.wraps(method)
     def guarded(self: W, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -57,39 +53,29 @@ def harmless(method: Callable[Concatenate[W, P], Any]) -> Callable[Concatenate[W
             self.failed(error)
             return None
 
-    return guarded  # type: ignore[return-value]  # a method stays one
+    return guarded  # type: ignore[return-value]  # a method remains a method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An update that is about to be made, or that a scaler has held back.
+    """An update that is about to be made, or that a scaler has held back."""
 
-    Attributes:
-        step: Its number among the optimizer's own, from 0.
-        optimizer: The optimizer.
-        name: Its name: "optimizer", then "optimizer2" and so on.
-        scaler: What steps it; None without one.
-        micro_steps: Backwards since its last update.
-        seconds: Since its last update; None for the first.
-        unscaled_by: The scaler that the loop has had its gradients unscaled by, where no scaler steps it; None else.
-    """
-
-    step: int
+    step: int  # counts this optimizer's updates, from 0
     optimizer: torch.optim.Optimizer
-    name: str
-    scaler: Any
-    micro_steps: int
-    seconds: float | None
-    unscaled_by: Any = None
+    name: str  # "optimizer", then "optimizer2" and so on
+    scaler: Any  # the scaler that steps it, or None
+    micro_steps: int  # backwards since its last update
+    seconds: float | None  # since its last update; None for the first
+    unscaled_by: Any = None  # the scaler that unscaled its gradients, where no scaler steps it
 
     @property
     def is_called_either_way(self) -> bool:
-        """A scaler calls the optimizer whatever it has found: a fused one skips by itself, on its device."""
+        """Whether the scaler calls the optimizer even after an overflow: a fused optimizer skips on its device."""
         return self.scaler is not None and getattr(self.optimizer, "grad_scale", None) is not None
 
 
 def _weakly(scaler: Any) -> Callable[[], Any]:
-    """Returns what gives a scaler as long as it lives; of a class without weak references nothing."""
+    """Returns a weak reference to a scaler; a class without weak references gets a function that returns None."""
     try:
         return weakref.ref(scaler)
     except TypeError:
@@ -98,95 +84,71 @@ def _weakly(scaler: Any) -> Callable[[], Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """An optimizer steps once more on the gradients of its last update, or its scaler does: no step of its own.
+    """An optimizer, or its scaler, steps again on the gradients of its last update. This is not a new step."""
 
-    Attributes:
-        step: The number of that update.
-        name: The optimizer's name.
-        scaled: A scaler has made that update, or skipped it.
-        held_back: It has skipped it.
-        line: The user's line that makes the call, as Python names it.
-    """
-
-    step: int
-    name: str
-    scaled: bool
-    held_back: bool
-    line: tuple[str, int] | None
+    step: int  # the number of that update
+    name: str  # the optimizer's
+    scaled: bool  # a scaler made that update, or skipped it
+    held_back: bool  # the scaler skipped it
+    line: tuple[str, int] | None  # the user's line that makes the call, as Python names it
 
 
 class LoopListener(Protocol):
-    """Told of a loop's updates; what it raises ends the loop, and nothing else of it does."""
+    """Receives a loop's updates. An exception that it raises ends the loop; it has no other effect on the loop."""
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler is about to divide an optimizer's gradients by its scale."""
+        """Called before a scaler divides an optimizer's gradients by its scale."""
 
     def about_to_step(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
-        """An update is about to be made, and its weights are as they were."""
+        """Called before an update; the weights are unchanged."""
 
     def held_back(self, attempt: Attempt, losses: list[torch.Tensor]) -> None:
-        """A scaler has skipped an update, and its weights are as they were."""
+        """Called after a scaler has skipped an update; the weights are unchanged."""
 
     def attempted(self, attempt: Attempt, *, skipped: bool | None) -> None:
-        """The update was made, or skipped; None where only a device knows."""
+        """Called after the update was made or skipped; `skipped` is None where the answer is still on a device."""
 
     def refused(self, method: str, optimizer: Any, error: Exception) -> None:
-        """A scaler has refused a call of "unscale_", "step" or "update", for this optimizer or None."""
+        """Called after a scaler's "unscale_", "step" or "update" raised an error; `optimizer` may be None."""
 
     def stepping_again(self, again: Again) -> None:
-        """An optimizer is about to step on gradients that it has used, or its scaler has skipped that."""
+        """Called before an optimizer steps on gradients that it has used, or after its scaler has skipped that."""
 
     def failed(self, error: Exception) -> None:
-        """The watch itself has failed: nothing more is told."""
+        """Called when the watch itself has failed; no other call follows."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of an optimizer, and of the one that it has taken the place of.
-
-    Attributes:
-        there: The optimizer.
-        trained: Its parameters, by their id.
-        name: Its name.
-        attempts: Its updates so far.
-        last: When the last of them ended.
-        scaled: A scaler has made the last of them, or skipped it.
-        held_back: It has skipped it.
-        unscaled: How often autograd's engine had run when the loop had its gradients unscaled, and by which scaler.
-    """
+    """The record of an optimizer, and of the optimizer that it has replaced."""
 
     there: weakref.ref[Any]
-    trained: dict[int, weakref.ref[torch.Tensor]]
+    trained: dict[int, weakref.ref[torch.Tensor]]  # its parameters, by id
     name: str
-    attempts: int = 0
-    last: float | None = None
-    scaled: bool = False
-    held_back: bool = False
+    attempts: int = 0  # its updates so far
+    last: float | None = None  # when the last update ended
+    scaled: bool = False  # a scaler made the last update, or skipped it
+    held_back: bool = False  # the scaler skipped it
+    # at the loop's own `unscale_`: how many times autograd's engine had run, and the scaler
     unscaled: tuple[int, Callable[[], Any]] | None = None
 
 
 @dataclass(slots=True)
 class ScalerFacts:
-    """What a loop has asked of its scalers.
+    """The loop's calls on its scalers."""
 
-    Attributes:
-        knows_scale: It has asked for a scale, and may scale and unscale in its own code.
-        updates: Calls of `update` so far.
-        scaled_by: The scaler that has scaled a loss last.
-    """
-
-    knows_scale: bool = False
-    updates: int = 0
-    scaled_by: Callable[[], Any] | None = None
+    knows_scale: bool = False  # the loop has read a scale, so its own code may scale and unscale
+    updates: int = 0  # calls of `update` so far
+    scaled_by: Callable[[], Any] | None = None  # the scaler that last scaled a loss
 
     @property
     def last(self) -> Any:
-        """The scaler that has scaled a loss last; None where it is gone, or none has."""
+        """The scaler that last scaled a loss; None where it is gone, or no loss was scaled."""
         return None if self.scaled_by is None else self.scaled_by()
 
 
 class _Call:
-    """The loop's own call, which runs once: what fails beside it must not make it run again."""
+    """The loop's own call. It runs once, even if our code around it fails and calls it again."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
@@ -207,16 +169,8 @@ class _Call:
 class LoopWatch:
     """Watches the loops of this process for as long as `watching` lasts.
 
-    Scalers and optimizers are told apart by their own hooks. An update through a scaler that skips it is seen by the
-    optimizer not being called; a closure is judged after it has run, and before the update that it is for.
-
-    Args:
-        listener: Told of the updates.
-
-    Attributes:
-        recorder: Records the steps.
-        scalers: What the loop has asked of its scalers.
-        broken: Whether the watch itself has failed.
+    Hooks tell scalers and optimizers apart. Where a scaler skips an update, the optimizer is not called. A closure is
+    judged after it has run, and before the update that it is for.
     """
 
     def __init__(self, listener: LoopListener) -> None:
@@ -226,19 +180,15 @@ class LoopWatch:
         self._optimizers: dict[int, _Known] = {}
         self._names = 0
         self._here = _OfThread()
-        # by id: those that hold another optimizer and do not step it
+        # by id: wrappers that do not call the step of the optimizer inside
         self._by_themselves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._telling = threading.RLock()  # the listener is told by one thread at a time
+        self._telling = threading.RLock()  # one thread at a time calls the listener
         self._busy = self.broken = False
         self._process = os.getpid()
 
     @contextmanager
     def watching(self, *scalers: Any) -> Iterator[None]:
-        """Hooks are in place inside, and gone afterwards whatever happens.
-
-        Args:
-            scalers: Known beforehand; torch's own need not be.
-        """
+        """Installs the hooks, and removes them on any exit; the known `scalers` need not be torch's."""
         with ExitStack() as stack:
             stack.enter_context(self.recorder.watching())
             stack.enter_context(told_of_scalers(self, *scalers))
@@ -250,12 +200,12 @@ class LoopWatch:
             yield
 
     def _over(self) -> None:
-        """Whoever has wrapped what was in torch's place may go on calling it."""
+        """Stops all work: other code may have wrapped our hooks, and may call them later."""
         self._busy = self.recorder.away = True
         self._here = _OfThread()  # an update that has raised is in it
 
     def meet(self, model: torch.nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """The loop has these parts, which it would show only when it uses them."""
+        """Registers parts of the loop before the loop uses them."""
         if model is not None:
             self.recorder.models.meet(model)
         for optimizer in optimizers:
@@ -263,9 +213,9 @@ class LoopWatch:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, nothing that runs is the loop's, and a collective raises `CollectiveError`: the others run none.
+        """Does not watch inside; a collective raises `CollectiveError`, because the other processes do not run it.
 
-        Random states are afterwards as they were: what writes a report in colours draws numbers as well.
+        The random states are restored afterwards: writing a report in colours draws random numbers too.
         """
         busy, away = self._busy, self.recorder.away
         self._busy = self.recorder.away = True
@@ -278,20 +228,20 @@ class LoopWatch:
             self._busy, self.recorder.away = busy, away
 
     def program(self, attempt: Attempt) -> Program:
-        """The step that an update is for, as it was recorded."""
+        """Returns the recorded step that an update is for."""
         return self.recorder.program(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
     def keepable(self, attempt: Attempt) -> KeptUpdate:
-        """The same, to be kept behind the update."""
+        """Returns the same step in a form that can be kept after the update."""
         return self.recorder.keepable(attempt.optimizer, name=attempt.name, scaler=attempt.scaler, step=attempt.step)
 
     def name_of(self, optimizer: Any) -> str:
-        """The name of an optimizer in the log; "" for one that has made no update yet."""
+        """Returns the optimizer's name in the log; "" for one that has made no update yet."""
         known = self._optimizers.get(id(optimizer))
         return known.name if known is not None and known.there() is optimizer else ""
 
     def whose(self, name: str) -> str | None:
-        """What the loop calls the optimizer of this name, and of what kind it is; None where it steps no others."""
+        """Returns the loop's variable and the class of the optimizer of this name; None where it is the only one."""
         living = {known.name: there for known in self._optimizers.values() if (there := known.there()) is not None}
         if name not in living or len(living) == 1:
             return None
@@ -316,7 +266,7 @@ class LoopWatch:
 
     def _heard(self, scaler: Any, method: str, argument: Any, run: Callable[[], Any]) -> Any:
         if method in ("get_scale", "state_dict"):
-            # which asks for the scale: a checkpoint is no arithmetic
+            # `state_dict` calls `get_scale`: saving a checkpoint is no use of the scale in arithmetic
             self.scalers.knows_scale |= method == "get_scale" and not self._here.saving
             self._here.saving = method == "state_dict"
             try:
@@ -326,7 +276,7 @@ class LoopWatch:
         if method == "scale":
             self.scalers.scaled_by = _weakly(scaler)
             result = self.recorder.scaled(argument, run)
-            # a number, to learn the scale
+            # the loop scales a plain number to get the scale
             self.scalers.knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad
             return result
         if method == "update":
@@ -389,7 +339,7 @@ class LoopWatch:
             and here.attempt.optimizer is not optimizer
             and _share(here.attempt.optimizer, optimizer)
         ):
-            return None  # a part of a step that is judged already
+            return None  # part of a step that is judged already
         scaler = here.scaler
         closure = next((value for value in (*args, *kwargs.values()) if callable(value)), None)
         if closure is None:
@@ -451,9 +401,9 @@ class LoopWatch:
             self.recorder.fail(error)
 
     def _steps_again(self, optimizer: Any, *, inside: int = 0) -> bool:
-        """Whether an optimizer is about to use gradients once more; if so, and it is no part of a step, that is told.
+        """Whether an optimizer is about to use its gradients again; reports that, unless it is part of its own step.
 
-        `inside` is how many of its calls are running: 1 where a closure is asked.
+        `inside` is the number of its calls that are running: 1 inside a closure.
         """
         known = self._optimizers.get(id(optimizer))
         if known is None or known.there() is not optimizer or not self.recorder.used.are_used(optimizer):
@@ -474,14 +424,14 @@ class LoopWatch:
         models = self.recorder.models
         if first and not models.is_root_of(_trained(attempt.optimizer)):
             models.miss(_trained(attempt.optimizer))
-            models.search()  # its models were not seen yet: the next step shows them
+            models.search()  # its models were not seen yet: the next step calls them
         elif models.searching and (not first or models.roots):
             models.settle()
 
     def _innermost(self, optimizer: Any) -> Any:
-        """The optimizer of torch's that a wrapper of one, or of another wrapper, steps: the attempts are its own."""
+        """Returns torch's optimizer inside one or more wrappers: the attempts are counted for it."""
         seen: list[Any] = []
-        # to ask an object for its `__dict__` makes one: the collector then frees what is in it in another order
+        # reading `__dict__` creates it, and changes the order in which the garbage collector frees its contents
         while not type(optimizer).__module__.startswith("torch.optim.") and id(optimizer) not in self._by_themselves:
             seen.append(optimizer)
             held = getattr(optimizer, "__dict__", {}).values()
@@ -497,7 +447,7 @@ class LoopWatch:
         return optimizer
 
     def _attempt_of(self, optimizer: Any, scaler: Any) -> tuple[Attempt, list[torch.Tensor]]:
-        """What is about to happen, and the losses that it comes of, as far as they are known."""
+        """Returns the coming update, and the recorded losses that its gradients come from."""
         known, recorded = self._known_as(optimizer), self.recorder.trains()
         attempt = Attempt(
             step=known.attempts,
@@ -511,7 +461,7 @@ class LoopWatch:
         return attempt, self.recorder.losses(optimizer) if recorded else []
 
     def _unscaled_by(self, known: _Known) -> Any:
-        """Whoever has unscaled the gradients that an optimizer holds, at the loop's own call; None for nobody."""
+        """Returns the scaler on which the loop itself called `unscale_` for the present gradients; None without one."""
         return None if known.unscaled is None or known.unscaled[0] != self.recorder.used.runs else known.unscaled[1]()
 
     def _known_as(self, optimizer: Any) -> _Known:
@@ -529,9 +479,10 @@ class LoopWatch:
         return known
 
     def _followed_by(self, trained: dict[int, weakref.ref[torch.Tensor]]) -> _Known | None:
-        """Who has trained these parameters before: a loop that unfreezes a layer makes a new optimizer, and goes on.
+        """Returns the record of an optimizer that trained these parameters before; None without one.
 
-        Two that take turns over the same parameters are both met in the first turn.
+        A loop that unfreezes a layer makes a new optimizer and goes on. Two optimizers that alternate over the same
+        parameters are different: each makes its first update before the other makes its second.
         """
         for known in self._optimizers.values():
             shared = (there for key, there in known.trained.items() if key in trained)
@@ -546,40 +497,29 @@ class LoopWatch:
         self._listener.failed(error)
 
     def _is_not_ours(self) -> bool:
-        """What runs is our own look, a forked child of the loop's, or on tensors without values."""
+        """Whether this call is not the loop's: our own look, a forked child, or fake tensors without values."""
         return self.broken or self._busy or os.getpid() != self._process or under_fake_tensors()
 
 
 class _OfThread(threading.local):
-    """What runs on this thread.
-
-    Attributes:
-        scaler: The scaler whose step runs.
-        made: The optimizer was called in it.
-        attempt: The update that is about to be made.
-        passed: A wrapper whose step runs, as long as that of what it holds does not.
-        again: An optimizer that is stepping once more on the gradients of its last update.
-        saving: A scaler's state is being taken.
-    """
-
     def __init__(self) -> None:
-        self.scaler: Any = None
-        self.made = False
-        self.attempt: Attempt | None = None
-        self.passed: Any = None
-        self.again: Any = None
-        self.saving = False
+        self.scaler: Any = None  # its `step` is running
+        self.made = False  # the scaler's `step` has called the optimizer
+        self.attempt: Attempt | None = None  # about to be made
+        self.passed: Any = None  # a wrapper whose step runs, until the step of the optimizer inside it runs
+        self.again: Any = None  # an optimizer that steps again on the gradients of its last update
+        self.saving = False  # a scaler's `state_dict` is running
 
 
 def _share(here: Any, there: Any) -> bool:
-    """Whether two optimizers have a parameter in common; what only looks like one may have no groups yet."""
+    """Whether two optimizers share a parameter; an object that only looks like an optimizer may have no groups yet."""
     groups = [getattr(one, "param_groups", ()) for one in (here, there)]
     mine, other = ({id(p) for group in one for p in group["params"]} for one in groups)
     return not mine.isdisjoint(other)
 
 
 def _holds_back(optimizer: Any) -> bool | None:
-    """Whether a fused optimizer, which a scaler calls either way, will skip by itself; None where a device knows."""
+    """Whether a fused optimizer, which the scaler calls either way, will skip; None where the flag is on a device."""
     found = getattr(optimizer, "found_inf", None)
     if not isinstance(found, torch.Tensor):
         return False

@@ -1,8 +1,7 @@
-"""`StepWatch`: watches somebody else's training loop op by op, and says what went non-finite, where and why.
+"""`StepWatch`: watches a training loop op by op, and reports what became non-finite, where and why.
 
-The loop runs once and cannot be run again, so each of its ops is traced from the first on. What is sick is decided as
-in `bisect-nan`: a value that became non-finite, and a path from it to a loss whose gradients are used, to gradients
-that an optimizer uses, or to the state after a step. No cure is tried.
+The loop cannot be run again, so each of its ops is traced. A step is sick as in `bisect-nan`: a non-finite value
+reaches a loss whose gradients are used, gradients that an optimizer uses, or the state after a step. No cure is tried.
 """
 
 from __future__ import annotations
@@ -49,92 +48,79 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Backwards that spread what is not finite: no harm is done before the loop uses it, and it may leave that step out.
+# -- non-finite backwards: no harm until the loop uses the gradients, and it may leave that step out --
 
 
 @dataclass(slots=True, kw_only=True)
 class Spread:
-    """What one backward spread.
+    """The non-finite results of one backward."""
 
-    Attributes:
-        what: What of it was not finite, in words.
-        births: Why, worst first.
-        origins: How the trace numbers, in this step, those and what its gradients descend from.
-        curable: A lower loss scale may take it away.
-        leaves: The tensors whose gradients it is.
-        gradients: Where it has put them, by `id` of the leaf; nothing where it handed them out. None while it runs.
-        passed_over: A step was taken since, and did not use them.
-    """
-
-    what: str
-    births: tuple[Birth, ...]
-    origins: Births = NONE
-    curable: bool = False
-    leaves: list[torch.Tensor] = field(default_factory=list)
+    what: str  # what was not finite, in words
+    births: tuple[Birth, ...]  # the causes, worst first
+    origins: Births = NONE  # the trace's numbers, in this step, of the causes and of the gradients' origins
+    curable: bool = False  # a lower loss scale may remove it
+    leaves: list[torch.Tensor] = field(default_factory=list)  # the tensors that get the gradients
+    # by `id` of the leaf; empty where the backward returned them; None while it runs
     gradients: dict[int, torch.Tensor] | None = None
-    passed_over: bool = False
-    _zero: frozenset[int] = frozenset()  # the leaves whose gradients were so before anybody cleared them
+    passed_over: bool = False  # a later step did not use them
+    _zero: frozenset[int] = frozenset()  # leaves whose gradients were zero before anything cleared them
 
     def over(self, *, accumulated: bool) -> None:
-        """The backward has come to its end."""
+        """Records the gradients after the backward has ended."""
         self.gradients = {id(leaf): leaf.grad for leaf in self.leaves if accumulated and leaf.grad is not None}
         self._zero = frozenset(key for key, gradient in self.gradients.items() if _is_zero(gradient))
 
     @property
     def put(self) -> Iterable[torch.Tensor]:
-        """The gradients, where it has put them somewhere."""
+        """The gradients that were stored in `.grad`."""
         return (self.gradients or {}).values()
 
     def reaches(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Its gradients are there for these tensors to be updated with."""
+        """Whether an update of these tensors would use its gradients."""
         own = {id(leaf) for leaf in self.leaves}
         return self.gradients is None or any(id(t) in own and self._is_there(t) for t in tensors)
 
     @property
     def cleared(self) -> bool:
-        """Its gradients were put somewhere, and are there no more."""
+        """Whether its gradients were stored in `.grad` and have all been cleared since."""
         return bool(self.gradients) and not any(map(self._is_there, self.leaves))
 
     def _is_there(self, leaf: torch.Tensor) -> bool:
         if not self.gradients:
-            return True  # handed out: nobody sees what becomes of them
+            return True  # returned to the loop: their use is not visible
         gradient = self.gradients.get(id(leaf))
         return gradient is not None and leaf.grad is gradient and (id(leaf) in self._zero or not _is_zero(gradient))
 
 
 class Undecided:
-    """Those of which the loop has not shown yet whether it uses them."""
+    """The non-finite backwards that the loop has neither used nor left out so far."""
 
     def __init__(self) -> None:
         self._open: list[Spread] = []
 
     def add(self, spread: Spread) -> None:
-        """A backward begins, or is found to have spread something."""
+        """Adds a backward that begins, or that had non-finite results."""
         self._open.append(spread)
 
     def next_backward(self) -> None:
-        """The loop goes on: it has left out what it has cleared, and what it was handed and did not step with."""
+        """Forgets the backwards whose gradients were cleared, and those that returned gradients which no step used."""
         self._open = [spread for spread in self._open if spread.gradients and not spread.cleared]
 
     def next_step(self) -> None:
-        """A step was taken that used none of it."""
+        """Marks all as passed over: a step was taken that used none of them."""
         for spread in self._open:
             spread.passed_over, spread.origins = True, NONE
 
     def used_by(self, optimizer: Any) -> Spread | None:
-        """The first of which a step of this optimizer makes use."""
+        """Returns the first whose gradients a step of this optimizer uses."""
         held = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         return next((spread for spread in self._open if spread.reaches(held)), None)
 
     def left(self, asked: Births, *, stepped: bool) -> Spread | None:
-        """The first that the loop did not leave out, now that it is over.
+        """Returns, at the end of the loop, the first that the loop did not leave out.
 
-        Where nothing follows, a step that is left out and a test that takes no steps look alike. It is left out where
-        the loop takes steps otherwise and has looked.
-
-        Args:
-            asked: What the code has looked at.
-            stepped: An optimizer has taken steps.
+        At the end, a step that was left out looks like a test that takes no steps. It counts as left out where the loop
+        took other steps (`stepped`) and its code has read one of the values in `asked`.
         """
         for spread in self._open:
             looked = spread.passed_over or (stepped and bool(spread.origins & asked))
@@ -149,7 +135,7 @@ def _is_zero(gradient: torch.Tensor) -> bool:
 
 
 def leaves_of(roots: Iterable[Any], inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that a backward gives gradients: its inputs where it names them, else the leaves of its graph."""
+    """Returns the tensors that a backward gives gradients: its named inputs, else the leaves of its graph."""
     named = [t for t in inputs if isinstance(t, torch.Tensor)]
     if named:
         return named
@@ -168,46 +154,36 @@ def leaves_of(roots: Iterable[Any], inputs: Iterable[Any]) -> list[torch.Tensor]
     return list(found.values())
 
 
-# What it means that something of a watched loop is not finite, or that its calls break the scaler's protocol.
-
+# -- judging --
 
 Sick = Callable[[Report], None]
-"""Told once, at the step that is sick; may raise, which ends the loop there."""
+"""Called once, at the sick step; may raise, which ends the loop there."""
 
 
 @dataclass(slots=True)
 class LiveJudge:
-    """Judges what a watch sees, up to the first that is sick: then the trace idles.
-
-    Attributes:
-        run: The loop.
-        trace: Of its running step.
-        on_sick: Told the diagnosis.
-        max_skipped: Steps that a GradScaler may skip in all; None: as many as it takes to settle.
-        report: The diagnosis; None as long as nothing is sick.
-        skipped: Steps that a scaler has skipped.
-    """
+    """Judges a loop up to its first sick step; after that the trace idles."""
 
     run: LiveRun
     trace: LiveTrace
     on_sick: Sick
-    max_skipped: int | None = None
-    report: Report | None = None
-    skipped: int = 0
-    _in_a_row: dict[str, list[float]] = field(default_factory=dict)  # by optimizer: the scales, if it skipped the last
+    max_skipped: int | None = None  # steps that a GradScaler may skip in all; None: as many as it takes to settle
+    report: Report | None = None  # None as long as nothing is sick
+    skipped: int = 0  # steps that a scaler has skipped
+    _in_a_row: dict[str, list[float]] = field(default_factory=dict)  # by optimizer: the scales of its latest skips
     _updated: bool = False
 
     def births(self) -> tuple[Birth, ...]:
-        """What harms the running step, worst first."""
+        """Returns what harms the running step, worst first."""
         return culprits(self.trace.gathered())
 
     def curable(self, births: tuple[Birth, ...], *more: str) -> bool:
-        """A lower loss scale may take what they harm away, and what is harmed `more`."""
+        """Whether a lower loss scale may repair the sinks that the births harm, and the sinks `more`."""
         sinks = (*(sink for birth in births for sink in birth.harms), *more)
         return scale_may_cure(births, Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint=""))
 
     def called(self, event: StepEvent) -> None:
-        """A call was made on a scaler, or on an optimizer whose gradients are finite."""
+        """Judges a call on a scaler, or on an optimizer whose gradients are finite."""
         self._updated |= event.kind == "update"
         if self.trace.idle:
             return
@@ -216,15 +192,11 @@ class LiveJudge:
             self._tell((finding,))
 
     def stepped(self, optimizer: str) -> None:
-        """A step was taken, and nothing of it is sick."""
+        """Records a step that was taken and is healthy."""
         self._in_a_row.pop(optimizer, None)
 
     def skips(self, event: StepEvent) -> None:
-        """A step that the scaler skips is health, as long as a lower scale takes the overflow away and comes.
-
-        Args:
-            event: The call of the scaler's `step`.
-        """
+        """Judges a step that the scaler skipped: healthy as long as a lower scale removes the overflow and is set."""
         if self.trace.idle:
             return
         scale = event.scale or 1.0
@@ -247,11 +219,11 @@ class LiveJudge:
             self.sick(births, "the gradients", cause="grad_overflow")
 
     def uses(self, spread: Spread, *, past_scaler: bool = False) -> None:
-        """What a backward spread is used, or is left when the loop is over."""
+        """Reports a backward whose non-finite results are used, or remain at the end of the loop."""
         self.sick(spread.births, spread.what, past_scaler=past_scaler)
 
     def raised(self, error: Exception) -> None:
-        """The loop was ended by its own code: because of what it saw, where that was non-finite."""
+        """Reports an error of the loop's own code, where the code read a non-finite value before."""
         if self.trace.idle:
             return
         self.trace.harm_by_raising()
@@ -260,7 +232,7 @@ class LiveJudge:
             self.sick(births, "what the code looked at", raised=describe(error))
 
     def unused_gradients(self) -> None:
-        """The loop is over, and no optimizer has stepped."""
+        """Judges the gradients at the end of a loop in which no optimizer stepped."""
         names = self.run.parameter_names()
         found = [
             self.trace.harm(f"grad:{names[id(parameter)]}", parameter.grad)
@@ -272,11 +244,7 @@ class LiveJudge:
             self.sick(births, "the gradients")
 
     def last_state(self, *, trained: bool) -> None:
-        """The loop is over; a model that was only looked at may be as it came.
-
-        Args:
-            trained: An optimizer, or a backward, was seen.
-        """
+        """Judges the state at the end; a model that was not `trained` may have been non-finite from the start."""
         if self.trace.idle or not self.trace.harm_state():
             return
         births = self.births()
@@ -293,15 +261,10 @@ class LiveJudge:
         raised: str | None = None,
         past_scaler: bool = False,
     ) -> None:
-        """Tell it, and look no more.
+        """Makes the report, passes it to `on_sick`, and stops looking.
 
-        Args:
-            births: Of what is not finite, worst first; none where no op was seen to make it so.
-            what: What is not finite, in words.
-            cause: Where more is known than the births show.
-            advice: What to do first.
-            raised: What the loop's own code said of it.
-            past_scaler: An optimizer was stepped, and its scaler was not asked.
+        `births` are worst first; empty where no op was seen to produce the non-finite value. `raised` is the error of
+        the loop's own code; `past_scaler` means that the optimizer was stepped without its scaler.
         """
         if not births:
             said = f"step {self.run.step}: {what} went non-finite, and no op was seen to make it so "
@@ -344,10 +307,8 @@ class LiveJudge:
 class StepWatch(Listener):
     """Watches a loop for as long as `watching` lasts, up to its first sick step.
 
-    Args:
-        on_sick: Told the diagnosis.
-        max_skipped: Steps that a GradScaler may skip in all; None: as many as it takes to settle. It settles where the
-            scale comes down and a scale of at least 1 fits the gradients.
+    A GradScaler may skip `max_skipped` steps in all; None: as many as it takes to settle. It settles where its scale
+    comes down and a scale of at least 1 fits the gradients.
     """
 
     def __init__(self, on_sick: Sick, *, max_skipped: int | None = None) -> None:
@@ -370,12 +331,10 @@ class StepWatch(Listener):
         optimizers: Iterable[torch.optim.Optimizer] = (),
         scaler: Any = None,
     ) -> Iterator[None]:
-        """Hooks and modes are in place, and gone afterwards whatever happens.
+        """Installs hooks and modes, and removes them on any exit.
 
-        Args:
-            model: Known beforehand; other models are met when they are first called.
-            optimizers: Known beforehand; others are met at their first step.
-            scaler: One that is not torch's own GradScaler and has its methods.
+        Other models are found when they are first called, other optimizers at their first step. `scaler` is an object
+        that has the methods of torch's GradScaler but is not one.
         """
         with ExitStack() as stack:
             stack.enter_context(shown_from(working_folder()))
@@ -398,7 +357,7 @@ class StepWatch(Listener):
             self._ended()
 
     def meet(self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        """The loop has these parts, which it would show only when it uses them."""
+        """Registers parts of the loop before the loop uses them."""
         optimizers = list(optimizers)
         self._given |= model is not None
         if model is not None:
@@ -417,10 +376,10 @@ class StepWatch(Listener):
         """Whether a backward or an optimizer's step has been seen."""
         return self._backwards > 0 or bool(self._run.optimizers)
 
-    # -- what the loop does ----------------------------------------------------------------------------------------
+    # -- events of the loop ----------------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, args: Any, outermost: bool) -> str | None:  # noqa: FBT001 - the trace's seam
-        """The name of a module that is called; a model that was not met before belongs to the run from now on."""
+        """Returns the name of a module that is called; an unknown model becomes part of the run."""
         if self._trace.idle or under_fake_tensors():
             return None
         name = self._run.name_of(module)
@@ -432,23 +391,22 @@ class StepWatch(Listener):
             self._run.called(module)
         if outermost and not in_backward():
             self._trace.given(args[0] if len(args) == 1 else args)
-        return name  # None: the loss's own modules have no tensors, and pass for loss code
+        return name  # None: modules of the loss have no tensors, and count as loss code
 
     def _backward(self, backward: Backward, run: Callable[[], Any]) -> Any:
-        """A backward runs, and what it returns is handed on."""
         roots, inputs, accumulated = backward.roots, backward.inputs, backward.accumulated
-        if in_backward() and self._running is not None and accumulated:  # of a checkpointed part
+        if in_backward() and self._running is not None and accumulated:  # a checkpointed part
             self._running.leaves += leaves_of(roots, inputs)
-        if in_backward() or self._run.events.part is not None:  # no step's loss
+        if in_backward() or self._run.events.part is not None:  # not the loss of a step
             return run()
         self._backwards += 1
-        self._hooks.hang()  # a test may have cleared them with its own
+        self._hooks.hang()  # a test that clears its hooks may have cleared ours
         trained = [] if accumulated else self._run.parameters_among(inputs)
         if self._trace.idle or not (accumulated or trained):  # gradients of an input: a penalty, a saliency map
             return run()
         self._updates = True
         self._undecided.next_backward()
-        # more than one element is a test's own gradient, and no loss
+        # more than one element: a test's own gradient, not a loss
         losses = [root for root in roots if isinstance(root, torch.Tensor) and root.numel() == 1]
         leaves = leaves_of(roots, inputs) if accumulated else [t for t in trained if t.is_leaf]
         self._running = spread = self._spread("the loss", "loss", losses, leaves)
@@ -468,7 +426,7 @@ class StepWatch(Listener):
     def _spread(
         self, what: str, sink: str, tensors: Iterable[torch.Tensor], leaves: list[torch.Tensor]
     ) -> Spread | None:
-        """Note what is not finite of a backward; unless the state has become so since the last step, by hand."""
+        """Records a backward's non-finite tensors; reports the state instead where the loop's code broke it by hand."""
         seen = self._trace.behind(sink, tensors)
         if seen is None:
             return None
@@ -488,7 +446,7 @@ class StepWatch(Listener):
             return None
         self._meet_optimizer(optimizer)
         outside = self._run.events.before_step(optimizer, args, kwargs)
-        if not bool(getattr(optimizer, "found_inf", False)):  # a fused one is called either way, and skips by itself
+        if not bool(getattr(optimizer, "found_inf", False)):  # a fused optimizer is always called, and skips by itself
             self._stepped = optimizer
             self._judge_use(optimizer)
             if not self._note_gradients(optimizer):
@@ -505,7 +463,7 @@ class StepWatch(Listener):
         self._run.events.after_step(optimizer)
         if self._trace.idle or self._stepped is not optimizer:
             return
-        self._judge_use(optimizer)  # what a closure spread is there only now
+        self._judge_use(optimizer)  # a closure's backward has run only now
         self._note_gradients(optimizer)
         self._trace.harm_state()
         trace = self._trace.gathered()
@@ -523,12 +481,12 @@ class StepWatch(Listener):
 
     def noted(self, event: StepEvent) -> None:
         """As in `Listener`."""
-        if event.kind != "optimizer_step":  # of which the gradients are looked at first
+        if event.kind != "optimizer_step":  # there the gradients are checked first
             self._judge.called(event)
 
     @contextmanager
     def asking(self, event: StepEvent, optimizer: Any) -> Iterator[None]:
-        """As in `Listener`: the scaler has skipped the step where the optimizer has not taken it by the end."""
+        """As in `Listener`: the scaler has skipped the step if the optimizer was not called by the end."""
         self._asked, self._stepped = optimizer, None
         yield
         self._asked = None
@@ -542,13 +500,13 @@ class StepWatch(Listener):
             self._next(optimizer)
 
     def _judge_use(self, optimizer: Any, *, skipped: bool = False) -> None:
-        """A step is taken, or skipped by a scaler: what it is taken with has to come of a finite loss."""
+        """Reports non-finite gradients that a step uses; a scaler may skip curable ones."""
         spread = None if self._trace.idle else self._undecided.used_by(optimizer)
         if spread is not None and not (skipped and spread.curable):
             self._judge.uses(spread, past_scaler=self._asked is not optimizer)
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note those that are not finite; False where all are."""
+        """Records the non-finite gradients; False where all are finite."""
         if self._trace.idle:
             return False
         names = self._run.parameter_names()
@@ -564,7 +522,7 @@ class StepWatch(Listener):
         self._trace.next_step(self._run.step)
 
     def _ended(self) -> None:
-        """The loop is over: what was not used by then, or was updated by hand, is judged now."""
+        """Judges, after the loop, gradients that no step has used or that the loop applied itself."""
         if self._trace.idle or not (self._given or self._updates or self._run.optimizers):
             return
         stepped = any(self._run.steps.values())

@@ -1,4 +1,4 @@
-"""What a watched loop's calls on its scaler come to, as an update is about to be made: no step is run again for it."""
+"""Judges a watched loop's scaler calls and gradients at each update; no step is run again."""
 
 from __future__ import annotations
 
@@ -33,39 +33,26 @@ _SHOWN_BY_CALLS = "the calls alone show it"
 
 
 class Protocol:
-    """Judges the calls of each update, by the rule that a watched test is judged by, and what became of its gradients.
+    """Judges the calls of each update, by the same rule as in a watched test, and the changes of its gradients.
 
-    A loop that has asked for its scale may scale and unscale in its own code: samples of its gradients decide there
-    (`misuse_by_hand`), and not its calls. No device is waited for that a scaler's step has not waited for already.
-
-    Args:
-        watch: Of the loop.
-
-    Attributes:
-        half_made: Where parameters in float16 are made.
+    A loop that has read its scale may scale and unscale in its own code: there, samples of its gradients decide
+    (`misuse_by_hand`), not its calls. It waits for a device only where a scaler's step has already waited.
     """
 
     def __init__(self, watch: LoopWatch) -> None:
         self._watch = watch
-        self.half_made = HalfMade()
+        self.half_made = HalfMade()  # where float16 parameters are made
         self._clips: list[Clip] = []
         self._past: tuple[int, Source | None] | None = None  # the last step past the scaler, and its line
         self._cuts: dict[str, Cuts] = {}  # by optimizer
         self._skips: dict[str, tuple[int, int]] = {}  # by optimizer: updates of scalers, and skips in a row since
 
     def clipping(self, clip: Clip) -> None:
-        """Gradients are about to be clipped by their norm."""
-        self._clips = [*self._clips[-7:], clip]  # of several optimizers
+        """Called before gradients are clipped by their norm."""
+        self._clips = [*self._clips[-7:], clip]  # there may be several optimizers
 
     def refused(self, method: str, optimizer: Any, error: Exception, step: int) -> Finding:
-        """Returns the finding for a call that a scaler has refused, where that ends the training.
-
-        Args:
-            method: The scaler's.
-            optimizer: For which it was called; None for none.
-            error: What the scaler has raised.
-            step: The step.
-        """
+        """Returns the finding for a scaler's method that has raised, where that ends the training."""
         halves = half_weights([] if optimizer is None else [optimizer], self._watch.recorder.names(), self.half_made)
         said = describe(error)
         if method == "update" and self._past is not None and halves is None:
@@ -76,22 +63,18 @@ class Protocol:
         return refused_call_finding(step, method, said, source=as_source(own_line()), advice=advice, halves=halves)
 
     def is_never_updated(self, attempt: Attempt) -> bool:
-        """Whether this skip makes too many in a row between which no scaler's `update` was called."""
+        """Whether this skip makes too many in a row without a call of any scaler's `update`."""
         updates = self._watch.scalers.updates
         before, count = self._skips.get(attempt.name, (updates, 0))
         self._skips[attempt.name] = updates, count + 1 if before == updates else 1
         return self._skips[attempt.name][1] == PERSISTS
 
     def taken(self, attempt: Attempt) -> None:
-        """An update was made."""
+        """Called after an update was made."""
         self._skips.pop(attempt.name, None)
 
     def broken_by(self, attempt: Attempt) -> Finding | None:
-        """Returns the finding for an update whose calls break the protocol; None where that is not certain.
-
-        Args:
-            attempt: The update that is about to be made, or that its scaler has skipped.
-        """
+        """Returns the finding for an update, made or skipped, whose calls certainly break the protocol; else None."""
         watch = self._watch
         past = (
             attempt.scaler is None
@@ -108,7 +91,7 @@ class Protocol:
         return replace(finding, prescription=cure)
 
     def _of_calls(self, attempt: Attempt, norms: tuple[float, float] | None) -> Finding | None:
-        """What the calls alone show."""
+        """Judges by the calls alone."""
         watch, scaler, line = self._watch, attempt.scaler, as_source(own_line())
         if attempt.unscaled_by is not None and not watch.recorder.reads.any:
             scale = _scale_of(attempt.unscaled_by)
@@ -126,21 +109,18 @@ class Protocol:
         return certain_misuse([event], attempt.step, line)
 
     def _clipped(self, attempt: Attempt) -> tuple[float, float] | None:
-        """The norm of the update's gradients before they were clipped, and what they were clipped to.
-
-        None without a clipping, and where the host would have to wait for its norm.
-        """
+        """The gradients' norm before clipping, and the limit; None without a clipping, or where the host would wait."""
         own = {id(p.grad) for group in attempt.optimizer.param_groups for p in group["params"]}
         mine = [clip for clip in self._clips if not own.isdisjoint(clip.gradients)]
         self._clips = [clip for clip in self._clips if own.isdisjoint(clip.gradients)]
-        waited = attempt.scaler is not None and not attempt.is_called_either_way  # a fused one waits for nothing
+        waited = attempt.scaler is not None and not attempt.is_called_either_way  # a fused optimizer never waits
         if not mine or (mine[-1].total.device.type != "cpu" and not waited):
             return None
         with unseen():
             return float(mine[-1].total), mine[-1].max_norm
 
     def _of_numbers(self, attempt: Attempt, norms: tuple[float, float] | None) -> Finding | None:
-        """What the loop's own code has made of its gradients, where the host may ask for numbers."""
+        """Judges by the changes that the loop's own code made to its gradients, where the host may read numbers."""
         watch, optimizer = self._watch, attempt.optimizer
         scaler = attempt.scaler or attempt.unscaled_by or watch.scalers.last
         on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
@@ -180,12 +160,9 @@ def _still_scaled(attempt: Attempt, scaled: int, scale: float | None) -> StepEve
 def half_weights(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], made: HalfMade
 ) -> HalfWeights | None:
-    """The float16 parameters that got gradients, which no GradScaler unscales; None without any.
+    """Returns the float16 parameters of these optimizers that have gradients, which no GradScaler unscales, or None.
 
-    Args:
-        optimizers: Whose they are.
-        names: Of parameters, by their id.
-        made: Where they were made.
+    `names` are by id; `made` knows where the parameters were made.
     """
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     halves = [p for p in held.values() if p.grad is not None and p.grad.dtype is torch.float16]
@@ -195,7 +172,7 @@ def half_weights(
 
 
 def past_its_scaler(watch: LoopWatch, attempt: Attempt) -> Any:
-    """Returns the scaler that has scaled the losses of an update which no scaler makes; None where none has."""
+    """Returns the scaler that scaled the losses of an update which no scaler makes; None without one."""
     scaler = watch.scalers.last
     if attempt.scaler is not None or scaler is None or not watch.recorder.comes_of_scaled(attempt.optimizer):
         return None
@@ -203,13 +180,13 @@ def past_its_scaler(watch: LoopWatch, attempt: Attempt) -> Any:
 
 
 def unguarded(attempt: Attempt, scaler: Any) -> Finding:
-    """Returns the finding for an update whose gradients overflow by the scale alone, and which is made all the same."""
+    """Returns the finding for an update that is made although its gradients overflow, because of the scale alone."""
     where = Where(step=attempt.step, phase="optimizer", op="optimizer.step", source=as_source(own_line()))
     return unguarded_step_finding(where, _scale_of(scaler))
 
 
 def _scale_of(scaler: Any) -> float | None:
-    """Its scale; read from a device only where a loop is about to be told that it misuses its scaler."""
+    """Returns a scaler's scale; it is read from a device only where a misuse is about to be reported."""
     scale = getattr(scaler, "_scale", None)
     if not isinstance(scale, torch.Tensor):
         return None

@@ -20,9 +20,6 @@ from typing import Any, Literal
 from ampdoctor.errors import UsageError
 from ampdoctor.package import FOLDER
 
-# What was named to be run: a file, a folder or an archive with a `__main__.py`, or a module.
-
-
 Kind = Literal["file", "container", "module"]
 
 
@@ -30,11 +27,8 @@ Kind = Literal["file", "container", "module"]
 class Script:
     """A script and its arguments.
 
-    Attributes:
-        named: As it was typed: a path, or a module's name.
-        arguments: What follows it.
-        kind: `file`: Python's source, or compiled. `container`: a folder or a zip archive whose `__main__` is meant.
-            `module`: what `-m` names.
+    `named` is the path or module name as it was typed. `kind` is `file` for Python source or compiled code, `container`
+    for a folder or zip archive with a `__main__`, and `module` for the name after `-m`.
     """
 
     named: str
@@ -43,16 +37,12 @@ class Script:
 
     @property
     def path(self) -> str:
-        """The absolute path as Python has it in `__file__`: what was typed behind the working directory."""
+        """The absolute path as in Python's `__file__`: the working directory and the typed path."""
         return self.named if os.path.isabs(self.named) else f"{os.getcwd()}{os.sep}{self.named}"  # noqa: PTH109, PTH117
 
 
 def script_at(path: str, arguments: tuple[str, ...] = ()) -> Script:
-    """Returns the script at a path.
-
-    Raises:
-        UsageError: There is none, or Python cannot run what is there.
-    """
+    """Returns the script at a path; raises UsageError where Python cannot run it."""
     if not os.path.exists(path):  # noqa: PTH110 - as it was typed
         raise UsageError(f"there is no file {path}")
     contained = pkgutil.get_importer(path) is not None
@@ -67,8 +57,7 @@ def _has_main(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, f"__main__{end}")) for end in (".py", ".pyc"))  # noqa: PTH113, PTH118
 
 
-# Tracebacks as they would be if nobody had been watching.
-
+# -- tracebacks, as they are without a watch --
 
 _OURS = f"{FOLDER}{os.sep}"
 _HERE = __file__
@@ -76,15 +65,15 @@ _IMPORTING = "<frozen importlib._bootstrap"
 
 
 def cut_our_frames(error: BaseException) -> None:
-    """Cuts the frames of ampdoctor out of the tracebacks of an error, of what it came of and of what it holds.
+    """Removes ampdoctor's frames from the tracebacks of an error, of its causes and of the errors in a group.
 
-    Those before the script's first frame go, and those between two frames of others: a hook through which the script
-    calls itself. What lies behind the script's last frame stays: there a script has called ampdoctor.
+    Frames before the script's first one are removed, and those between two frames of others: a hook through which the
+    script calls itself. Frames after the script's last one stay: there, the script has called ampdoctor.
     """
     for one in _all_of(error):
         kept = _kept(list(_frames(_behind_the_start(one.__traceback__))))
         for frame, following in pairwise([*kept, None]):
-            if frame is not None:  # as all are but the end
+            if frame is not None:  # only the last is None
                 frame.tb_next = following
         one.__traceback__ = kept[0] if kept else None
 
@@ -110,7 +99,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _behind_the_start(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames that started the script, which are all there are of a script that cannot be compiled."""
+    """Drops the frames that started the script; a script that cannot be compiled has no others."""
     while traceback is not None and _file(traceback).startswith(_HERE):
         traceback = traceback.tb_next
     return traceback
@@ -123,7 +112,7 @@ def _kept(frames: list[TracebackType]) -> list[TracebackType]:
         if at > last or not _file(frame).startswith(_OURS):
             kept.append(frame)
             continue
-        while kept and _file(kept[-1]).startswith(_IMPORTING):  # Python itself leaves these out, unless we lie between
+        while kept and _file(kept[-1]).startswith(_IMPORTING):  # Python removes these itself, unless our frames follow
             kept.pop()
     return kept
 
@@ -133,13 +122,13 @@ def _file(frame: TracebackType) -> str:
 
 
 _NO_SUCH_MODULE: type[BaseException] = runpy._Error  # type: ignore[attr-defined]  # noqa: SLF001
-"""What `runpy` answers by ending the process with a sentence."""
+"""`runpy` turns it into a sentence and exits."""
 _EAGER_ANNOTATIONS = sys.version_info < (3, 14)
-"""Whether `__main__` has its `__annotations__` from the beginning."""
+"""Whether `__main__` has `__annotations__` from the start."""
 
 
 class _Replaced:
-    """The module that was `__main__`: who forgets it takes away the globals of functions that still run."""
+    """Keeps the former `__main__` alive: without it, functions that still run would lose their globals."""
 
     main: ModuleType | None = None
 
@@ -147,21 +136,16 @@ class _Replaced:
 def run_script(script: Script) -> BaseException | None:
     """Runs a script from its first line to its last, in the process's main thread.
 
-    `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` are the script's from then on: its threads, its exit
-    handlers and what it pickles outlive its last line.
-
-    Returns:
-        What it has ended with, without frames of ours; None where it has reached its end.
-
-    Raises:
-        UsageError: There is no such module, or none that can be run.
+    Returns the error that ended it, without our frames, or None. Raises UsageError where the module cannot be run.
+    `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` stay the script's: its threads, exit handlers and pickles
+    may outlive it.
     """
     try:
         if script.kind == "file":
             _run_file(script)
         else:
             _run_by_runpy(script)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the script has ended with it
+    except BaseException as error:  # noqa: BLE001 - any error may end the script
         if isinstance(error, SystemExit) and type(error.__context__) is _NO_SUCH_MODULE:
             raise UsageError(f"cannot run {script.named}: {error.__context__}") from None
         cut_our_frames(error)
@@ -172,7 +156,7 @@ def run_script(script: Script) -> BaseException | None:
 def _run_file(script: Script) -> None:
     main = _new_main()
     sys.argv = [script.named, *script.arguments]
-    _search_first(os.path.dirname(os.path.realpath(script.named)))  # noqa: PTH120 - of a link: where it leads
+    _search_first(os.path.dirname(os.path.realpath(script.named)))  # noqa: PTH120 - a link's target
     path = script.path
     compiled = path.endswith(".pyc")
     loaders = importlib.machinery
@@ -200,7 +184,7 @@ def _run_by_runpy(script: Script) -> None:
 
 
 def _new_main() -> ModuleType:
-    """Puts a new `__main__` in place of ours, with the names that Python gives it, in their order."""
+    """Replaces our `__main__` by a new one, with the names that Python gives it, in their order."""
     _Replaced.main = sys.modules.get("__main__")
     main = ModuleType("__main__")
     if _EAGER_ANNOTATIONS:
@@ -211,30 +195,27 @@ def _new_main() -> ModuleType:
 
 
 def _search_first(folder: str, *, always: bool = False) -> None:
-    """Puts the script's folder where ours was: first. With `python -P` there is none of ours, and none of a file's."""
+    """Replaces our folder, the first in `sys.path`, by the script's. `python -P` has neither."""
     if not sys.flags.safe_path:
         del sys.path[0]
     if always or not sys.flags.safe_path:
         sys.path.insert(0, folder)
 
 
-# Waits for an import of the script's own: what it sets in the environment before that has to come before.
+# -- waiting for the script's own import, because it may set environment variables before --
 
 
 @contextmanager
 def when_imported(name: str, then: Callable[[], None], failed: Callable[[Exception], None]) -> Iterator[None]:
-    """While the block runs, calls `then` once: as soon as the module has been imported, at once if it is already.
+    """Calls `then` once inside the block, as soon as the top-level module `name` has been imported, or at once.
 
-    Args:
-        name: Of a top-level module.
-        then: Runs in the thread that imports, before its next line.
-        failed: Told what that raises, which is kept from the script.
+    `then` runs in the importing thread, before its next line. An error in it goes to `failed`, not to the script.
     """
 
     def begin() -> None:
         try:
             then()
-        except Exception as error:  # noqa: BLE001 - a watch that cannot begin is no error of the script's
+        except Exception as error:  # noqa: BLE001 - a watch that cannot begin must not fail the script
             with suppress(Exception):
                 failed(error)
 
@@ -248,11 +229,11 @@ def when_imported(name: str, then: Callable[[], None], failed: Callable[[Excepti
         yield
     finally:
         waiting.leave()
-        waiting.over = True  # a module that was found inside may be run afterwards
+        waiting.over = True  # a module that was found inside may be executed later
 
 
 class _Finder:
-    """Finds nothing itself, and puts itself between Python and the module's own loader."""
+    """Finds nothing itself; wraps the module's own loader."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
@@ -261,7 +242,6 @@ class _Finder:
         self.over = False
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """As Python asks every finder."""
         if name != self._name or self._asking:
             return None
         self._asking = True
@@ -270,23 +250,21 @@ class _Finder:
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has what Python asks a loader for
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has a loader's methods
         return spec
 
     def executed(self) -> None:
-        """The module is there."""
         self.leave()
         if not self.over:
             self._then()
 
     def leave(self) -> None:
-        """Be asked no more."""
         with suppress(ValueError):
             sys.meta_path.remove(self)
 
 
 class _Loader:
-    """The module's own loader, which tells when it is done; the module never sees another one."""
+    """The module's own loader, with a call after the module was executed; the module itself gets the original."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader
@@ -296,12 +274,10 @@ class _Loader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader does it."""
         created: ModuleType | None = self._loader.create_module(spec)
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the loader does it, and then tell."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,4 +1,4 @@
-"""Updates that were made before anyone could know their numbers, and a fused optimizer that skips a sick one."""
+"""Updates whose numbers were still on the device, and a fused optimizer that skips a sick update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampdoctor.live.numbers.readings import StepReading
 
 State = Literal["changed", "intact"]
 _MOST = 64
-"""Updates whose numbers may be on their way; of others none come."""
+"""Updates that may wait for numbers; numbers of older ones will not come."""
 TOO_LATE = (
     "step {step} was sick ({what}), which a device tells only after the update: the weights may be poisoned, and "
     "nothing was run again"
@@ -39,18 +39,16 @@ UNREAD_BEFORE = "; or one of the {unread} steps just before it was, whose number
 
 
 def too_late(news: LateNews) -> str:
-    """What is said of a step that has changed its weights before anyone knew."""
+    """Returns the sentence about a sick step that was known only after its update."""
     said = TOO_LATE.format(step=news.step, what=news.what)
     return said + (UNREAD_BEFORE.format(unread=news.unread) if news.unread else "")
 
 
 def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
-    """How a sick step is come to again, where it was told only after its update.
+    """Returns what to do after a sick step that was known only after its update.
 
-    Args:
-        bundle: Its bundle, if one was kept.
-        model: What `--model` takes for it, if that is known.
-        records: The batches of the last updates are kept.
+    `bundle` is its bundle, and `model` the value of `--model` for it, if there are such. `records`: the batches of the
+    last updates are kept.
     """
     there = "from which the training is run again" if records else RECORD
     if bundle is not None:
@@ -60,47 +58,34 @@ def ways_out(bundle: str | None, model: str | None, *, records: bool) -> str:
 
 
 SKIPPED = "its scaler skips it"
-"""What is not finite there may be so by the scale alone."""
+"""Its numbers may be non-finite because of the scale alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateNews:
-    """A step of which it is known afterwards that it was sick.
-
-    Attributes:
-        step: Its number.
-        optimizer: Name of the optimizer whose it was.
-        what: What was not finite in it.
-        weights: Whether its update was made ("changed"), or held back on the device ("intact").
-        unread: Steps just before it whose numbers were lost: one of these may have been the first.
-    """
+    """A step that was found to be sick only after its update."""
 
     step: int
-    optimizer: str
-    what: str
-    weights: State
-    unread: int = 0
+    optimizer: str  # its name
+    what: str  # what was not finite
+    weights: State  # the update was made ("changed"), or held back on the device ("intact")
+    unread: int = 0  # steps just before it whose numbers were lost: one of them may have been the first sick one
 
 
 class BlindSteps:
-    """Remembers them until their numbers arrive."""
+    """The updates whose numbers have not arrived yet."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[str, int], bool] = {}
 
     def add(self, attempt: Attempt, *, held: bool) -> None:
-        """An update is about to be made unread.
-
-        Args:
-            attempt: The update.
-            held: The device holds it back where its numbers are not finite.
-        """
+        """Adds an update before it is made; with `held`, the device holds it back where its numbers are not finite."""
         self._steps[attempt.name, attempt.step] = held
         while len(self._steps) > _MOST:
             del self._steps[next(iter(self._steps))]
 
     def arrived(self, reading: StepReading) -> LateNews | None:
-        """Returns what a step's numbers say too late; None where they are sound, or were read in time."""
+        """Returns the news of a sick step; None where the step is sound, or was read before its update."""
         held = self._steps.pop((reading.optimizer, reading.step), None)
         lost = [key for key in self._steps if key[0] == reading.optimizer and key[1] < reading.step]
         for key in lost:
@@ -126,31 +111,25 @@ class BlindSteps:
         )
 
 
-# `Guard`: lets a fused optimizer hold a sick update back by itself, on its device.
-
+# -- a fused optimizer that holds a sick update back, on its device --
 
 _FLAG, _SCALE = "found_inf", "grad_scale"
-"""What a fused optimizer asks itself for, and a GradScaler sets: where the flag is not 0, parameters, moments and the
-count of steps stay as they are."""
+"""Attributes that a GradScaler sets on a fused optimizer: where the flag is not 0, parameters, moments and the count
+of steps stay unchanged."""
 
 
 class Guard:
-    """Sets the flag of an optimizer before its step, and takes it away afterwards; nothing waits for a device."""
+    """Sets the flag of an optimizer before its step, and removes it afterwards; does not wait for a device."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
 
     def hold(self, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor], norm: torch.Tensor | None) -> bool:
-        """Let the next step be held back if its numbers are not finite.
+        """Lets the optimizer's next step, without a scaler, be held back if its numbers are not finite.
 
-        Args:
-            optimizer: About to step without a scaler.
-            losses: What its gradients come of; not looked at where several processes share a step, which would then
-                decide apart.
-            norm: Of its gradients.
-
-        Returns:
-            Whether it can: it is fused, its gradients have a norm of their own, and no part of them lies elsewhere.
+        Returns whether that is possible: the optimizer is fused, its gradients have a `norm` of their own, and all of
+        them are in this process. The losses are ignored where several processes share a step, which would decide
+        differently then.
         """
         self.release()
         if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, _FLAG) or norm is None:
@@ -170,7 +149,7 @@ class Guard:
         return True
 
     def release(self) -> None:
-        """Take the flag away."""
+        """Removes the flag."""
         while self._held:
             optimizer = self._held.pop()
             for name in (_FLAG, _SCALE):

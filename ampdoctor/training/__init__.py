@@ -1,1 +1,1 @@
-"""What users put inside their own training loop."""
+"""Functions that users call inside their own training loop."""

@@ -1,4 +1,4 @@
-"""`apply` puts the change that a replay has proved into the user's own training, in one line."""
+"""`apply` makes a change that a replay has proved in the user's own training, in one line."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The changes that `apply` can make: each is checked as a whole, then made, and can be undone.
-
+# -- changes: each is checked as a whole, then made, and can be undone --
 
 Change = Callable[[ExitStack], None]
-"""Makes a change that was checked, and puts the undoing of each part on the stack."""
+"""Makes a checked change, and puts the undo of each part on the stack."""
 
 MOST_SCALE = 2.0**127
 """A larger scale becomes infinite in fp32 the next time it grows."""
@@ -59,11 +58,7 @@ _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_int
 
 
 def plan(prescription: Prescription, training: Training) -> Change:
-    """Check that a change can be made, and return the function that makes it; nothing is changed yet.
-
-    Raises:
-        UsageError: The change cannot be made, or its value makes no sense.
-    """
+    """Returns the function that makes a change, which is only checked here; raises UsageError if it is not possible."""
     value = prescription.value
     if prescription.kind == "fp32_modules":
         return _fp32_modules(value, training)
@@ -81,10 +76,7 @@ def plan(prescription: Prescription, training: Training) -> Change:
 def modules_named(model: nn.Module, names: Sequence[Any]) -> dict[str, nn.Module]:
     """Returns the modules that a prescription names, under names without the parts that DDP, compile and others add.
 
-    A container without a forward stands for its children.
-
-    Raises:
-        UsageError: The model has no such module; the sentence suggests similar names.
+    A container without a forward stands for its children. Raises UsageError, with similar names, for an unknown module.
     """
     real: dict[str, str] = {}
     for name, clean in clean_names(model).items():
@@ -126,7 +118,7 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
     let_compile_see_hooks()
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
-        _hold_base(below, None, undo, rank=ISLAND)  # their surroundings are fp32 now: their outputs are not narrowed
+        _hold_base(below, None, undo, rank=ISLAND)  # the code around them is fp32 now: their outputs stay fp32
         put(undo, module, "island", True, read=partial(island_on, module), write=partial(_set_island, module))
     hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo, rank=ISLAND)
 
@@ -139,7 +131,7 @@ def _set_island(module: nn.Module, on: bool) -> None:  # noqa: FBT001 - a value 
 
 
 def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack, *, rank: int) -> None:
-    """Set the output dtype of the islands among the modules, and of modules that may become islands."""
+    """Sets the output dtype of the islands among the modules, and of modules that may become islands."""
     for module in modules:
         if _base(module) is not None or holds(module, "base"):
             read, write = partial(_base, module), partial(_set_base, module)
@@ -147,7 +139,7 @@ def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: Ex
 
 
 def _base(module: nn.Module) -> torch.dtype | None:
-    """Returns the half dtype of a module's surroundings; None if they are not half. Call it before tensors are cast."""
+    """Returns the half dtype around a module; None where it is not half. Call it before tensors are cast."""
     island, held = island_of(module), holds(module, "base")
     if island is not None:
         return island.dtype
@@ -161,7 +153,7 @@ def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
-    """Remove the hooks for which `ours` is true. Copies of a model have copies of the hooks, and no handle on them."""
+    """Removes the hooks for which `ours` is true. A copied model has copies of the hooks, but no handles."""
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
     kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
@@ -262,7 +254,7 @@ def _set(scaler: torch.amp.GradScaler, key: str, number: Any) -> None:
 
 @contextmanager
 def _enabled(scaler: torch.amp.GradScaler) -> Iterator[None]:
-    """Enable the scaler inside: while it is off (by another change) it neither shows nor takes its settings."""
+    """Enables the scaler inside: while it is off (by another change), its settings cannot be read or written."""
     was, scaler._enabled = scaler._enabled, True  # noqa: SLF001 - there is no public switch
     try:
         yield
@@ -309,7 +301,7 @@ def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitSta
 
 
 def _hold_options(keys: list[tuple[int | None, str]], optimizer: Optimizer) -> None:
-    """Write the held settings again after a checkpoint has brought its own."""
+    """Writes the held settings again after a checkpoint was loaded."""
     for group, name in keys:
         held = holds(optimizer, (group, name))  # () if the setting belongs to another optimizer
         if held and not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # a scheduler moves that one
@@ -330,19 +322,19 @@ def _set_option(optimizer: Optimizer, group: int | None, name: str, number: Any)
 
 
 def _number(value: Any) -> bool:
-    """Is the value a finite number that a float can hold? True and False are not."""
+    """Whether the value is a finite number that a float can hold; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class Applied:
-    """Changes that are in force until `remove()` is called or the `with` block around this object ends.
+    """Changes that are active until `remove()` is called or the `with` block around this object ends.
 
-    The changes outlive this object: they stay when it is dropped.
+    The changes outlive this object: they stay when it is deleted.
 
     Attributes:
         changes: What was changed: one prescription of each kind.
         modules: Names of the modules that compute in fp32; () if the change is of another kind.
-        left_out: What else the report asks for and could not be applied, a sentence each.
+        left_out: The report's other changes, which could not be applied, a sentence each.
     """
 
     __slots__ = ("_removed", "_undo", "changes", "left_out", "modules")
@@ -362,7 +354,7 @@ class Applied:
         return not self._removed
 
     def remove(self) -> None:
-        """Take back, between steps, what this call of `apply` has changed; a second call does nothing.
+        """Undo, between steps, what this call of `apply` has changed; a second call does nothing.
 
         In a half model, the parameters are rounded back to their dtype. So are the moments of the optimizer that was
         given to `apply`.
@@ -398,24 +390,24 @@ def apply(
 
     - `fp32_modules`: hooks switch autocast off inside these modules and cast their inputs up. In a half model, their
       parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
-      The hooks hold in training and evaluation and survive `state_dict`, `deepcopy`, `torch.save` of the model,
-      DataParallel, DDP and activation checkpointing. `torch.compile` breaks its graph around each such module
+      The hooks work in training and evaluation, survive `state_dict`, `deepcopy` and `torch.save` of the model, and
+      work with DataParallel, DDP and activation checkpointing. `torch.compile` breaks its graph around each such module
       (`fullgraph=True` fails with torch's own error). A parent that uses a module's weight without calling the module
-      is not reached.
+      is not affected.
     - `dtype`: every `torch.autocast` region of this process that names a half dtype computes in this one (float32: is
-      off), whatever model runs inside; so did the replay that proved it. A half model's parameters and inputs are cast.
-      Half tensors that only the loss takes (targets, weights) are yours to cast. A given `scaler` is switched off; a
-      scaler that is not given does no harm.
+      off), for any model inside, as in the replay that proved it. A half model's parameters and inputs are cast. You
+      must cast half tensors that only the loss uses (targets, weights). A given `scaler` is switched off; a scaler that
+      is not given does no harm.
     - `init_scale`, `scaler`: need `scaler` and overwrite its settings once. A state that is loaded into the scaler
       later overwrites them again, so load the checkpoint first. The scaler must be the one with which the loop scales
-      its loss and steps. A loop without a scaler is yours to change.
+      its loss and steps. You must change a loop without a scaler yourself.
     - `optimizer`: needs `optimizer` and overwrites its settings, and again after each `load_state_dict`. A learning
-      rate that a scheduler moves is left alone.
+      rate that a scheduler moves is not changed.
     - `skip_batch` and `code` do not change a model: they are refused with a sentence that says what to do.
 
-    Changes do not stack: one that is applied twice holds until its last handle is removed. Handles may be removed in
-    any order, also those of different changes of one thing: the latest that is left is in force. After the last one,
-    everything is as it was. An fp32 island stays fp32 whatever becomes of the model around it.
+    Changes do not stack: one that is applied twice stays until its last handle is removed. Handles may be removed in
+    any order, also those of different changes of one value: the latest remaining one is active. After the last one,
+    everything is as it was. An fp32 island stays fp32 in a model of any dtype.
 
     Args:
         model: The model, wrapped (DDP, compiled) or not; names are those of the user's own model.
@@ -427,11 +419,11 @@ def apply(
         unverified: Also apply a change that no replay has proved.
 
     Returns:
-        A handle on the changes: its `remove()`, or a `with` block around it, takes them back.
+        A handle on the changes: its `remove()`, or a `with` block around it, undoes them.
 
     Raises:
         UsageError: Nothing can be applied. One sentence says why: an unknown module, a missing optimizer or scaler, a
-            change that is not verified, a report that asks for two different things.
+            change that is not verified, a report that asks for two different values.
     """
     training = _training(model, optimizer, scaler)
     wanted = wanted_of(prescription, unverified=unverified)
@@ -439,14 +431,14 @@ def apply(
     with ExitStack() as undone:
         for make in plans:
             make(undone)
-        undo = undone.pop_all()  # nothing failed: from here on the handle undoes
+        undo = undone.pop_all()  # nothing failed: now the handle undoes the changes
     _compile_anew()
     names = [name for change in wanted.changes if change.kind == "fp32_modules" for name in change.value]
     return Applied(wanted.changes, tuple(names), wanted.left_out, undo)
 
 
 def _compile_anew() -> None:
-    """Make `torch.compile` trace anew: a finished trace does not see hooks and regions that change afterwards."""
+    """Makes `torch.compile` trace again: a finished trace ignores hooks and regions that change later."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

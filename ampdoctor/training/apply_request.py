@@ -23,7 +23,7 @@ from ampdoctor.evidence.report import (
 
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 MAX_BYTES = 1 << 30
-"""The limit of a saved profile, which is the largest report."""
+"""As for a saved profile, which is the largest report."""
 _NOT_PROVED = {
     "failed": "a replay showed that it does not cure",
     "worse": "a replay showed that it makes things worse",
@@ -35,26 +35,16 @@ _USELESS = ("failed", "worse")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The changes to make.
+    """The changes to make."""
 
-    Attributes:
-        changes: At most one of each kind.
-        left_out: The source's other changes, each with the reason why it is not applied.
-    """
-
-    changes: tuple[Prescription, ...]
-    left_out: tuple[str, ...] = ()
+    changes: tuple[Prescription, ...]  # at most one of each kind
+    left_out: tuple[str, ...] = ()  # the other changes, each with the reason why it is not applied
 
 
 def wanted_of(source: Any, *, unverified: bool) -> Wanted:
-    """Returns the changes that `source` asks for.
+    """Returns the changes of the source of `apply`; raises UsageError where it is unreadable, empty or contradictory.
 
-    Args:
-        source: See `apply`.
-        unverified: Also take changes that no replay has proved; from a report, only those that none has disproved.
-
-    Raises:
-        UsageError: The source cannot be read, asks for nothing, or asks for two things at once.
+    With `unverified`, changes that no replay has proved count too; from a report, only those that none has disproved.
     """
     if isinstance(source, str | os.PathLike):
         return _of_object(_read(source), str(os.fspath(source)), unverified=unverified)
@@ -112,11 +102,7 @@ def _pairs(report: Mapping[str, Any], name: str) -> tuple[list[tuple[str, Prescr
 
 
 def _prescription(value: Any, name: str) -> Prescription | None:
-    """Returns a prescription from its JSON object. Without a status it is the caller's own, and counts as verified.
-
-    Raises:
-        UsageError: The object is not a prescription.
-    """
+    """Reads a prescription's JSON object, or raises UsageError; without a status it is the caller's, and verified."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or "kind" not in value or "value" not in value:
@@ -178,11 +164,7 @@ def _both(one: Prescription, other: Prescription, name: str) -> Prescription:
 
 
 def _refuse_two_scales(changes: Mapping[str, Prescription], name: str) -> None:
-    """Check that `init_scale` and the scaler's settings do not name two different initial scales.
-
-    Raises:
-        UsageError: They do.
-    """
+    """Raises UsageError where `init_scale` and the scaler's settings have different initial scales."""
     alone, settings = changes.get("init_scale"), changes.get("scaler")
     if alone is None or settings is None or not isinstance(settings.value, Mapping):
         return
@@ -201,7 +183,7 @@ def _are_names(value: Any) -> bool:
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """Returns the dtype that a `dtype` prescription names, with or without "torch."; None if it may not name it."""
+    """Returns the dtype of a `dtype` prescription, with or without "torch."; None for any other value."""
     return _DTYPES.get(str(value).removeprefix("torch."))
 
 

@@ -1,4 +1,4 @@
-"""Values of a user's training in another dtype, or another value, for as long as changes hold them there."""
+"""Changes dtypes and other values of a user's training until the changes are undone."""
 
 from __future__ import annotations
 
@@ -23,36 +23,30 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-# Several changes may hold one value: taken back in any order, they leave what was there before the first.
+# -- holds: several changes of one value, undone in any order, restore the original --
 
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """One change of one value, for example of a parameter's dtype.
+    """One change of one value, for example of a parameter's dtype."""
 
-    Attributes:
-        before: What the change covers: the value of the hold beneath it, or the original value.
-        value: The value that it sets.
-        rank: It is in force over holds of a lower rank, and over earlier ones of the same rank.
-    """
-
-    before: Any
-    value: Any
-    rank: int
+    before: Any  # the value of the hold beneath it, or the original value
+    value: Any  # the new value
+    rank: int  # it covers holds of a lower rank, and earlier ones of the same rank
 
 
 _HOLDS = WeakIdKeyDictionary()
-"""Object -> key -> its holds, the one in force last. They live as long as the object: a change without a handle stays
-for good, and others may come and go above and beneath it."""
+"""Object -> key -> its holds, the active one last. They live as long as the object: a change without a handle is
+permanent, and others may be added and removed above and beneath it."""
 
 
 def holds(owner: object, key: Hashable) -> tuple[_Hold, ...]:
-    """Returns the holds on one value of `owner`, the one in force last."""
+    """Returns the holds on one value of `owner`, the active one last."""
     return tuple(_HOLDS.get(owner, {}).get(key, ()))
 
 
 def original(owner: object, key: Hashable, now: Any) -> Any:
-    """Returns the value before the first hold; `now`, the present value, if nothing holds it."""
+    """Returns the value before the first hold; without a hold `now`, the present value."""
     return next((hold.before for hold in holds(owner, key)), now)
 
 
@@ -66,16 +60,10 @@ def put(
     write: Callable[[Any], None],
     rank: int = 0,
 ) -> None:
-    """Hold one value of `owner` at `value` until `undo` is closed.
+    """Holds one value of `owner` at `value` until `undo` is closed.
 
-    Args:
-        undo: The stack that releases the hold when it is closed.
-        owner: The object that is changed; it is not kept alive.
-        key: Names the value within the owner.
-        value: The new value; neither it nor the original one may refer to the owner.
-        read: Reads the present value.
-        write: Writes a value.
-        rank: See `_Hold`.
+    `key` names the value within the owner, which is not kept alive: neither `value` nor the original may refer to it.
+    `read` and `write` access the value; `rank` is as in `_Hold`.
     """
     stack = _HOLDS.setdefault(owner, {}).setdefault(key, [])
     at = sum(hold.rank <= rank for hold in stack)
@@ -100,20 +88,15 @@ def _release(stack: list[_Hold], hold: _Hold, write: Callable[[Any], None]) -> N
 
 _DTYPE = "dtype"
 WHOLE_MODEL, ISLAND = 0, 1
-"""Ranks of holds: an fp32 island stays fp32 whatever becomes of the model around it."""
+"""Ranks of holds: an fp32 island stays fp32 in a model of any dtype."""
 
 
 @dataclass(slots=True)
 class _Followers:
-    """The optimizers whose moments follow a parameter.
+    """The optimizers whose moments follow a parameter."""
 
-    Attributes:
-        optimizers: The optimizers that any change was given; they are not kept alive.
-        apart: Moments whose dtype was not their parameter's; they keep it.
-    """
-
-    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
-    apart: set[Any] = field(default_factory=set)
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)  # those given to any change
+    apart: set[Any] = field(default_factory=set)  # moments whose dtype differs from their parameter's; they keep it
 
     def add(self, optimizer: Any, parameter: Tensor) -> None:
         if all(known is not optimizer for known in self.alive()):
@@ -130,7 +113,7 @@ _FOLLOWERS = WeakIdKeyDictionary()
 
 
 def half_by_nature(module: nn.Module) -> list[Tensor]:
-    """Returns the module's parameters and buffers (its children's too) that are fp16 or bf16 without any change."""
+    """Returns the module's parameters and buffers (also its children's) that are fp16 or bf16 without any change."""
     return [t for t in parameters_and_buffers(module) if original(t, _DTYPE, t.dtype) in REDUCED]
 
 
@@ -148,15 +131,10 @@ def hold_dtype(
     undo: ExitStack,
     rank: int,
 ) -> None:
-    """Cast tensors, their gradients and moments in place until `undo` is closed; values are rounded on the way back.
+    """Casts tensors, their gradients and moments in place until `undo` is closed; values are rounded on the way back.
 
-    Args:
-        tensors: Floating-point parameters and buffers.
-        dtype: Their new dtype.
-        model: The model that they belong to.
-        optimizers: The optimizers whose moments follow, besides those of earlier changes.
-        undo: The stack that takes back the cast when it is closed.
-        rank: `WHOLE_MODEL` or `ISLAND`.
+    `tensors` are floating-point parameters and buffers of the model. The moments of `optimizers`, and of those of
+    earlier changes, follow. `rank` is `WHOLE_MODEL` or `ISLAND`.
     """
     chosen = {id(tensor): tensor for tensor in tensors}
     if not chosen:
@@ -171,10 +149,9 @@ def hold_dtype(
 
 
 def refuse_unseen(tensors: Iterable[Tensor], dtype: torch.dtype, training: Training, rank: int) -> None:
-    """Refuse to change the dtype of parameters if a wrapper or optimizer that relies on it would not notice.
+    """Raises UsageError where a wrapper or optimizer relies on parameters' dtypes and would not notice their change.
 
-    Raises:
-        UsageError: The model is already wrapped for several processes, or an optimizer not given has state.
+    Such are a model that is already wrapped for several processes, and an optimizer with state that was not given.
     """
     beneath = (t for t in tensors if t.dtype is not dtype and all(hold.rank <= rank for hold in holds(t, _DTYPE)))
     changed = {id(tensor) for tensor in beneath}
@@ -227,18 +204,9 @@ def _optimizers_alive() -> list[Optimizer]:
     return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
 
 
-# The parts of a user's training that `apply` was given.
-
-
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The parts of a user's training that `apply` was given.
-
-    Attributes:
-        model: The model.
-        optimizers: Its optimizers; () where none was given.
-        scaler: Its loss scaler, if one was given.
-    """
+    """The parts of a user's training that `apply` was given."""
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]

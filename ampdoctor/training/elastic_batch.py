@@ -1,4 +1,4 @@
-"""The same global batch on whatever number of ranks a job wakes up with: sampler, micro-batches, weights of losses."""
+"""The same global batch on any number of ranks: sampler, micro-batches, weights of losses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from ampdoctor.batching.plans import BatchPlan, exact_plans, within_bounds
 from ampdoctor.errors import UsageError
 from ampdoctor.hooks.nested import iter_tensors, map_kind
 
-# Which samples of an optimizer step belong to which rank, and to which of its micro-batches.
+# -- the samples of each rank's micro-batches --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """The samples of one micro-batch, `begin` to `end`, counted from the step's first.
 
-    Attributes:
-        counts: False for a rank that a small last window leaves without a sample: its part repeats the first one, so
-            that it takes part in the reduce, with weight 0.
+    `counts` is False where a small last step leaves a rank without a sample: its part repeats the first sample with
+    weight 0, so that the rank takes part in the reduce.
     """
 
     begin: int
@@ -38,17 +37,11 @@ class Part:
 
 
 def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Iterator[Part]:
-    """Yields a rank's micro-batches of a step that has this many samples.
+    """Yields a rank's micro-batches of a step with this many samples (at least 1).
 
-    The step is cut into ranks x accumulation slots that differ by one sample at most, and ranks take them in order: a
-    cluster on which that product is the same cuts the same micro-batches, in a last step that is smaller as well. A
-    slot without a sample is no micro-batch.
-
-    Args:
-        samples: Of the whole step, at least 1: the global batch, or less at the end of the data.
-        rank: From 0.
-        ranks: The number of data parallel ranks.
-        accumulation: The most micro-batches of a rank.
+    The step is cut into ranks x accumulation slots that differ by at most one sample, and ranks take them in order: all
+    clusters with the same product cut the same micro-batches, also in a smaller last step. A slot without a sample is
+    no micro-batch. `accumulation` is the most micro-batches of a rank.
     """
     slots, empty = ranks * accumulation, True
     for slot in range(rank * accumulation, (rank + 1) * accumulation):
@@ -60,22 +53,21 @@ def parts_of(samples: int, *, rank: int, ranks: int, accumulation: int) -> Itera
         yield Part(begin=0, end=1, counts=False)
 
 
-# The micro-batches of one optimizer step, each with the weight of its loss.
-
+# -- micro-batches with the weights of their losses --
 
 Count = Callable[[Any], Any]
-"""How many things a micro-batch's loss is summed over: the tokens whose label is not ignored, say. A whole number, or a
-tensor of one."""
+"""Returns how many items a micro-batch's loss is summed over, for example tokens whose label is not ignored: a whole
+number, or a tensor of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward takes.
+    """The input of one forward and backward.
 
     Attributes:
         data: The samples.
         weight: The factor of its loss.
-        last: True for the rank's last one in this step: the only one whose backward needs to reduce.
+        last: True for the rank's last one in this step: only its backward needs to reduce.
     """
 
     data: Any
@@ -89,7 +81,7 @@ class Window:
 
     Attributes:
         step: Its number in the epoch, the same on every rank and at every world size.
-        samples: How many samples all ranks together see: the global batch, or what is left of the epoch.
+        samples: The samples of all ranks together: the global batch, or the rest of the epoch.
         micro_batches: This rank's.
     """
 
@@ -106,13 +98,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """How losses are weighted so that the mean over ranks of the summed gradients is that of the whole step.
+    """The weights with which the mean over ranks of the summed gradients is that of the whole step.
 
-    Attributes:
-        ranks: D, over which DDP and FSDP take the mean.
-        group: Their process group; None for the default one.
-        count: None: a loss is a mean over samples, and its weight D n / k for n of the step's k samples. Otherwise a
-            loss is a sum over what `count` counts, and its weight D / N for the N of all micro-batches of all ranks.
+    DDP and FSDP take the mean over the `ranks` D of `group` (None: the default one). Without a `count`, a loss is a
+    mean over samples, and its weight D n / k for n of the step's k samples. With it, a loss is a sum over the items
+    that `count` counts, and its weight D / N for the N items of all micro-batches of all ranks.
     """
 
     ranks: int
@@ -120,24 +110,13 @@ class Weighing:
     count: Count | None = None
 
     def counting(self, count: Count | None) -> Weighing:
-        """Returns the same with another count.
-
-        Raises:
-            UsageError: Several ranks are to be counted together, and they have not joined a process group.
-        """
+        """Returns the same with another count; raises UsageError for several ranks without a process group."""
         if count is not None and self.ranks > 1 and not (dist.is_available() and dist.is_initialized()):
             raise UsageError("counting over several ranks needs torch.distributed.init_process_group() before it")
         return replace(self, count=count)
 
     def window(self, step: int, samples: int, parts: Sequence[Part], data: Sequence[Any]) -> Window:
-        """Returns the step; where things are counted, all ranks have to come here together.
-
-        Args:
-            step: Its number.
-            samples: k.
-            parts: This rank's parts.
-            data: What is in them.
-        """
+        """Returns the step from this rank's parts and their data; with a count, all ranks must call it together."""
         weights = self._by_samples(samples, parts) if self.count is None else self._by_count(self.count, parts, data)
         last = len(parts) - 1
         made = zip(data, weights, strict=True)
@@ -155,7 +134,7 @@ class Weighing:
     def _by_count(self, count: Count, parts: Sequence[Part], data: Sequence[Any]) -> list[float]:
         own = sum(_whole(count(value)) for value, part in zip(data, parts, strict=True) if part.counts)
         total = self._of_all_ranks(own)
-        # a step in which nothing counts is the mean of nothing, and moves nothing
+        # a step in which nothing counts changes nothing
         return [self.ranks / total if part.counts and total else 0.0 for part in parts]
 
     def _of_all_ranks(self, own: int) -> int:
@@ -167,7 +146,7 @@ class Weighing:
 
 
 def _whole(counted: Any) -> int:
-    """Returns what `count` has counted; a fraction is refused, because the weight 1 / N of a rounded N is wrong."""
+    """Returns the result of `count` as an integer; raises for a fraction, because the weight is exactly 1 / N."""
     try:
         number = counted.item() if hasattr(counted, "item") else counted
     except (RuntimeError, ValueError):  # a tensor or an array of several numbers
@@ -179,15 +158,15 @@ def _whole(counted: Any) -> int:
     return int(number)
 
 
-# The order of a data set's samples, cut into the micro-batches of one rank, for a DataLoader's `batch_sampler`.
+# -- sampler --
 
 
 class ElasticSampler(Sampler[list[int]]):
     """Yields the sample numbers of this rank's micro-batches, step after step; made by `ElasticBatch.sampler`.
 
-    The order depends on `seed` and the epoch alone, and step k of an epoch has the samples k G to (k + 1) G of it (G is
-    the global batch), however many ranks there are. It is that of `DistributedSampler` with the same seed, whose steps
-    have the same samples, but nothing is repeated at the end of an epoch to make it even.
+    The order depends only on `seed` and the epoch, and step k of an epoch has its samples k G to (k + 1) G (G is the
+    global batch), with any number of ranks. It is the order of `DistributedSampler` with the same seed, whose steps
+    have the same samples; but no sample is repeated to make the end of an epoch even.
     """
 
     def __init__(
@@ -219,14 +198,14 @@ class ElasticSampler(Sampler[list[int]]):
         return -(-self._length // self._global_batch)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch to be iterated next.
+        """Choose the next epoch.
 
         Args:
             epoch: Its number; each has an order of its own.
-            start: The optimizer steps of it that are done already, as a checkpoint says.
+            start: The optimizer steps of it that are already done, from the checkpoint.
 
         Raises:
-            UsageError: The epoch has fewer steps, or one of them is no whole number.
+            UsageError: The epoch has fewer steps, or one of the numbers is not whole.
         """
         try:
             epoch, start = index(epoch), index(start)
@@ -250,12 +229,12 @@ class ElasticSampler(Sampler[list[int]]):
                 yield order[first + part.begin : first + part.end]
 
     def steps(self, loader: Iterable[Any], *, count: Count | None = None) -> Iterator[Window]:
-        """Yields the epoch's optimizer steps, each with its micro-batches as the loader gives them.
+        """Yields the epoch's optimizer steps, each with its micro-batches as the loader returns them.
 
         Args:
             loader: The DataLoader that has this sampler as its `batch_sampler`.
-            count: If given, a micro-batch's loss is a sum over what this function counts in its data, and not a mean
-                over its samples; all ranks iterate together then.
+            count: If given, a micro-batch's loss is a sum over the items that this function counts in its data, not a
+                mean over its samples; then all ranks must iterate together.
 
         Raises:
             UsageError: The loader has another sampler, or more or fewer batches than this one.
@@ -275,13 +254,13 @@ class ElasticSampler(Sampler[list[int]]):
             raise UsageError("the loader has more batches than its sampler: they are not those of this sampler")
 
     def _windows(self) -> Iterator[tuple[int, int, list[Part]]]:
-        """Yields the number, the samples and this rank's parts of each step that is left of the epoch."""
+        """Yields the number, the samples and this rank's parts of each step that is left in the epoch."""
         for step in range(self._start, self.steps_per_epoch):
             samples = self._samples_in(step)
             yield step, samples, self._parts(samples)
 
     def _samples_in(self, step: int) -> int:
-        """Returns the samples of a step; all but an epoch's last have the global batch."""
+        """Returns the samples of a step: the global batch, or fewer in an epoch's last step."""
         return min(self._global_batch, self._length - step % self.steps_per_epoch * self._global_batch)
 
     def _parts(self, samples: int) -> list[Part]:
@@ -297,18 +276,18 @@ class ElasticSampler(Sampler[list[int]]):
 
 
 _NUMBER = re.compile("[0-9]{1,9}")
-"""Of a process, as torchrun writes it."""
+"""A rank or world size, as torchrun writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticBatch:
-    """A global batch, cut for the ranks that are there; made by `elastic_batch`.
+    """A global batch, cut for the present ranks; made by `elastic_batch`.
 
     Attributes:
         global_batch: Samples of one optimizer step over all ranks.
         micro_batch: The most samples of one forward and backward.
         accumulation: The most micro-batches of one step on one rank.
-        data_parallel: Ranks.
+        data_parallel: The number of ranks.
         rank: This one.
         group: Their process group; None for the default one.
     """
@@ -322,13 +301,13 @@ class ElasticBatch:
 
     @property
     def plan(self) -> BatchPlan | None:
-        """The plan in terms of `ampdoctor plan`; None if ranks do not divide the batch, and so differ by a sample."""
+        """The plan as in `ampdoctor plan`; None where ranks do not divide the batch, and so differ by one sample."""
         if self.global_batch % self.data_parallel:
             return None
         return BatchPlan(micro_batch=self.micro_batch, accumulation=self.accumulation, data_parallel=self.data_parallel)
 
     def sampler(self, data: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> ElasticSampler:
-        """Returns a `batch_sampler` for a DataLoader over `data`, which loads what this rank needs and nothing else.
+        """Returns a `batch_sampler` for a DataLoader over `data`, which loads only what this rank needs.
 
         Args:
             data: The data set; only its length matters.
@@ -354,15 +333,15 @@ class ElasticBatch:
         )
 
     def steps(self, batches: Iterable[Any], *, count: Count | None = None, start: int = 0) -> Iterator[Window]:
-        """Cut batches that hold a whole optimizer step, the same ones on every rank, as a stream or a list gives them.
+        """Cuts batches of a whole optimizer step, from a stream or a list that is the same on every rank.
 
-        Every rank loads every batch; `sampler` does not, where the data can be indexed.
+        Every rank loads every batch. Where the data can be indexed, `sampler` avoids that.
 
         Args:
             batches: Nested tensors of any shape whose first dimension is the samples: `global_batch` of them, or fewer
-                in the last one. Lists of as many items, none of which holds a tensor, are cut as well, and so are
-                tuples of as many strings: the texts of a batch, as a collate leaves them. A tensor without dimensions,
-                and whatever else is no tensor, goes to every micro-batch.
+                in the last one. Lists of the same length without tensors are cut too, and so are tuples of as many
+                strings (the texts of a batch after a collate). A tensor without dimensions, and any other object, goes
+                to every micro-batch.
             count: As for `ElasticSampler.steps`.
             start: Number of the first step.
 
@@ -390,16 +369,16 @@ class ElasticBatch:
 
 
 def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.ProcessGroup | None = None) -> ElasticBatch:
-    """Cut a global batch for the ranks that are there: call it where the job starts, and again after each restart.
+    """Cut a global batch for the present ranks: call it where the job starts, and again after each restart.
 
-    The number of ranks is that of `group`, else of the default process group, else what torchrun has set (RANK and
-    WORLD_SIZE), else 1. Where they divide the global batch, micro-batch and accumulation are the exact plan with the
-    largest micro-batch; where they do not, ranks differ by one sample, and the weights of the losses make up for it. No
-    sample is repeated, left out or rounded away.
+    The number of ranks is that of `group`, else of the default process group, else of torchrun's variables (RANK and
+    WORLD_SIZE), else 1. Where it divides the global batch, micro-batch and accumulation are the exact plan with the
+    largest micro-batch. Where it does not, ranks differ by one sample, and the weights of the losses correct for that.
+    No sample is repeated, left out or rounded away.
 
-    A loop takes `for step in sampler.steps(loader)` (or `steps` of this object), and for each of its micro-batches the
-    backward of `loss * micro.weight`. With DDP or FSDP, which take the mean over ranks, the gradient is then that of
-    the mean loss over the step's samples, at any world size and in a last step that is smaller.
+    A loop iterates over `sampler.steps(loader)` (or `steps` of this object), and for each micro-batch runs the backward
+    of `loss * micro.weight`. With DDP or FSDP, which take the mean over ranks, the gradient is then that of the mean
+    loss over the step's samples, at any world size and also in a smaller last step.
 
     Args:
         global_batch: Samples of one optimizer step over all ranks.
@@ -407,8 +386,8 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
         group: The data parallel group, where ranks share a model (tensor, pipeline or context parallel).
 
     Raises:
-        UsageError: No whole number, one below 1 or of tokens, more ranks than samples, or RANK and WORLD_SIZE that name
-            no process.
+        UsageError: A number is not whole, is below 1, or so large that it must be in tokens; there are more ranks than
+            samples; or RANK and WORLD_SIZE are not those of a process.
     """
     global_batch, max_micro_batch = _samples("global_batch", global_batch), _samples("max_micro_batch", max_micro_batch)
     if global_batch < 1 or max_micro_batch < 1:
@@ -430,7 +409,7 @@ def elastic_batch(global_batch: int, max_micro_batch: int, *, group: dist.Proces
 
 
 def _samples(name: str, value: Any) -> int:
-    """Returns a number of samples, which numpy and torch may have made."""
+    """Checks a number of samples, which may come from numpy or torch."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -440,7 +419,7 @@ def _samples(name: str, value: Any) -> int:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Returns the number of ranks and this one."""
+    """Returns the number of ranks and this rank."""
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank(group)
         if rank < 0:
@@ -476,16 +455,17 @@ def _part_of(batch: Any, part: Part, samples: int) -> Any:
             return value[part.begin : part.end] if value.dim() else value
         if _of_samples(value, samples):
             return value[part.begin : part.end]
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+        make = getattr(type(value), "_make", type(value))  # a named tuple's constructor takes single fields
         return make([map_kind(kinds, cut, item) for item in value])
 
     return map_kind(kinds, cut, batch)
 
 
 def _of_samples(value: Any, samples: int) -> bool:
-    """Whether a list or tuple has an item a sample: torch's collate makes them of texts, and others of what they like.
+    """Whether a list or tuple has one item for each sample: torch's collate makes tuples of texts, others make lists.
 
-    A tuple of other things (a height and a width) is one value, and a list with tensors in it is a batch's own shape.
+    A tuple of other values (a height and a width) is one value, and a list with tensors is part of the batch's
+    structure.
     """
     if len(value) != samples or next(iter_tensors(value), None) is not None:
         return False

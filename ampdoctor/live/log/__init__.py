@@ -1,1 +1,1 @@
-"""The writer of a run's log: one thread, one file at a time, and no word to the training."""
+"""The writer of a run's log: one thread and one file at a time; the training gets nothing back."""

@@ -1,4 +1,4 @@
-"""The facts of a run: the machine, the models, and which of a job's processes this is. No torch."""
+"""The facts of a run: the machine, the models, and the rank of this process in its job. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def software() -> dict[str, Any]:
-    """Command line, versions, and the variables of the environment that change numbers; it needs no torch."""
+    """Returns the command line, versions, and the environment variables that change numbers; needs no torch."""
     return {
         "command": list(sys.orig_argv),
         "software": machine() | packages(),
@@ -28,7 +28,7 @@ def software() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """What torch computes on. GPUs are named only where CUDA is in use already: asking would begin to use it."""
+    """Returns the devices; GPUs are named only where CUDA is initialized, because asking would initialize it."""
     import torch
 
     from ampdoctor.precision.spec import device_facts, torch_facts
@@ -37,11 +37,7 @@ def hardware() -> dict[str, Any]:
 
 
 def models_of(roots: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
-    """The models that a loop trains: name, class, number of parameters, and their dtypes.
-
-    Args:
-        roots: Each with its name.
-    """
+    """Returns the name, class, number of parameters and dtypes of each model that a loop trains."""
     return [
         {
             "name": name,
@@ -53,49 +49,42 @@ def models_of(roots: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
     ]
 
 
-# Which of a job's processes this is: as its process group has it, else as what has launched it says.
-
+# -- rank: from the process group, else from the launcher's environment variables --
 
 _NUMBER = re.compile("[0-9]{1,9}")
-"""Of a process; `int` itself refuses thousands of digits with an error of its own."""
+"""A rank or size; `int` itself raises for thousands of digits."""
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""What starts the processes of a job, and the variables in which each finds its number and how many they are.
+"""Launchers, with the variables of a process's rank and of their number.
 
-In this order, as each of them starts its processes by way of those after it: mpirun one daemon a node by srun.
-Of Slurm the size of a step, which srun alone sets: a batch script is one process, and has `SLURM_PROCID` 0 and the
-`SLURM_NTASKS` of its allocation.
+The order matters, because each launcher may use a later one: mpirun starts one daemon a node by srun. For Slurm it is
+the size of a step, which only srun sets: a batch script is one process, and has `SLURM_PROCID` 0 and the `SLURM_NTASKS`
+of its allocation.
 """
 _JOBS = (
     ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
     ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID"),
 )
-"""What these say of the job, the same to all of its processes."""
+"""Variables that have the same values in all processes of a job."""
 _KEY = "ampdoctor/run_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of this process in its job.
-
-    Attributes:
-        rank: Its number, from 0.
-        world: Number of processes.
-        launcher: What has started them ("torchrun", "srun", "mpirun"); None where none is known.
-    """
+    """The rank of this process in its job."""
 
     rank: int = 0
-    world: int = 1
-    launcher: str | None = None
+    world: int = 1  # number of processes
+    launcher: str | None = None  # "torchrun", "srun", "mpirun" or unknown
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Place:
-    """Returns what torchrun, Slurm or Open MPI has put into the environment; rank 0 of 1 where none of them has."""
+    """Returns the rank that torchrun, Slurm or Open MPI has put into the environment; rank 0 of 1 without them."""
     known = os.environ if environment is None else environment
     for launcher, number, several in _LAUNCHERS:
         rank, size = known.get(number, ""), known.get(several, "")
@@ -105,13 +94,13 @@ def launched(environment: Mapping[str, str] | None = None) -> Place:
 
 
 def restarts() -> int:
-    """How often torchrun has started the job's processes anew."""
+    """Returns how often torchrun has restarted the job's processes."""
     text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(text) if _NUMBER.fullmatch(text) else 0
 
 
 def grouped() -> Place | None:
-    """Returns the place in the process group; None as long as there is none. No collective is run."""
+    """Returns the rank in the process group; None as long as there is none. Runs no collective."""
     distributed = _distributed()
     if distributed is None:
         return None
@@ -119,7 +108,7 @@ def grouped() -> Place | None:
 
 
 def exit_code_ends_others() -> bool:
-    """Whether something waits for this process's exit code, and ends or starts anew the others where it is not 0."""
+    """Whether a launcher watches this process's exit code, and ends or restarts the others where it is not 0."""
     place = grouped() or launched()
     return place.world > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -127,15 +116,14 @@ def exit_code_ends_others() -> bool:
 def run_id_of_all() -> str:
     """Returns an id of the run, the same in all of its processes.
 
-    The first of them that asks puts it into the store by which the process group was made: no collective is run, and
-    none waits for another. Without a group it is made of what the launcher says of the job; for a single process it is
-    a random one.
+    The first process that asks puts it into the store of the process group: no collective is run, and no process waits
+    for another. Without a group it is a hash of the launcher's variables; for a single process it is random.
     """
     made = secrets.token_hex(8)
     distributed = _distributed()
     if distributed is not None and distributed.get_world_size() > 1:
-        with suppress(Exception):  # a backend without a store, or one that is gone
-            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other way
+        with suppress(Exception):  # a backend without a store, or the store is gone
+            store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
             return bytes(store.compare_set(_KEY, "", made)).decode("ascii")
     if launched().world > 1:
         known = [os.environ.get(name, "") for names in _JOBS for name in names]

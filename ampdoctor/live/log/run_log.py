@@ -1,4 +1,4 @@
-"""The log of a training as the training sees it: lines are handed over, and nothing ever comes back."""
+"""The log of a training, from the training's side: it hands lines over, and gets nothing back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from time import monotonic, time_ns  # a script may put another in its place
+from time import monotonic, time_ns  # bound here, because a script may patch them
 from typing import Any
 
 from ampdoctor.evidence.log_records import Line, RunLine, Stamp, Stamped
@@ -29,23 +29,17 @@ def _nothing() -> None:
 
 
 class RunLog:
-    """Writes a run's log, on a thread of its own.
+    """Writes a run's log in `folder`, on a thread of its own.
 
-    Whatever happens to the disk, no method raises or waits, but for `flush` and `close`, which wait as long as they are
-    told. What was handed over 0.2 seconds ago is on its way to the disk however the process ends. A forked process has
-    no part in the log of its parent.
+    No method raises or waits because of the disk, except `flush` and `close`, which wait at most for their timeout. A
+    line is on its way to the disk within 0.2 seconds, however the process ends. A forked process does not write to its
+    parent's log.
 
-    Args:
-        folder: It is made, by the thread.
-        header: What begins each file; the version of ampdoctor and the number of the file are filled in.
-        run_id: The run, the same on all ranks; None for one of its own.
-        rank: Of this process.
-        world_size: Number of processes.
-        restarts: How often the run's processes have been started anew.
-        say: Gets one sentence, at most once, if the log must be given up, and one for each listener that is dropped;
-            it is called from one of the log's threads, or from whoever hands over a line.
-        limits: Bounds.
-        held: Nothing is written before `begin`, which may still say whose log it is.
+    The thread makes the folder. `header` begins each file; ampdoctor's version and the file's number are filled in.
+    `run_id` is the same on all ranks; None for a new one. `restarts` is how often the run's processes were started
+    again. `say` gets at most one sentence if the log is given up, and one for each dropped listener, on a thread of the
+    log or on the one that hands over a line. With `held`, nothing is written before `begin`, which may still change run
+    and rank.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class RunLog:
         atexit.register(self.close)
 
     def begin(self, *, run_id: str, rank: int, world_size: int) -> None:
-        """Writes from now on, what was handed over before too, as the log of this rank; for one that was held."""
+        """Ends `held`: writes all lines, earlier ones too, as the log of this rank."""
         if self._held and os.getpid() == self._process:
             self.run_id = run_id
             self._tray.become(run_id=run_id, rank=rank, world_size=world_size)
@@ -87,22 +81,22 @@ class RunLog:
         self._held = False
         try:
             self._writer.start()
-        except RuntimeError as error:  # no thread can be started any more
+        except RuntimeError as error:  # the process can start no more threads
             self._writer.give_up(str(error))
 
     @property
     def path(self) -> Path:
-        """The file that grows."""
+        """The running file."""
         return self.folder / log_name(self._tray.origin.rank)
 
     @property
     def closed(self) -> bool:
-        """No line is taken any more."""
+        """Whether no line is taken any more."""
         return self._closed
 
     @property
     def failed(self) -> str | None:
-        """The sentence with which the log was given up; None while all is well."""
+        """The sentence with which the log was given up, if it was."""
         return self._writer.failed
 
     def write(self, line: Line) -> None:
@@ -110,15 +104,15 @@ class RunLog:
         self._hand_over(line)
 
     def defer(self, make: Make) -> None:
-        """Hands over what makes a line, or None, on the writer's thread: it waits among the details."""
+        """Hands over a function that makes a line, or None, on the writer's thread; it waits among the details."""
         self._hand_over(make)
 
     def lose(self, steps: int) -> None:
-        """Count steps of which there is no line, because their numbers have never arrived."""
+        """Counts steps without a line, because their numbers never arrived."""
         self._tray.unread(steps)
 
     def index_of(self, name: str) -> int:
-        """Returns the index of a tensor's name, which stands in the log before any line that is handed over next."""
+        """Returns the index of a tensor's name; the log contains the name before any line that is handed over next."""
         return self._tray.index_of(name)
 
     def listen(
@@ -131,21 +125,13 @@ class RunLog:
         dropped: Callable[[], None] = _nothing,
         answers: bool = False,
     ) -> Listening:
-        """Has a listener told of each line that is written from now on, the header first, on a thread of its own.
+        """Calls a listener for each line written from now on, the header first, on a thread of its own.
 
-        Nothing waits for a listener, but for `close`, which waits for all of them together as long as the limits say.
-        One that raises or hangs is dropped with a sentence.
-
-        Args:
-            hear: Told of a line.
-            name: What listens, in words, for that sentence.
-            idle: Called on the same thread some times a second, where no line waits.
-            end: Called on the same thread, as the last.
-            dropped: Called once, on any thread, where it is dropped instead: what it waits for may be ended there.
-            answers: What it hears it may answer with lines: at the end it is heard out before the others are let go.
-
-        Returns:
-            The listener's thread.
+        Only `close` waits for listeners, for all of them together as long as the limits allow. A listener that raises
+        or hangs is dropped with a sentence, in which `name` describes it. On the same thread, `idle` is called several
+        times a second while no line waits, and `end` as the last call. `dropped` is called once instead, on any thread,
+        where the listener is dropped: it may stop what the listener waits for. With `answers`, the listener may answer
+        with lines: `close` lets it finish before the other listeners.
         """
         limits, say = self._limits, self._say
         one = Listening(hear, name=name, idle=idle, end=end, dropped=dropped, limits=limits, say=say)
@@ -155,7 +141,7 @@ class RunLog:
         one.put(self._tray.now(self._tray.header))
         try:
             one.start()
-        except RuntimeError as error:  # no thread can be started any more
+        except RuntimeError as error:  # the process can start no more threads
             one.give_up(str(error))
             return one
         self._writer.listeners += (one,)
@@ -163,24 +149,16 @@ class RunLog:
         return one
 
     def head(self, **changes: Any) -> None:
-        """Changes fields of the header, which is then written anew.
-
-        Raises:
-            TypeError: A `RunLine` has no such field.
-        """
+        """Changes fields of the header, which is then written again; raises TypeError for an unknown field."""
         self._tray.head(**changes)
 
     def describe(self, **facts: Any) -> None:
-        """Adds to what `run.json` says: JSON values, under any names."""
+        """Adds JSON values, under any names, to `run.json`."""
         tray = self._tray
         tray.facts = {"run_id": self.run_id, **tray.facts, **facts}
 
     def begin_attempt(self, branch: int | None = None) -> int:
-        """Begins another attempt, after a rollback, and returns its number.
-
-        Args:
-            branch: The attempt that it goes on from; None for the one that was running.
-        """
+        """Begins another attempt after a rollback, and returns its number; it continues the attempt `branch`."""
         before = self._tray.origin.attempt
         self._attempts += 1
         self._tray.origin = replace(
@@ -189,12 +167,12 @@ class RunLog:
         return self._attempts
 
     def last(self, count: int = 256) -> tuple[Stamped, ...]:
-        """Returns the last steps that were handed over, the oldest first; `text_of` makes lines of them."""
+        """Returns the last steps that were handed over, the oldest first; `text_of` turns them into text."""
         handed = list(self._tray.last)[-count:] if count > 0 else []
         return tuple(one.stamped(one.what) for one in handed if not callable(one.what))
 
     def flush(self, timeout: float = 1.0) -> bool:
-        """Waits until everything that was handed over is with the operating system; False if that took too long."""
+        """Waits until all lines are with the operating system; False after the timeout."""
         if self._idle():
             return self._is_whole()
         reply: SimpleQueue[bool] = SimpleQueue()
@@ -208,19 +186,17 @@ class RunLog:
         return False
 
     def hear_out(self, timeout: float = 2.0) -> None:
-        """Waits until whoever answers with lines has heard all that was handed over, as long as the limits say."""
+        """Waits until the listeners that answer have received all lines, within the limits."""
         deadline = monotonic() + self._limits.farewell_seconds
         for one in self._answering:
             self.flush(timeout)
             one.heard(deadline - monotonic())
 
     def close(self, timeout: float = 2.0) -> bool:
-        """Writes what waits, for at most so many seconds, and ends the thread; later lines are not taken.
+        """Writes the waiting lines within `timeout` seconds, and ends the thread; later lines are dropped.
 
-        Listeners have `farewell_seconds` beside that, all of them together.
-
-        Returns:
-            Whether all of it is in the log; False in a forked process.
+        Listeners get `farewell_seconds` more, all of them together. Returns whether the log is complete; False in a
+        forked process.
         """
         here = os.getpid() == self._process and threading.current_thread() is not self._writer
         if here and self._held:
@@ -244,7 +220,7 @@ class RunLog:
             atexit.unregister(self.close)
 
     def _let_go(self, deadline: float) -> None:
-        """Ends the listeners; what was written to the end is what they hear."""
+        """Ends the listeners, after they have received all lines that were written."""
         listeners, self._writer.listeners, self._answering = self._writer.listeners, (), ()
         for one in listeners:
             one.let_go()
@@ -260,7 +236,7 @@ class RunLog:
             writer.give_up("its disk hangs")
 
     def _idle(self) -> bool:
-        """There is no thread to wait for, or it is the one that asks."""
+        """Whether there is no thread to wait for, or this is that thread."""
         elsewhere = os.getpid() != self._process or threading.current_thread() is self._writer
         return elsewhere or self._held or self._closed or self.failed is not None
 

@@ -1,4 +1,4 @@
-"""Turns what a loop's steps read into lines of the run's log."""
+"""Turns the readings of a loop's steps into lines of the run's log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ampdoctor.live.loop_watch import Attempt
 from ampdoctor.live.numbers.readings import DetailReading, StepReading
 
 _MOST = 64
-"""Steps whose numbers may be on their way, of all optimizers; of others no numbers come."""
+"""Steps of all optimizers that may wait for numbers; numbers of older ones will not come."""
 _ROOT = "(root)"
-"""The model itself among its parts, whose own name is "": as the reports' tables name it."""
+"""Shown for the model itself, whose module name is "", as in the reports' tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What the host knows of a step at once."""
+    """The data of a step that the host has at once."""
 
     accepted: int
     micro_steps: int
@@ -31,16 +31,7 @@ class _Facts:
 
 
 class StepLines:
-    """Writes a line for each step, and one for the tensors of some; readings may arrive some steps late.
-
-    Args:
-        log: Gets the lines.
-        intake: Knows of the loop's data and memory.
-
-    Attributes:
-        attempted: Steps of all optimizers so far.
-        taken: Those that were not skipped.
-    """
+    """Writes a line for each step, and one for the tensors of some steps; readings may arrive some steps late."""
 
     def __init__(self, log: RunLog, intake: Intake) -> None:
         self._log = log
@@ -52,20 +43,15 @@ class StepLines:
         self._facts: dict[tuple[str, int], _Facts] = {}
         self._uncertain: dict[tuple[str, int], None] = {}
         self._scaled = False  # the settings of a scaler are in the log
-        self.attempted = self.taken = 0
+        self.attempted = self.taken = 0  # steps of all optimizers; `taken` without the skipped ones
 
     @property
     def turn(self) -> int:
-        """The step that is about to begin: as many as the optimizer that was asked least has behind it."""
+        """The step that is about to begin: the number of steps of the optimizer with the fewest."""
         return min(self._steps.values(), default=0)
 
     def begins(self, attempt: Attempt, named: Sequence[Sequence[tuple[str, object]]]) -> None:
-        """An optimizer is about to step, or its scaler to skip.
-
-        Args:
-            attempt: The step.
-            named: Name and parameter, of each of the optimizer's parameter groups.
-        """
+        """Called before an optimizer steps, or its scaler skips; `named` are the names and parameters of each group."""
         if len(self._groups.get(attempt.name, ())) != len(named):
             self._optimizers.setdefault(attempt.name, len(self._optimizers))
             self._groups[attempt.name] = tuple(tuple(self._log.index_of(name) for name, _ in group) for group in named)
@@ -87,7 +73,7 @@ class StepLines:
                 del waiting[next(iter(waiting))]
 
     def ended(self, attempt: Attempt, *, skipped: bool | None) -> None:
-        """The step was taken, or skipped; where only a device knows, it counts as taken until its reading arrives."""
+        """Called after the step; where only a device knows whether it was skipped, it counts as taken for now."""
         self.attempted += 1
         self._steps[attempt.name] = attempt.step + 1
         self._count(attempt.name, int(not skipped))
@@ -99,7 +85,7 @@ class StepLines:
         self._accepted[optimizer] = self._accepted.get(optimizer, 0) + taken
 
     def step(self, reading: StepReading) -> None:
-        """A step's numbers have arrived."""
+        """Writes the line of a step whose numbers have arrived."""
         if (reading.optimizer, reading.step) in self._uncertain:
             del self._uncertain[reading.optimizer, reading.step]
             self._count(reading.optimizer, -int(bool(reading.skipped)))
@@ -135,7 +121,7 @@ class StepLines:
         )
 
     def detail(self, make: Callable[[], DetailReading]) -> None:
-        """Tensors' numbers have arrived; they are counted on the log's own thread."""
+        """Hands over the tensors' numbers of a step; the log's own thread counts them."""
         self._log.defer(lambda: self._detail(make()))
 
     def _detail(self, reading: DetailReading) -> DetailLine:
@@ -171,18 +157,18 @@ class StepLines:
 
 
 def _settings_of(scaler: Any) -> dict[str, float] | None:
-    """What `state_dict()` says of a scaler that is like torch's, from what lies on the host: no device is asked."""
+    """Returns what `state_dict()` contains for a scaler like torch's, from host values only: no device is read."""
     try:
         return {
-            "scale": float(scaler._init_scale),  # noqa: SLF001 - of one that was loaded, what it was loaded with
+            "scale": float(scaler._init_scale),  # noqa: SLF001 - loading a state sets it, too
             "growth_factor": float(scaler.get_growth_factor()),
             "backoff_factor": float(scaler.get_backoff_factor()),
             "growth_interval": int(scaler.get_growth_interval()),
         }
-    except (AttributeError, TypeError, ValueError):  # none, or another kind
+    except (AttributeError, TypeError, ValueError):  # no scaler, or another kind
         return None
 
 
 def _of_groups(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
-    """A setting of each parameter group that is a number; one that is a tensor on a device is not asked for."""
+    """Returns a setting of each parameter group where it is a number; a tensor on a device is not read."""
     return tuple(float(value) for group in groups if isinstance(value := group.get(key), int | float))

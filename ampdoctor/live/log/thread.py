@@ -1,4 +1,4 @@
-"""The thread that writes a log, those of its listeners, and the queue between a training and them."""
+"""The threads of a log's writer and its listeners, and the queue between the training and them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
 from time import (
-    monotonic,  # a script may put another in its place
-    time_ns,  # a script may put another in its place
+    monotonic,  # bound here, because a script may patch it
+    time_ns,  # bound here, because a script may patch it
 )
 from typing import Any, TypeAlias
 
@@ -26,33 +26,18 @@ from ampdoctor.evidence.log_text import text_of
 from ampdoctor.evidence.paths import log_name
 from ampdoctor.live.log.files import Limits, Segments
 
-# Listeners of a log: each hears every line on a thread of its own, and costs neither training nor log anything.
-
+# -- listeners: each has a thread of its own, and slows down neither training nor log --
 
 Hear = Callable[[Stamped], None]
 Say = Callable[[str], None]
 _Waiting = tuple[int, Stamped]
-"""Between two looks at what waits."""
 
 
 class Listening(Thread):
-    """Tells a listener of each line, in the order in which they were written.
+    """Calls a listener with each line, in the order in which they were written.
 
-    Where lines come faster than they are heard, the oldest go: a listener is told of less, and nobody waits for it. One
-    that raises, or does not come back, is told of nothing any more, with one sentence.
-
-    Args:
-        hear: Told of a line.
-        name: What listens, in words.
-        idle: Called where no line waits, some times a second.
-        end: Called when all is heard, as the last.
-        dropped: Called once where that does not come about, from any thread.
-        limits: Bounds.
-        say: Gets the sentence with which the listener is dropped.
-
-    Attributes:
-        failed: That sentence; None while all is well.
-        dropped: Lines that it was not told of.
+    Where it is too slow, the oldest lines are dropped, and nothing waits for it. A listener that raises or hangs gets
+    nothing any more, after one sentence to `say`. The arguments are as in `RunLog.listen`.
     """
 
     def __init__(
@@ -67,19 +52,19 @@ class Listening(Thread):
         say: Say,
     ) -> None:
         super().__init__(name="ampdoctor-listener", daemon=True)
-        self.failed: str | None = None
-        self.dropped = 0
+        self.failed: str | None = None  # the sentence with which it was dropped
+        self.dropped = 0  # lines that it did not get
         self._hear, self._idle, self._end, self._dropped, self._what = hear, idle, end, dropped, name
         self._limits, self._say = limits, say
         self._calls: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._count = itertools.count()
         self._lines: deque[_Waiting] = deque(maxlen=limits.lines)
         self._details: deque[_Waiting] = deque(maxlen=limits.heard_details)
-        self._names: Stamped | None = None  # a header that was dropped, and that later lines speak of
+        self._names: Stamped | None = None  # a header that was dropped, but that later lines refer to
         self._busy_since: float | None = None
 
     def put(self, whole: Stamped) -> None:
-        """Hands a line on; it never waits."""
+        """Queues a line; never waits."""
         if self.failed is not None:
             return
         waiting = self._details if isinstance(whole.line, DetailLine) else self._lines
@@ -94,7 +79,7 @@ class Listening(Thread):
             self.give_up(f"it has not come back for {self._limits.hung_seconds:g} s")
 
     def run(self) -> None:
-        """The thread's work."""
+        """Runs on the thread."""
         try:
             going = True
             while going and self.failed is None:
@@ -108,12 +93,12 @@ class Listening(Thread):
                     self._timed(self._idle)
             if self.failed is None:
                 self._timed(self._end)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+        except Exception as error:  # noqa: BLE001 - the training goes on after any error
             named = "" if isinstance(error, AmpdoctorError) else type(error).__name__
             self.give_up(": ".join(part for part in (named, str(error)) if part))
 
     def give_up(self, reason: str) -> None:
-        """Says once that it is told of nothing any more."""
+        """Drops the listener, with one sentence."""
         if self.failed is not None:
             return
         self.failed = f"{self._what} ends here: {reason}; the training goes on without it"
@@ -125,7 +110,7 @@ class Listening(Thread):
             self._say(self.failed)
 
     def heard(self, timeout: float) -> bool:
-        """Waits until all is heard that was handed on; False if that took too long."""
+        """Waits until the listener has got all queued lines; False after the timeout."""
         reply: SimpleQueue[bool] = SimpleQueue()
         self._calls.put(reply)
         deadline = monotonic() + timeout
@@ -135,16 +120,11 @@ class Listening(Thread):
         return False
 
     def let_go(self) -> None:
-        """Lets it end once all is heard; `join` waits for that."""
+        """Ends the thread after all queued lines; `join` waits for that."""
         self._calls.put(None)
 
     def left(self, deadline: float, seconds: float) -> None:
-        """Waits for its end, until then at most.
-
-        Args:
-            deadline: Of `monotonic()`.
-            seconds: How long that is, for the sentence.
-        """
+        """Waits for the end of the thread until `deadline`, a value of `monotonic()`; `seconds` is for the sentence."""
         if not self._is_elsewhere():
             return
         self.join(max(deadline - monotonic(), 0.0))
@@ -155,14 +135,14 @@ class Listening(Thread):
         return self.is_alive() and threading.current_thread() is not self
 
     def _nap(self) -> SimpleQueue[bool] | bool | None:
-        """What was asked for in the meantime; False if nothing was."""
+        """Returns a request that came meanwhile; False if none did."""
         try:
             return self._calls.get(timeout=NAP_S)
         except Empty:
             return False
 
     def _take(self) -> Stamped | None:
-        """The oldest line that waits; None if none does."""
+        """Returns the oldest waiting line, or None."""
         names, self._names = self._names, None
         if names is not None:
             return names
@@ -177,23 +157,16 @@ class Listening(Thread):
             self._busy_since = None
 
 
-# What lies between a training and the thread that writes its log.
+# -- the queue between training and writer --
 #
-# Nothing here takes a lock that the other side could hold: a training puts something down in a microsecond, whatever
-# the writer does, also in a signal's handler. A deque's ends are safe from both sides.
-
+# Nothing here takes a lock that the writer could hold: a training queues a line in a microsecond, whatever the writer
+# does, also in a signal handler. A deque's ends are thread-safe.
 
 Make: TypeAlias = Callable[[], Line | None]
 
 
 class Handed:
-    """A line, or what makes one, with the time at which it was handed over.
-
-    Args:
-        origin: The stamp, but for the time.
-        time_ns: Nanoseconds since 1970-01-01 UTC.
-        what: The line, or what makes it.
-    """
+    """A line, or a function that makes one, with its time; `origin` is its stamp without the time."""
 
     __slots__ = ("origin", "time_ns", "what")
 
@@ -208,25 +181,16 @@ class Handed:
 
 
 class Tray:
-    """Holds what waits, within its bounds; the oldest details go first, and steps last.
+    """Holds the waiting lines, within its bounds; when it is full, the oldest of a kind are dropped.
 
-    Args:
-        origin: What every line carries, but for the time.
-        header: What begins each file.
-        limits: Bounds.
-
-    Attributes:
-        origin: See above; another one after a rollback.
-        facts: What the run is, for `run.json`; another mapping for each change.
-        last: The last steps.
-        lost: What was handed over and will not be in the log.
+    `origin` is the stamp of every line without the time; `header` begins each file.
     """
 
     def __init__(self, origin: Stamp, header: RunLine, limits: Limits) -> None:
-        self.origin = origin
-        self.facts: dict[str, Any] = {}
-        self.last: deque[Handed] = deque(maxlen=limits.last)
-        self.lost = LostLine()
+        self.origin = origin  # replaced after a rollback
+        self.facts: dict[str, Any] = {}  # for `run.json`; replaced at each change
+        self.last: deque[Handed] = deque(maxlen=limits.last)  # the last steps
+        self.lost = LostLine()  # counts lines that will not be in the log
         self._header = header
         self._names = {name: index for index, name in enumerate(header.tensors)}
         self._naming = RLock()
@@ -234,7 +198,7 @@ class Tray:
         self._details: deque[Handed] = deque(maxlen=limits.details)
 
     def put(self, handed: Handed) -> None:
-        """Puts a line down."""
+        """Queues a line."""
         what = handed.what
         if isinstance(what, DetailLine) or callable(what):
             if len(self._details) == self._details.maxlen:
@@ -248,11 +212,11 @@ class Tray:
         self._lines.append(handed)
 
     def now(self, line: Line) -> Stamped:
-        """Returns the line as one that is handed over now."""
+        """Returns the line with the present time."""
         return Handed(self.origin, time_ns(), line).stamped(line)
 
     def become(self, *, run_id: str, rank: int, world_size: int) -> None:
-        """What waits, and all that follows, is of this run and of this rank; nobody may be taking anything up yet."""
+        """Sets run and rank of all waiting and later lines, before the writer begins to take any."""
         of = {"run_id": run_id, "rank": rank, "world_size": world_size}
         self.origin = replace(self.origin, **of)  # type: ignore[arg-type]
         self.facts = {**self.facts, "run_id": run_id} if "run_id" in self.facts else self.facts
@@ -260,7 +224,7 @@ class Tray:
             one.origin = replace(one.origin, **of)  # type: ignore[arg-type]
 
     def take(self) -> Handed | None:
-        """Takes the next one up, details first, so that a run's end is the end of its log; None if nothing waits."""
+        """Takes the next line or None, details first, so that the end of a run is also the end of its log."""
         for waiting in (self._details, self._lines):
             try:
                 return waiting.popleft()
@@ -269,17 +233,17 @@ class Tray:
         return None
 
     def clear(self) -> None:
-        """Forgets what waits."""
+        """Drops the waiting lines."""
         self._details.clear()
         self._lines.clear()
 
     @property
     def waiting(self) -> int:
-        """Number of lines that wait."""
+        """The number of waiting lines."""
         return len(self._details) + len(self._lines)
 
     def index_of(self, name: str) -> int:
-        """Returns the index of a tensor's name; a new one is added to the table."""
+        """Returns the index of a tensor's name; a new name is added to the table."""
         found = self._names.get(name)
         if found is None:
             with self._naming:
@@ -288,7 +252,7 @@ class Tray:
 
     @property
     def header(self) -> RunLine:
-        """What begins a file, with the table of names; the same object as long as nothing has been added."""
+        """The header of a file, with the table of names; the same object as long as nothing was added."""
         if len(self._header.tensors) != len(self._names):
             with self._naming:
                 self._header = replace(self._header, tensors=tuple(self._names))
@@ -300,11 +264,11 @@ class Tray:
             self._header = replace(self._header, **changes, tensors=tuple(self._names))
 
     def unmade(self) -> None:
-        """A line could not be made into text."""
+        """Counts a line that could not be made into text."""
         self.lost = replace(self.lost, unmade=self.lost.unmade + 1)
 
     def unread(self, steps: int) -> None:
-        """The numbers of steps have never arrived."""
+        """Counts steps whose numbers never arrived."""
         self.lost = replace(self.lost, steps=self.lost.steps + steps)
 
     def _count(self, what: Line | Make) -> None:
@@ -313,35 +277,23 @@ class Tray:
 
 
 NAP_S = 0.05
-"""Between two looks at what waits: a line is on its way to the disk after at most this time."""
+"""Between two checks for waiting lines: a line is on its way to the disk after at most this time."""
 LOST_EVERY_S = 60.0
-"""Between two lines that count what was lost."""
+"""Between two lines that count lost lines."""
 AT_ONCE = 64
-"""Tensors of a detail in one line: with 1.3 kB each, a line stays below 100 kB, and a reader may bound it."""
+"""Tensors of a detail in one line: at 1.3 kB each, a line stays below 100 kB, so that readers may limit its length."""
 
 Reply = SimpleQueue[bool]
 
 
 class Writer(Thread):
-    """Writes what lies on a tray until it is told to stop, or the sink fails.
-
-    Args:
-        tray: What is written.
-        folder: Where to; it is made.
-        limits: Bounds.
-        say: Gets the sentence with which the log is given up.
-
-    Attributes:
-        failed: That sentence; None while all is well.
-        calls: Put a reply here to have everything written that waits, None to have the thread end as well.
-        listeners: Each is told of a line when it is written; another tuple for each change.
-    """
+    """Writes the lines of a tray until it is stopped, or the sink fails; then `say` gets one sentence."""
 
     def __init__(self, tray: Tray, folder: Path, limits: Limits, say: Callable[[str], None]) -> None:
         super().__init__(name="ampdoctor-log", daemon=True)
-        self.failed: str | None = None
-        self.calls: SimpleQueue[Reply | None] = SimpleQueue()
-        self.listeners: tuple[Listening, ...] = ()
+        self.failed: str | None = None  # that sentence
+        self.calls: SimpleQueue[Reply | None] = SimpleQueue()  # a reply: write all waiting lines; None: then end, too
+        self.listeners: tuple[Listening, ...] = ()  # get each written line; replaced at each change
         self._tray, self._folder, self._limits, self._say = tray, folder, limits, say
         self._segments: Segments | None = None
         self._header: RunLine | None = None
@@ -352,7 +304,7 @@ class Writer(Thread):
         self._suspected: float | None = None
 
     def run(self) -> None:
-        """The thread's work."""
+        """Runs on the thread."""
         try:
             with self._at_the_sink():
                 self._segments = Segments(self._folder, self._tray.origin.rank, self._limits)
@@ -365,14 +317,14 @@ class Writer(Thread):
                     call.put(True)
         except OSError as error:
             self.give_up(error.strerror or str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+        except Exception as error:  # noqa: BLE001 - the training goes on after any error
             self.give_up(f"{type(error).__name__}: {error}")
         finally:
             if self._segments is not None:
                 self._segments.close()
 
     def give_up(self, reason: str) -> None:
-        """Says once that there is no log any more."""
+        """Ends the log, with one sentence."""
         if self.failed is not None:
             return
         path = self._folder / log_name(self._tray.origin.rank)
@@ -383,7 +335,7 @@ class Writer(Thread):
 
     @property
     def hangs(self) -> bool:
-        """The sink does not come back, and was seen so before: a process that slept is no sink that hangs."""
+        """Whether the sink hangs at a second check too: after a sleep of the whole process, one check is not enough."""
         since, now = self._busy_since, monotonic()
         if since is None or now - since < self._limits.hung_seconds:
             return False
@@ -392,7 +344,6 @@ class Writer(Thread):
         return now - self._suspected > self._limits.hung_seconds / 10
 
     def _nap(self) -> Reply | bool | None:
-        """What was asked for in the meantime; False if nothing was."""
         try:
             return self.calls.get(timeout=NAP_S)
         except Empty:
@@ -409,16 +360,16 @@ class Writer(Thread):
         self._tell_lost(segments, now=ends)
 
     def _texts(self, handed: Handed) -> Iterator[tuple[Stamped, str]]:
-        """A whole line and its text, of a long detail several; nothing where there is none."""
+        """Yields whole lines with their text: several for a long detail, none for an empty or failed one."""
         try:
             line = handed.what() if callable(handed.what) else handed.what
             wholes = [handed.stamped(part) for part in _parts(line)]
             yield from [(whole, text_of(whole)) for whole in wholes]
-        except Exception:  # noqa: BLE001 - a line that cannot be made is counted, and costs no other
+        except Exception:  # noqa: BLE001 - a line that cannot be made is counted; the others are written
             self._tray.unmade()
 
     def _begin(self, segments: Segments) -> None:
-        """A file begins with what its lines speak of, and has it anew where that has grown."""
+        """Begins a file with its header, and writes the header again where it has grown."""
         if segments.full:
             with self._at_the_sink():
                 segments.next()
@@ -429,7 +380,7 @@ class Writer(Thread):
             self._write_now(segments, replace(header, segment=segments.number))
 
     def _write(self, segments: Segments, whole: Stamped, text: str) -> None:
-        self._busy_since = monotonic()  # as below, in less time: this is done for each line
+        self._busy_since = monotonic()  # as `_at_the_sink`, but faster: it runs for each line
         try:
             segments.write(text.encode("ascii"))
         finally:

@@ -1,1 +1,1 @@
-"""What a live step shows in numbers, taken without waiting for the device: norms, scale, samples, updates."""
+"""The numbers of a live step, taken without waiting for the device: norms, scale, samples, updates."""

@@ -1,4 +1,4 @@
-"""Numbers at the edges of modules: the batch that enters a model, what modules return, gradients that come back."""
+"""Numbers at the edges of modules: a model's batch, the outputs of modules, and the gradients of outputs."""
 
 from __future__ import annotations
 
@@ -22,48 +22,33 @@ from ampdoctor.numerics import extremes_of_each
 from ampdoctor.numerics.tensors import Unseen, is_plain
 
 MOST_ACTIVATIONS = 256
-"""Modules that are looked at in a step; of a model with more, another part each time."""
+"""Modules that are sampled in a step; a larger model is sampled in parts, another one each time."""
 MOST_CALLS = 4
-"""Calls of one module in a step: a recurrent cell is called once a token."""
+"""Sampled calls of one module in a step: a recurrent cell is called once a token."""
 HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """What a module has returned.
+    """The output of a module. `values`, `extremes` and `norm` are on its device."""
 
-    Attributes:
-        part: "output", with the path in it of the first tensor.
-        call: Number of the module's call in the step, from 0.
-        sampled: What stands for it in `values`; its name is the module's.
-        values: A copy of its sampled elements, one-dimensional and on its device.
-        extremes: Its smallest and largest element, on its device.
-        norm: L2 norm of all elements, likewise.
-    """
-
-    part: str
-    call: int
-    sampled: Sampled
-    values: Tensor
-    extremes: tuple[Tensor, Tensor]
-    norm: Tensor
+    part: str  # "output", with the path in it of the first tensor
+    call: int  # number of the module's call in the step, from 0
+    sampled: Sampled  # describes `values`; its name is the module's
+    values: Tensor  # a copy of its sampled elements, one-dimensional
+    extremes: tuple[Tensor, Tensor]  # its smallest and largest element
+    norm: Tensor  # L2 norm of all elements
 
 
 class Activations:
-    """Hangs on the parts of a model during one of its calls, and takes a copy of what they return.
+    """Hooks the parts of a model during one of its calls, and samples their outputs.
 
-    Hooks are there in these calls alone, and in none that is compiled: there they would become a part of its graph.
-    What the model itself returns is told by whoever hangs on it already.
-
-    Args:
-        fail: Told what went wrong; nothing is raised into the model.
-
-    Attributes:
-        taken: Of the running step.
+    The hooks exist only in these calls, and in no compiled module, where they would become part of the graph. The
+    model's own output comes from the caller's hook. An error goes to `fail`, and is not raised into the model.
     """
 
     def __init__(self, fail: Callable[[Exception], None]) -> None:
-        self.taken: list[Returned] = []
+        self.taken: list[Returned] = []  # in the running step
         self._fail = fail
         self._hooks = UncopiedHooks()
         self._calls: Counter[str] = Counter()
@@ -74,7 +59,7 @@ class Activations:
         self._turn = 0
 
     def begin_step(self) -> None:
-        """A step begins; what an earlier one has left is forgotten."""
+        """Begins a step, and drops the samples of earlier ones."""
         self.detach()
         self.taken = []
         self._turn += bool(self._models)
@@ -82,12 +67,7 @@ class Activations:
         self._calls.clear()
 
     def attach(self, name: str, model: nn.Module) -> None:
-        """A model is about to run; of its calls in a step the first is looked at.
-
-        Args:
-            name: Its name; "" is the model itself.
-            model: The model.
-        """
+        """Called before a model runs; only its first call in a step is sampled. The name "" is the model itself."""
         self.detach()
         self._open = self._last = None
         if any(known() is model for known in self._models):
@@ -101,18 +81,18 @@ class Activations:
             self._hooks.add(part, part.register_forward_hook(self._hook(path)))
 
     def detach(self) -> None:
-        """No hook is left."""
+        """Removes all hooks."""
         self._hooks.remove()
 
     def returned(self, name: str, model: nn.Module, output: Any) -> None:
-        """A model has returned; where it was not attached to in this step, that is no first call."""
+        """Samples a model's output; without `attach` it is not the first call of the step, and is ignored."""
         if self._open is not None and self._open() is model:
             self._take(name, output)
         self._open = self._last = None
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def returned(_module: nn.Module, _args: Any, output: Any) -> None:
-            here = threading.get_ident() == self._thread  # replicas on other devices run on threads of their own
+            here = threading.get_ident() == self._thread  # replicas on other devices run on other threads
             if not here or torch.compiler.is_compiling() or in_backward() or transforms():
                 return
             try:
@@ -128,7 +108,7 @@ class Activations:
         inner, tensor = ("", output) if isinstance(output, Tensor) else next(iter_tensors(output), ("", None))
         if tensor is None or tensor.dtype not in HALF or tensor.is_meta or not tensor.numel():
             return
-        if self._last is not None and self._last() is tensor:  # its last part has returned the same
+        if self._last is not None and self._last() is tensor:  # its last submodule has returned the same tensor
             return
         self._last = weakref.ref(tensor)
         (samples,), (norms,) = sample([(path, tensor)]), norms_of([(path, tensor)])
@@ -145,7 +125,7 @@ class Activations:
 
 
 def _uncompiled(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of a model, each once, without those that are inside a compiled one, which is not run as Python."""
+    """Returns the parts of a model, each once, without those inside a compiled module, which does not run as Python."""
     found: dict[int, tuple[str, nn.Module]] = {}
 
     def walk(path: str, part: nn.Module) -> None:
@@ -160,45 +140,29 @@ def _uncompiled(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(found.values())
 
 
-# The gradients that come back to models' outputs, of which half loses some before any layer has seen them.
+# -- gradients of outputs: a half format loses some of their values before they reach a layer --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A gradient that has come back to an output.
+    """The gradient of a module's output or input."""
 
-    Attributes:
-        module: Name of the module; "" is the model itself.
-        part: "output" or "input".
-        call: Number of the module's call in the step, from 0.
-        sampled: What stands for it in `values`.
-        values: A copy of its sampled elements, one-dimensional and on its device. They carry the loss scale.
-    """
-
-    module: str
-    part: str
-    call: int
-    sampled: Sampled
-    values: Tensor
+    module: str  # "" is the model itself
+    part: str  # "output" or "input"
+    call: int  # number of the module's call in the step, from 0
+    sampled: Sampled  # describes `values`
+    values: Tensor  # a copy of its sampled elements, one-dimensional and on its device; carries the loss scale
 
 
 def arrived(module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> Arrived | None:
-    """Returns a copy of a few thousand elements, without waiting for the device; None where there is nothing to count.
-
-    Args:
-        module: Name of the module.
-        gradient: Any shape, layout and device; as the backward delivers it.
-        part: "output" or "input".
-        call: Number of the module's call.
-    """
+    """Samples a gradient of any shape, layout and device, without waiting; None where there is nothing to count."""
     if not (gradient.is_floating_point() or gradient.is_complex()) or gradient.is_meta or not gradient.numel():
         return None
     (samples,) = sample([(module, gradient)])
     return Arrived(module=module, part=part, call=call, sampled=samples.plan[0], values=samples.buffer)
 
 
-# What a batch is like: drawn when a model is called with it, told when the step's numbers have arrived.
-
+# -- batches --
 
 MOST = 512
 """Elements of a batch: the root mean square of normal ones is known within 6 % at 95 % (1.96 / sqrt(2 * 512))."""
@@ -207,29 +171,21 @@ _IDS = frozenset({torch.int64, torch.int32, torch.int16})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReading:
-    """What a step's batches are like; None where none was seen, or of ids.
+    """Figures of a step's batches; None where no batch was seen, or where they are ids."""
 
-    Attributes:
-        elements: Number of their elements, of all micro-steps.
-        rms: Root mean square.
-        zero_share: Share that is zero.
-        fingerprint: CRC-32.
-    """
-
-    elements: int | None = None
-    rms: float | None = None
-    zero_share: float | None = None
-    fingerprint: int | None = None
+    elements: int | None = None  # in all micro-steps
+    rms: float | None = None  # root mean square
+    zero_share: float | None = None  # share of zeros
+    fingerprint: int | None = None  # CRC-32
 
 
 NO_BATCH = BatchReading()
 
 
 def drawn_from(batch: Tensor) -> Tensor | None:
-    """Returns at most `MOST` elements, evenly over memory, in float32 on the batch's device; None where it has none.
+    """Returns a copy of at most `MOST` elements, evenly over memory, in float32 on the batch's device.
 
-    Args:
-        batch: Any; a copy is drawn of one that is dense and has numbers or ids.
+    None for a batch that is not dense, or has neither numbers nor ids.
     """
     if not is_plain(batch) or batch.is_meta or batch.layout is not torch.strided or not batch.numel():
         return None
@@ -240,18 +196,12 @@ def drawn_from(batch: Tensor) -> Tensor | None:
 
 
 def is_numbers(batch: Tensor) -> bool:
-    """Whether a batch has numbers, of which one may be larger than another; ids may not."""
+    """Whether a batch holds numbers that can be compared by size, not ids."""
     return batch.dtype not in _IDS
 
 
 def batch_of(drawn: Sequence[Tensor], *, elements: int, numbers: bool) -> BatchReading:
-    """Returns what the batches of a step are like.
-
-    Args:
-        drawn: Of each, on the CPU.
-        elements: That the batches have.
-        numbers: They have numbers, and no ids.
-    """
+    """Returns the figures of a step's batches from their drawn elements on the CPU; `numbers`: they are not ids."""
     if not drawn:
         return NO_BATCH
     fingerprint, squares, zeros, counted = 0, 0.0, 0, 0

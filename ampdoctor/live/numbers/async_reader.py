@@ -1,4 +1,4 @@
-"""Numbers packed into one tensor a device, and read when the device is done: nobody waits for them."""
+"""Packs numbers into one tensor a device, and reads it when the device has finished, without waiting."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ampdoctor.numerics.tensors import Unseen
 Tag = TypeVar("Tag")
 
 AHEAD = 16
-"""Readings that may be on their way: a host that is further ahead of its device loses the newest, and is not held up.
-A training loop is at most a few steps ahead, since it reads its loss now and then."""
+"""Readings that may wait for their device; a host that is further ahead loses the newest, and does not wait. A training
+loop is at most a few steps ahead, because it reads its loss now and then."""
 
 _SIZES = 8
-"""Sizes of reading for which buffers are kept; a loop has a few, by optimizer and number of micro-batches."""
+"""Sizes of readings for which buffers are kept; a loop has a few, by optimizer and number of micro-batches."""
 
 
 class Arrival(Protocol):
-    """When a copy has arrived. The seam is here so that a test can be the device; on CUDA it is an event."""
+    """The arrival of a copy: on CUDA an event, in a test any object."""
 
     def query(self) -> bool:
-        """Returns whether it has, without waiting."""
+        """Returns whether the copy has arrived, without waiting."""
 
     def synchronize(self) -> None:
-        """Waits until it has."""
+        """Waits until the copy has arrived."""
 
 
 Send = Callable[[Tensor, Tensor | None], tuple[Tensor, Arrival]]
-"""Begins to copy a device tensor to the host, into a buffer of an earlier one of its size and dtype where there is one;
-returns the buffer and when it may be read."""
+"""Starts to copy a device tensor to the host, into a used buffer of its size and dtype if there is one; returns the
+buffer and its arrival."""
 
 
 def send(tensor: Tensor, buffer: Tensor | None) -> tuple[Tensor, Arrival]:
-    """Begins to copy a CUDA tensor into pinned memory on the current stream.
+    """Starts to copy a CUDA tensor into pinned memory on the current stream.
 
-    Into other memory a copy that does not wait races with its reader (torchrec#4421: norms of 1e-22).
+    With unpinned memory, a copy that does not wait races with its reader (torchrec#4421: norms of 1e-22).
     """
     if buffer is None:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -60,32 +60,19 @@ class _OnTheWay(Generic[Tag]):
 
 
 class Later(Generic[Tag]):
-    """A ring of readings, which are told in the order in which they were put in.
-
-    Args:
-        send: Copies a tensor that is not the CPU's.
-        ahead: Number of readings that may be on their way.
-
-    Attributes:
-        lost: Readings that found the ring full.
-    """
+    """A ring of at most `ahead` readings, returned in the order of `put`. `send` copies a device tensor to the host."""
 
     def __init__(self, send: Send = send, *, ahead: int = AHEAD) -> None:
         self._send = send
         self._ahead = ahead
         self._waiting: deque[_OnTheWay[Tag]] = deque()
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.lost = 0
+        self.lost = 0  # readings that found the ring full
 
     def put(self, tag: Tag, tensors: Sequence[Tensor]) -> bool:
-        """Begins to read tensors, which nobody may write to afterwards.
+        """Starts to read one-dimensional tensors, which must not be written to any more; False where the ring is full.
 
-        Args:
-            tag: What `ready` returns them with.
-            tensors: One-dimensional, of any devices; those on the CPU are there at once.
-
-        Returns:
-            Whether they will arrive.
+        CPU tensors are there at once. `ready` yields the reading with its tag.
         """
         if len(self._waiting) >= self._ahead:
             self.lost += 1
@@ -105,12 +92,12 @@ class Later(Generic[Tag]):
         return True
 
     def ready(self) -> Iterator[tuple[Tag, list[Tensor]]]:
-        """Yields the readings that have arrived; their tensors hold good until the next is taken."""
+        """Yields the readings that have arrived; each tensor is a reused buffer, valid until the next iteration."""
         while self._waiting and all(arrival.query() for arrival in self._waiting[0].arrivals):
             yield from self._take()
 
     def drain(self) -> Iterator[tuple[Tag, list[Tensor]]]:
-        """Yields all that are on their way, and waits for them: for the end of a training."""
+        """Yields all readings, and waits for them: for the end of a training."""
         while self._waiting:
             for arrival in self._waiting[0].arrivals:
                 arrival.synchronize()
@@ -125,11 +112,8 @@ class Later(Generic[Tag]):
             del self._spare[next(iter(self._spare))]
 
 
-# Numbers of many kinds in one tensor a device, so that one copy brings them all to the host.
-
-
 class Parcel:
-    """Collects sections and knows them again when their copy has arrived."""
+    """Packs sections of numbers into one tensor a device, so that one copy brings all of them to the host."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
@@ -137,18 +121,13 @@ class Parcel:
         self._packed: list[tuple[Tensor, list[tuple[int, int]]]] = []
 
     def add(self, key: str, numbers: Tensor) -> None:
-        """Adds a section.
-
-        Args:
-            key: Any, and any number of sections with it.
-            numbers: Any shape, real, any device; must not be written to before `pack`.
-        """
+        """Adds a section of real numbers, not to be written to before `pack`; several sections may share a key."""
         own = local(numbers) if numbers.is_floating_point() else numbers
         self._waiting.setdefault(own.device, []).append((len(self._keys), own))
         self._keys.append(key)
 
     def pack(self) -> None:
-        """Copies what was added since the last time, each on its device: it may be written to from here on."""
+        """Copies the sections added since the last call, each on its device: they may be written to afterwards."""
         for sections in self._waiting.values():
             with Unseen(sections[0][1]):
                 flat = [numbers.detach().reshape(-1) for _, numbers in sections]
@@ -160,15 +139,11 @@ class Parcel:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What was packed: one-dimensional, float32, or float64 where a section is."""
+        """The packed tensors: one-dimensional, float32, or float64 where a section is."""
         return [packed for packed, _ in self._packed]
 
     def opened(self, arrived: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-        """Returns views of the sections by key, in the order in which they were added.
-
-        Args:
-            arrived: Copies of `tensors` on the CPU, in their order.
-        """
+        """Returns views of the sections by key, in the order of `add`, from copies of `tensors` on the CPU."""
         sections: dict[int, Tensor] = {}
         for values, (_, sizes) in zip(arrived, self._packed, strict=True):
             places = [place for place, _ in sizes]

@@ -20,29 +20,22 @@ _REDUCED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat1
 class Norms:
     """L2 norms of tensors on one device.
 
-    Attributes:
-        names: Of the tensors, in the vector's order.
-        vector: float32 of shape (n,), on the device; float64 where one of the tensors is.
-        off: By how much `torch._foreach_norm` and `torch.linalg.vector_norm` differ at most, relative: 0-dim, on the
-            device; None where that was not asked.
+    `off` is the largest relative difference between `torch._foreach_norm` and `torch.linalg.vector_norm`: 0-dim, on the
+    device; None where it was not computed.
     """
 
-    names: tuple[str, ...]
-    vector: Tensor
+    names: tuple[str, ...]  # in the vector's order
+    vector: Tensor  # float32 of shape (n,), on the device; float64 where one of the tensors is
     off: Tensor | None = None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this process and device can tell of a tensor without communication and without waiting.
+    """Returns the elements of a tensor that this process can read without communication and without waiting.
 
-    Of a distributed tensor that is this process's shard. Of a sparse tensor on a device whose rows may occur twice, it
-    is the rows as they are: to add them up would wait.
-
-    Args:
-        tensor: Floating-point or complex (real and imaginary parts are elements), of any layout, not meta.
-
-    Returns:
-        The stored elements, plain, strided and real, of any shape; a view wherever that is possible.
+    For a distributed tensor that is this process's shard. For a sparse tensor on a device whose rows may occur twice,
+    it is the rows as stored: adding them up would wait. The tensor is floating-point or complex (real and imaginary
+    parts are elements), of any layout, not meta. The result is plain, strided and real, of any shape, and a view where
+    possible.
     """
     if is_plain(tensor) and tensor.layout is torch.strided and tensor.dtype in _REDUCED and not tensor.is_neg():
         return tensor
@@ -59,13 +52,12 @@ def norms_of(named: Iterable[tuple[str, Tensor]], *, fused: bool = True, check: 
     """Returns the norms of tensors, by device, without waiting for any device.
 
     Squares are summed in float32 (float64 for float64), so that a norm above 1.8e19 is inf and elements below 2.6e-23
-    do not count, as in `clip_grad_norm_`; an fp16 tensor's norm does not overflow. A NaN makes its tensor's norm NaN. A
-    shard's norm is that of the shard; that of an uncoalesced sparse tensor on a device takes repeated rows apart.
+    do not count, as in `clip_grad_norm_`; an fp16 tensor's norm does not overflow. A NaN makes its tensor's norm NaN.
+    The norm of a shard is the shard's own; an uncoalesced sparse tensor on a device counts repeated rows separately.
+    Empty tensors have norm 0.
 
-    Args:
-        named: Name and tensor, as for `local`; empty tensors have norm 0.
-        fused: By `torch._foreach_norm`, which is one kernel for many tensors; else one by one.
-        check: Also compute them the other way (a torch of 2024 gave wrong norms of long lists, pytorch#140066).
+    `fused` uses `torch._foreach_norm`, which is one kernel for many tensors. `check` also computes them the other way
+    (a torch of 2024 gave wrong norms of long lists, pytorch#140066).
     """
     groups: dict[torch.device, dict[torch.dtype, tuple[list[str], list[Tensor]]]] = {}
     for name, tensor in named:
@@ -85,14 +77,14 @@ def norms_of(named: Iterable[tuple[str, Tensor]], *, fused: bool = True, check: 
 
 
 def total(vector: Tensor) -> Tensor:
-    """Returns the norm of all elements, 0-dim and on the device, from the norms of the tensors."""
+    """Returns the norm of all elements, 0-dim and on the device, from the tensors' norms."""
     with Unseen(vector):
         norm: Tensor = torch.linalg.vector_norm(vector)
     return norm
 
 
 def _vector(lists: Sequence[list[Tensor]], *, fused: bool) -> Tensor:
-    """Returns the norms of lists of tensors, of one dtype each and of one device."""
+    """Returns the norms of lists of tensors, each list of one dtype, all on one device."""
     parts = []
     for tensors in lists:
         wide = None if tensors[0].dtype == torch.float64 else torch.float32
@@ -105,58 +97,41 @@ def _vector(lists: Sequence[list[Tensor]], *, fused: bool) -> Tensor:
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the largest relative difference; norms that are both not finite do not differ."""
+    """Returns the largest relative difference; two norms that are both not finite count as equal."""
     largest = torch.maximum(one.abs(), other.abs())
     apart = (one - other).abs() / largest.clamp(min=torch.finfo(one.dtype).tiny)
     same = one.isfinite().logical_not_() & other.isfinite().logical_not_()
     return torch.where(same | (one == other), torch.zeros_like(apart), apart).amax()
 
 
-# A few thousand elements of each tensor, always the same ones, in one buffer on the tensors' device.
-
+# -- samples: a few thousand elements of each tensor, always the same ones, in one buffer a device --
 
 MOST = 4096
 """Elements of a tensor: a share is known within 1.5 percentage points at 95 % (1.96 * sqrt(1/4 / 4096))."""
 MOST_TOGETHER = 1 << 22
-"""Elements of all tensors of a step: 16 MiB in float32, which a bus carries in a millisecond."""
+"""Elements of all tensors of a step: 16 MiB in float32, which a bus transfers in a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What stands in a buffer for a tensor.
+    """The sample of one tensor in a buffer."""
 
-    Attributes:
-        name: Of the tensor.
-        dtype: Of its elements; the buffer's is wider.
-        elements: Number of its elements: of a shard, of this process's; of a sparse tensor, of the stored ones.
-        count: Number of those in the buffer.
-    """
-
-    name: str
-    dtype: torch.dtype
-    elements: int
-    count: int
+    name: str  # of the tensor
+    dtype: torch.dtype  # of its elements; the buffer's is wider
+    elements: int  # of the tensor on this process; of a sparse one, the stored elements
+    count: int  # of the elements in the buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """The samples of tensors that are on one device.
+    """The samples of tensors that are on one device."""
 
-    Attributes:
-        plan: The tensors, in the buffer's order.
-        buffer: One-dimensional, float32, or float64 where one of the tensors is; on the device. A copy.
-    """
-
-    plan: tuple[Sampled, ...]
-    buffer: Tensor
+    plan: tuple[Sampled, ...]  # the tensors, in the buffer's order
+    buffer: Tensor  # a copy, one-dimensional, float32, or float64 where a tensor is; on the device
 
 
 def sample(named: Sequence[tuple[str, Tensor]]) -> list[Samples]:
-    """Returns samples of tensors, by device, without waiting for any device.
-
-    Args:
-        named: Name and tensor, as for `norms.local`. The same shapes and strides give the same elements each time.
-    """
+    """Returns samples, by device, without waiting; equal shapes and strides give the same elements each time."""
     most = min(MOST, max(MOST_TOGETHER // max(len(named), 1), 1))
     by_device: dict[torch.device, list[tuple[Sampled, Tensor]]] = {}
     for name, tensor in named:
@@ -169,12 +144,7 @@ def sample(named: Sequence[tuple[str, Tensor]]) -> list[Samples]:
 
 
 def strided(elements: Tensor, most: int) -> Tensor:
-    """Returns at most `most` elements, evenly over memory, as a view if the tensor is dense; one-dimensional.
-
-    Args:
-        elements: Plain and strided.
-        most: At least 1.
-    """
+    """Returns at most `most` (>= 1) elements of a plain strided tensor, evenly over memory; a view if it is dense."""
     line = flat(elements)
     stride = stride_of(line.numel(), most)
     if stride == 1:
@@ -183,9 +153,9 @@ def strided(elements: Tensor, most: int) -> Tensor:
 
 
 def stride_of(elements: int, most: int) -> int:
-    """Returns the least stride that leaves at most `most` of so many elements and has no factor with their number.
+    """Returns the least stride that leaves at most `most` elements and is coprime to their number.
 
-    A stride that divides the length of a row would look at a few columns of the matrix alone.
+    A stride that divides the length of a row would sample only a few columns of the matrix.
     """
     stride = max(-(-elements // most), 1)
     while math.gcd(stride, elements) > 1:
@@ -205,18 +175,16 @@ def _joined(rows: Sequence[tuple[Sampled, Tensor]]) -> Samples:
     return Samples(plan=tuple(row for row, _ in rows), buffer=buffer)
 
 
-# How far an optimizer's step moves each parameter, from the same few elements before and after it.
+# -- updates: how far a step moves each parameter, from the same few elements before and after --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """One parameter in one step.
+    """One parameter in one step, by its sampled elements.
 
-    Attributes:
-        ratio: L2 norm of the update over that of the parameter before, of the sampled elements; None where the
-            parameter is zero there, or one of the two is not finite.
-        unmoved: Share of the sampled elements that the step left as they were; None where the optimizer draws random
-            numbers: stochastic rounding leaves most weights as they were, and loses nothing.
+    `ratio` is the L2 norm of the update over that of the parameter before; None where the parameter is zero there, or
+    one of the two is not finite. `unmoved` is the share of elements that the step left unchanged; None where the
+    optimizer draws random numbers: stochastic rounding leaves most weights unchanged, and loses nothing.
     """
 
     ratio: float | None
@@ -224,23 +192,16 @@ class Moved:
 
 
 class Updates:
-    """Samples parameters when a step is about to be taken; no more of them is ever copied.
+    """Samples parameters before a step; only these samples are ever copied.
 
-    An optimizer's step is seen whole: decay and update in one, foreach or fused, in place or by a new tensor in
-    `parameter.data`. Of a step that is skipped, on the host or on the device, nothing moves.
-
-    Args:
-        named: Name and parameter.
-
-    Attributes:
-        before: By device, before the step.
-        random: Random numbers were drawn between `before` and `changes`.
+    The whole update of a step is seen: decay and update together, foreach or fused, in place or by a new tensor in
+    `parameter.data`. Where a step is skipped, on the host or on the device, nothing moves.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._named = named
-        self.before: list[Samples] = sample(named)
-        self.random = False
+        self.before: list[Samples] = sample(named)  # by device
+        self.random = False  # random numbers were drawn between `before` and `changes`
         self._generators = _states(self.before)
 
     def changes(self) -> list[Tensor]:
@@ -258,7 +219,7 @@ class Updates:
 
 
 def _states(samples: Sequence[Samples]) -> list[bytes]:
-    """The states of the generators of the samples' devices, and of the CPU's; on the host, nothing waits."""
+    """Returns the generator states of the samples' devices and of the CPU; they are on the host, so nothing waits."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         devices = sorted({one.buffer.device.index or 0 for one in samples if one.buffer.device.type == "cuda"})
@@ -268,13 +229,7 @@ def _states(samples: Sequence[Samples]) -> list[bytes]:
 
 
 def moved(before: Tensor, change: Tensor, *, random: bool = False) -> Moved:
-    """Returns the figures of one parameter.
-
-    Args:
-        before: Its sampled elements before the step, on the CPU.
-        change: What the step has added to each.
-        random: The optimizer draws random numbers.
-    """
+    """Returns a parameter's figures from its samples and their changes, on the CPU; `random` as in `Updates`."""
     weight, update = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in (before, change))
     known = weight > 0.0 and math.isfinite(weight) and math.isfinite(update)
     still = int((change == 0.0).sum()) / max(change.numel(), 1)

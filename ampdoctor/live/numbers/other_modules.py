@@ -1,7 +1,7 @@
-"""What a loop keeps beside its models, looked at now and then without waiting: modules, and copies of weights.
+"""Checks, at intervals and without waiting, what a loop keeps beside its models: modules, and copies of weights.
 
-Its frames lead to both. A copy is a tensor of the shape of one of the models' tensors, or of all weights in a line: in
-a variable, a container or an attribute (`shadow["out.weight"]`, `ema.shadow_params[3]`).
+Both are found from the loop's frames. A copy is a tensor of the shape of one of the models' tensors, or of all weights
+in one vector: in a variable, a container or an attribute (`shadow["out.weight"]`, `ema.shadow_params[3]`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from ampdoctor.probes.nonfinite import is_written_mask
 from ampdoctor.probes.user_code import user_frames
 
 _MOST = 20_000
-"""Objects that one look walks over at most."""
+"""Objects that one look visits at most."""
 _LONGEST = 256
 """Entries of a container, or as many as the models have tensors: a longer one holds data."""
 _DEEPEST = 4
-"""Steps from a frame's variable to a module: `trainer.callbacks[0].ema.module`. To a copy in a container one more."""
+"""Levels from a frame's variable to a module: `trainer.callbacks[0].ema.module`. A copy in a container may be one
+deeper."""
 _DOUBT = 8
-"""Steps after which a copy is looked at once more, where only a device knows which steps a scaler has skipped."""
+"""Steps after which a copy is checked again, where only a device knows which steps a scaler has skipped."""
 _OURS = 3
-"""References to a frame's dict of variables, its own and ours; with more, the loop has called `locals()`."""
+"""References to a frame's dict of variables, its own and ours; if there are more, the loop has called `locals()`."""
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _LOOKED_AT_ELSEWHERE = (torch.optim.Optimizer, torch.amp.GradScaler)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -44,71 +45,51 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A tensor that was finite at one look and is not at a later one.
-
-    Attributes:
-        name: Its name.
-        tensor: It.
-        since: The last step after which it was seen to be finite.
-        step: The step after which it is not.
-    """
+    """A tensor that was finite at one look and is not at a later one."""
 
     name: str
     tensor: Tensor
-    since: int
-    step: int
+    since: int  # the last step after which it was finite
+    step: int  # the step after which it is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """A tensor that is looked at.
-
-    Attributes:
-        there: It.
-        name: Its name.
-        copy: Whether it is no module's: a copy of a gradient is infinite where a scaler skips, and finite again later.
-        lasts: Whether a later tensor of its name is the same to the loop, which makes it anew.
-    """
-
     there: weakref.ref[Tensor]
     name: str
-    copy: bool = False
-    lasts: bool = False
+    copy: bool = False  # not a module's: a gradient's copy is infinite where a scaler skips, and finite again later
+    lasts: bool = False  # the loop makes it anew: a later tensor of its name continues it
 
 
 class Beside:
-    """Looks at what is kept beside the watched models, and keeps none of it alive.
+    """Checks tensors beside the watched models, and keeps none of them alive.
 
-    A look is made after the steps 0, 1, 2, 4, 8 and so on, then after each `every` steps. What was never seen to be
-    finite (memory that nothing has written to, `best = inf`) is nobody's loss. A copy is looked at only where neither
-    the last step nor the one before was skipped by a scaler.
-
-    Args:
-        every: Steps between looks, at most; 0 for those at powers of two alone.
-        later: Where readings wait.
+    A look is made after the steps 0, 1, 2, 4, 8 and so on, then after each `every` steps (0: only at powers of two). A
+    tensor that was never finite at a look (memory that nothing has written to, `best = inf`) is not reported. A copy is
+    checked only where neither the last step nor the one before was skipped by a scaler.
     """
 
     def __init__(self, every: int, later: Later[tuple[int, tuple[int, ...]]] | None = None) -> None:
         self._every = every
         self._later: Later[tuple[int, tuple[int, ...]]] = Later() if later is None else later
         self._known: dict[int, _Known] = {}
-        self._fine: dict[int | str, int] = {}  # by id, and by the name of what is made anew: when it was finite last
-        self._modules: set[str] = set()  # whose globals the loop's frames have
+        self._fine: dict[int | str, int] = {}  # by id, or by name where it is made anew: when it was last finite
+        self._modules: set[str] = set()  # the modules of the loop's frames
         self._skipped: tuple[bool | None, bool | None] = (False, False)  # of the last two steps
         self._suspects: dict[int | str, int] = {}
 
     def stepped(self, *, skipped: bool | None) -> None:
-        """A step was made, or skipped by a scaler; None where only a device knows."""
+        """Called after a step; `skipped` is None where only a device knows."""
         self._skipped = self._skipped[1], skipped
 
     def wants(self, step: int) -> bool:
-        """Is a look due after this step?"""
+        """Whether a look is due after this step."""
         if step & (step - 1) == 0 or (self._every > 0 and step % self._every == 0):
             return True
         return any(step >= since + _DOUBT for since in self._suspects.values())
 
     def look(self, step: int, models: Sequence[nn.Module]) -> None:
-        """Look at what the frames of the loop lead to, beside the models; waits for nothing."""
+        """Checks the tensors that the loop's frames refer to, beside the models; does not wait."""
         frames = list(user_frames())
         self._modules |= {name for frame in frames if isinstance(name := frame.f_globals.get("__name__"), str)}
         tables = chain.from_iterable((_variables(frame), frame.f_globals.items()) for frame in frames)
@@ -116,11 +97,11 @@ class Beside:
         self._send(step)
 
     def arrived(self, models: Sequence[nn.Module]) -> Lost | None:
-        """Returns the first that is lost, of the looks whose numbers have arrived."""
+        """Returns the first lost tensor of the looks whose numbers have arrived."""
         return self._first(self._later.ready(), models)
 
     def finish(self, step: int, models: Sequence[nn.Module]) -> Lost | None:
-        """The loop is over: look at what is left of all that was known, and wait for it."""
+        """Checks all known tensors that are left after the loop, and waits for them."""
         there = [module for name in self._modules if (module := sys.modules.get(name)) is not None]
         self._meet([pair for module in there for pair in list(vars(module).items())], models)
         self._send(step)
@@ -140,7 +121,7 @@ class Beside:
                 continue
             if id(value) in own or not _is_copy(value) or value.shape not in shapes:
                 continue
-            # a variable by itself may be anything of that shape: the batch, a mask
+            # a plain variable may be anything of that shape: the batch, a mask
             lasts = (depth > 0 or value.shape == line) and name not in named
             named.add(name)
             self._know(value, _Known(there=weakref.ref(value), name=name, copy=True, lasts=lasts))
@@ -212,28 +193,28 @@ class Beside:
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Its parameters and buffers; none of a module that cannot be asked (one that is not hashable)."""
+    """Returns a module's parameters and buffers; none where listing them fails (a module that is not hashable)."""
     try:
         return [*module.named_parameters(), *module.named_buffers()]
-    except Exception:  # noqa: BLE001 - the user's own class, which trains all the same
+    except Exception:  # noqa: BLE001 - the user's own class may raise anything
         return []
 
 
 def _counts(tensor: Tensor) -> bool:
-    """A weight, or a buffer that is more than one number: readings are kept in those."""
+    """Whether it is a parameter, or a buffer of more than one number: single numbers often hold metrics."""
     plain = type(tensor.detach()) is Tensor and tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
     return plain and tensor.layout == torch.strided and (isinstance(tensor, nn.Parameter) or tensor.numel() > 1)
 
 
 def _is_copy(tensor: Tensor) -> bool:
-    """Numbers with memory of their own, which no graph has made."""
+    """Whether it has memory of its own, and was not made under autograd."""
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_leaf or tensor._base is not None:  # noqa: SLF001
         return False
     return tensor.is_floating_point() and not tensor.is_meta and tensor.layout == torch.strided
 
 
 def _kept(variables: Iterable[tuple[str, object]], *, longest: int) -> Iterator[tuple[str, Any, int]]:
-    """Yields (name, value, steps to it) of modules, each outermost one once, and of tensors that lie in none."""
+    """Yields (name, value, depth) of modules, each outermost one once, and of tensors outside modules."""
     queue: deque[tuple[str, object, int]] = deque((name, value, 0) for name, value in variables)
     seen: set[int] = set()
     for _ in range(_MOST):
@@ -258,7 +239,7 @@ def _joined(name: str, key: str | int) -> str:
 
 
 def _variables(frame: types.FrameType) -> list[tuple[str, object]]:
-    """Those of a function; up to Python 3.12 a frame that is asked for them holds them, until it is asked again."""
+    """Returns a function's variables; up to Python 3.12 this would keep them alive, so the frame's copy is cleared."""
     if frame.f_locals is frame.f_globals:
         return []
     variables = frame.f_locals
@@ -288,7 +269,7 @@ def _held(value: object, longest: int) -> Iterator[tuple[str | int, object]]:
 
 
 def _of_function(value: types.MethodType | types.FunctionType | functools.partial[Any]) -> Iterator[tuple[str, object]]:
-    """What a function was made with: its object, the variables around it, its arguments."""
+    """Yields what a function was made with: its object, its closure's variables, its arguments."""
     if isinstance(value, types.MethodType):
         yield "", value.__self__
     elif isinstance(value, types.FunctionType):
@@ -312,7 +293,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _table(value: object) -> object:
-    """The attributes of an object, without asking its class for any."""
+    """Returns an object's `__dict__` without calling its class's own code."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:

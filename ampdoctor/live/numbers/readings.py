@@ -1,4 +1,4 @@
-"""A step whose numbers are on their way, and what is read from them on the host, for a line of the run's log."""
+"""A step whose numbers are still on the device, and the readings made from them on the host for the run's log."""
 
 from __future__ import annotations
 
@@ -24,105 +24,67 @@ Role = Literal["parameter", "gradient", "activation", "activation_gradient"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReading:
-    """One step of one optimizer, taken or skipped.
+    """One step of one optimizer, taken or skipped."""
 
-    Attributes:
-        step: Number of the attempted step.
-        optimizer: Name of the optimizer.
-        losses: Of the backwards since the optimizer's step before, unscaled, in their order.
-        gradient_norm: L2 norm of all its gradients, unscaled; None where it had none. Not finite where one is not.
-        norm_heard: It is what clipping computed, and was not computed for this.
-        norm_local: It is of this process's shards alone.
-        norm_clipped: It was taken after a clipping that was not of exactly these gradients, or not by their L2 norm.
-        max_norm: What clipping cuts the norm to, in the units that it saw; None where none was heard.
-        loss_scale: What the gradients were or are still multiplied by; None without a scaler.
-        skipped: Whether the step was not taken; None where that is not known.
-        growth_tracker: The scaler's count of steps since its scale last changed.
-        sick: Names of gradients whose norms are not finite, of those that were computed for this.
-        batch: What its batches are like.
-    """
-
-    step: int
-    optimizer: str
-    losses: tuple[float, ...] = ()
-    gradient_norm: float | None = None
-    norm_heard: bool = False
-    norm_local: bool = False
-    norm_clipped: bool = False
-    max_norm: float | None = None
-    loss_scale: float | None = None
-    skipped: bool | None = None
-    growth_tracker: int | None = None
-    sick: tuple[str, ...] = ()
+    step: int  # number of the attempted step
+    optimizer: str  # its name
+    losses: tuple[float, ...] = ()  # one for each backward since the last step, in order, unscaled
+    gradient_norm: float | None = None  # L2 norm of all gradients, unscaled; not finite where a gradient is not
+    norm_heard: bool = False  # clipping computed the norm
+    norm_local: bool = False  # the norm of this process's shards alone
+    norm_clipped: bool = False  # taken after a clipping of other gradients than exactly these, or by another norm
+    max_norm: float | None = None  # the limit of clipping, in the units of the gradients that it clipped
+    loss_scale: float | None = None  # the factor that the gradients had or still have; None without a scaler
+    skipped: bool | None = None  # None where that is not known
+    growth_tracker: int | None = None  # the scaler's count of steps since its scale last changed
+    sick: tuple[str, ...] = ()  # names of gradients with a non-finite norm, where norms were computed here
     batch: BatchReading = NO_BATCH
 
     @property
     def micro_steps(self) -> int:
-        """Backwards that it is made of."""
+        """The number of its backwards."""
         return len(self.losses)
 
     @property
     def loss(self) -> float | None:
-        """Returns what the gradients are the gradient of: the sum of the losses; None where none was seen."""
+        """The sum of the losses, which the gradients belong to; None where no loss was seen."""
         return sum(self.losses) if self.losses else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorReading:
-    """One tensor in a detail step.
+    """One tensor in a detail step. Shares are fractions of the counted elements.
 
-    Attributes:
-        name: Of the parameter, or of the module for an activation and its gradient.
-        role: What it is. A gradient is as the optimizer gets it.
-        part: Of an activation and its gradient "output" or "input", else "".
-        call: Number of the module's call.
-        format: Its number format ("fp16").
-        elements: Number of its elements on this process.
-        sampled: Number of those that were counted.
-        norm: L2 norm of all elements; None for an activation's gradient.
-        amax: Largest finite magnitude: exact for a gradient that is finite, else of the sample; None without one.
-        nonfinite: Counted elements that are NaN or infinite.
-        scale: The factor that its numbers carry, the loss scale of a scaled gradient; None for none.
-        zero_share: Share of the counted elements that is zero.
-        flushed_share: Of a gradient: share of what is not zero that becomes zero in the half format, multiplied by the
-            loss scale and not clipped; None for a parameter.
-        subnormal_share: Share of the same that keeps fewer bits there.
-        headroom_binades: Binades from `amax`, so multiplied, to the half format's maximum; negative beyond it.
-        update_ratio: As `updates.Moved.ratio`, of a parameter.
-        unmoved_share: As `updates.Moved.unmoved`, of a parameter.
-        histogram: The counted magnitudes.
+    `flushed_share`, `subnormal_share` and `headroom_binades` are for the numbers times the loss scale and before
+    clipping; None for a parameter.
     """
 
-    name: str
-    role: Role
-    part: str = ""
-    call: int = 0
-    format: str
-    elements: int
-    sampled: int
-    norm: float | None = None
-    amax: float | None = None
-    nonfinite: int = 0
-    scale: float | None = None
+    name: str  # of the parameter, or of the module for an activation and its gradient
+    role: Role  # a gradient is as the optimizer gets it
+    part: str = ""  # "output" or "input" of an activation and its gradient
+    call: int = 0  # number of the module's call
+    format: str  # number format ("fp16")
+    elements: int  # on this process
+    sampled: int  # the counted elements
+    norm: float | None = None  # L2 norm of all elements; None for an activation's gradient
+    amax: float | None = None  # largest finite magnitude: exact for a finite gradient, else of the sample
+    nonfinite: int = 0  # counted elements that are NaN or infinite
+    scale: float | None = None  # the loss scale that its numbers carry, if any
     zero_share: float = 0.0
-    flushed_share: float | None = None
-    subnormal_share: float | None = None
-    headroom_binades: float | None = None
-    update_ratio: float | None = None
-    unmoved_share: float | None = None
-    histogram: Histogram
+    flushed_share: float | None = None  # of a gradient's nonzero elements, those that become zero in the half format
+    subnormal_share: float | None = None  # those that keep fewer bits there
+    headroom_binades: float | None = None  # from `amax` to the half format's maximum; negative beyond it
+    update_ratio: float | None = None  # `Moved.ratio` of a parameter
+    unmoved_share: float | None = None  # `Moved.unmoved` of a parameter
+    histogram: Histogram  # of the counted magnitudes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DetailReading:
     """The tensors of one step of one optimizer.
 
-    Attributes:
-        step: Number of the attempted step.
-        optimizer: Name of the optimizer.
-        reason: "sampled", or what asked for the look.
-        loss_scale: As in `StepReading`.
-        tensors: Gradients, then parameters, each in the optimizer's order; then activations, then gradients of such.
+    `reason` is "sampled", or the cause of the look. `tensors` are the gradients, then the parameters, each in the
+    optimizer's order; then activations and their gradients.
     """
 
     step: int
@@ -146,22 +108,12 @@ def tensor_reading(
     part: str = "",
     call: int = 0,
 ) -> TensorReading:
-    """Returns the figures of a tensor, counted on the host.
+    """Returns the figures of a tensor; `values` is its sample, float32 or float64 on the CPU.
 
-    Args:
-        role: What it is.
-        row: What its sample is of.
-        values: The sample, float32 or float64 on the CPU.
-        half: Name of the half format that its numbers pass through; None where that is none, or is not known.
-        factor: What the numbers are multiplied by before they are half; None where they never are, or it is unknown.
-        extremes: Its smallest and largest element; None where they are not known.
-        norm: Of the whole tensor.
-        scale: What its numbers carry.
-        update: Of a parameter that a step has moved.
-        part: Of an activation and its gradient.
-        call: Of its module.
+    `half` is the half format that its numbers pass through, and `factor` their multiplier before that; None where there
+    is none or it is unknown. `extremes` are its smallest and largest element. `norm` is of the whole tensor.
     """
-    counted = Histogram.of(values.to(row.dtype))  # exact: it was widened, and a format's own values round to nothing
+    counted = Histogram.of(values.to(row.dtype))  # exact: the values were widened from this dtype
     times = factor if factor is not None and 0.0 < factor < math.inf else None
     amax = _amax(counted, extremes)
     largest = None if amax is None else Histogram.of(torch.tensor([amax], dtype=torch.float64, device="cpu"))
@@ -188,22 +140,17 @@ def tensor_reading(
 
 
 def _amax(counted: Histogram, extremes: Tensor | None) -> float | None:
-    """Returns the largest finite magnitude that is known; None where nothing is finite and nonzero."""
+    """Returns the largest known finite magnitude; None where nothing is finite and nonzero."""
     exact = math.nan if extremes is None else float(extremes.abs().amax())
     return (exact or None) if math.isfinite(exact) else counted.amax
 
 
-# Which of the clippings that were heard are of an optimizer's gradients, and whether their norm is that of all.
+# -- clipping --
 
 
 @dataclass(slots=True, eq=False)
 class Heard:
-    """A clipping since the last step.
-
-    Attributes:
-        clip: The clipping.
-        scaled: The gradients carried the loss scale then.
-    """
+    """A clipping since the last step; `scaled` where the gradients carried the loss scale at the time."""
 
     clip: Clip
     scaled: bool = False
@@ -211,22 +158,19 @@ class Heard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """What clipping knows of an optimizer's gradients.
+    """The clippings of an optimizer's gradients.
 
-    Attributes:
-        parts: Clippings of disjoint sets of gradients, together exactly the optimizer's; the norm of their norms is
-            that of all. () where there are none such.
-        clipped: Some of the gradients were clipped.
-        only: The one clipping there was; None where there were more or none.
+    `parts` are clippings of disjoint sets that are together exactly the optimizer's gradients: the norm of their norms
+    is the total norm. () where there are none such.
     """
 
     parts: tuple[Heard, ...] = ()
-    clipped: bool = False
-    only: Heard | None = None
+    clipped: bool = False  # some of the gradients were clipped
+    only: Heard | None = None  # the clipping, if there was exactly one
 
 
 class Clippings:
-    """Those that were heard and not yet used by a step."""
+    """The clippings that no step has used yet."""
 
     def __init__(self) -> None:
         self._heard: list[Heard] = []
@@ -235,21 +179,21 @@ class Clippings:
         return bool(self._heard)
 
     def add(self, clip: Clip) -> None:
-        """A clipping is about to be made."""
+        """Called before a clipping."""
         self._heard.append(Heard(clip))
 
     def carry_scale(self, gradients: AbstractSet[int]) -> None:
-        """What was clipped of these so far was still scaled."""
+        """Marks the clippings of these gradients so far: the gradients were still scaled."""
         for heard in self._heard:
             if heard.clip.gradients & gradients:
                 heard.scaled = True
 
     def forget(self, gradients: AbstractSet[int] | None = None) -> None:
-        """A step has used these gradients (None: all), or they are cleared: their ids may be others' from here on."""
+        """Drops clippings of gradients (None: all) that a step has used or that are cleared: ids may be reused."""
         self._heard = [h for h in self._heard if gradients is not None and not h.clip.gradients & gradients]
 
     def norm_of(self, gradients: AbstractSet[int]) -> Norm:
-        """Returns what is known of these gradients; of two clippings of the same the first counts."""
+        """Returns the clippings of these gradients; of two clippings of the same gradients the first counts."""
         mine = [heard for heard in self._heard if heard.clip.gradients & gradients]
         parts: list[Heard] = []
         covered: set[int] = set()
@@ -265,70 +209,42 @@ class Clippings:
         return Norm(parts=tuple(parts) if whole else (), clipped=bool(mine), only=mine[0] if len(mine) == 1 else None)
 
 
-# A step whose numbers are on their way, and what is read from them when they have arrived.
-
+# -- from numbers to readings --
 
 Sections = Mapping[str, Sequence[Tensor]]
 
 _SICK = 16
-"""Gradients that a step names."""
+"""Most names in `StepReading.sick`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sent:
-    """What the host knows of a step before its numbers arrive.
+    """The host's data about a step whose numbers have not arrived. A section is a list of tensors in the parcel."""
 
-    Attributes:
-        number: Of the attempted step.
-        optimizer: Its name.
-        reason: Why single tensors are looked at; None where they are not.
-        clips: The clippings of its gradients.
-        unscaled: The gradients were divided by the loss scale.
-        scale: The loss scale, where it is a number and not a tensor.
-        gradients: `id` of each.
-        shards: Some of them are distributed.
-        skipped: As in `StepReading`.
-        norms: Names of gradients, in the order of the section "norms".
-        weights: Names of parameters, in the order of "weights".
-        sampled: Gradients, in the order of "gradients".
-        extremes: Names of gradients, in the order of the pairs in "extremes".
-        updates: Parameters, in the order of "parameters" and "changes".
-        returned: Activations, in the order of "returned", "returned_extremes" (pairs) and "returned_norm".
-        arrived: Gradients of activations, in the order of "arrived".
-        batches_are_numbers: What is in "batches" are numbers, and no ids.
-        batch_elements: Elements of the batches that these were drawn from.
-        parcel: The numbers.
-    """
-
-    number: int
-    optimizer: str
-    reason: str | None
+    number: int  # of the attempted step
+    optimizer: str  # its name
+    reason: str | None  # why single tensors are looked at; None where they are not
     clips: Norm
-    unscaled: bool
-    scale: float | None = None
-    gradients: frozenset[int] = frozenset()
-    shards: bool = False
-    skipped: bool | None = None
-    norms: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
-    sampled: tuple[Sampled, ...] = ()
-    extremes: tuple[str, ...] = ()
-    updates: Updates | None = None
-    returned: tuple[Returned, ...] = ()
-    arrived: tuple[Arrived, ...] = ()
-    batches_are_numbers: bool = False
-    batch_elements: int = 0
+    unscaled: bool  # the gradients were divided by the loss scale
+    scale: float | None = None  # the loss scale, where it is a number and not a tensor
+    gradients: frozenset[int] = frozenset()  # `id` of each
+    shards: bool = False  # some gradients are distributed
+    skipped: bool | None = None  # as in `StepReading`
+    norms: tuple[str, ...] = ()  # names of gradients, in the order of the section "norms"
+    weights: tuple[str, ...] = ()  # names of parameters, in the order of "weights"
+    sampled: tuple[Sampled, ...] = ()  # gradients, in the order of "gradients"
+    extremes: tuple[str, ...] = ()  # names of gradients, in the order of the pairs in "extremes"
+    updates: Updates | None = None  # parameters, in the order of "parameters" and "changes"
+    returned: tuple[Returned, ...] = ()  # in the order of "returned", "returned_extremes" (pairs), "returned_norm"
+    arrived: tuple[Arrived, ...] = ()  # in the order of "arrived"
+    batches_are_numbers: bool = False  # "batches" holds numbers, not ids
+    batch_elements: int = 0  # elements of the batches that "batches" is a sample of
     parcel: Parcel = field(default_factory=Parcel)
 
 
 @unseen()
 def step_of(sent: Sent, sections: Sections) -> StepReading:
-    """Returns what a step's numbers say.
-
-    Args:
-        sent: The step.
-        sections: Its numbers, on the CPU.
-    """
+    """Returns a step's reading from its numbers, which are on the CPU."""
     scale = _scale(sent, sections)
     norms = _numbers(sections, "norms")
     tracker = _first(sections, "growth_tracker")
@@ -352,12 +268,7 @@ def step_of(sent: Sent, sections: Sections) -> StepReading:
 
 @unseen()
 def detail_of(sent: Sent, sections: Sections) -> DetailReading:
-    """Returns what a step's samples say; counts them, some 0.2 ms a tensor.
-
-    Args:
-        sent: A step with a reason.
-        sections: Its numbers, on the CPU.
-    """
+    """Returns the reading of a step's samples, which are on the CPU; counting takes some 0.2 ms a tensor."""
     scale = _scale(sent, sections)
     half = _half_of(sent, scale)
     tensors = [
@@ -434,9 +345,9 @@ def _returned(sent: Sent, sections: Sections) -> list[TensorReading]:
 
 
 def _half_of(sent: Sent, scale: float | None) -> str | None:
-    """Returns the half format that the step's gradients pass through; None where it computes in none, or none is seen.
+    """Returns the half format that the step's gradients pass through; None where none is seen.
 
-    It is that of what modules return, or of the gradients themselves; else fp16 where there is a loss scale.
+    It is the format of the modules' outputs or of the gradients; else fp16 where there is a loss scale.
     """
     seen = {FORMATS[one.sampled.dtype] for one in sent.returned} | {
         FORMATS[row.dtype] for row in sent.sampled if row.dtype in HALF
@@ -470,13 +381,13 @@ def _gradient_norm(sent: Sent, sections: Sections, scale: float | None) -> float
 
 
 def _kept_by_clipping(sent: Sent, sections: Sections) -> float | None:
-    """Returns what clipping has multiplied the gradients by, as torch computes it; None where that is not known."""
+    """Returns the factor by which clipping multiplied the gradients, computed as torch does; None if unknown."""
     if not sent.clips.clipped:
         return 1.0
     if sent.clips.only is None:
         return None
     seen = _first(sections, "clip")
-    if seen is None:  # it was of some of them, or of more
+    if seen is None:  # it clipped only some of them, or others too
         return None
     kept = min(sent.clips.only.clip.max_norm / (seen + 1e-6), 1.0)
     return kept if kept > 0.0 else None

@@ -1,4 +1,4 @@
-"""The numbers of each step of a loop that is somebody else's: taken on the device, told when they have arrived."""
+"""The numbers of each step of a user's loop, taken on the device and reported when they have arrived."""
 
 from __future__ import annotations
 
@@ -19,24 +19,15 @@ from ampdoctor.live.numbers.readings import Clippings, DetailReading, Sent, Step
 from ampdoctor.numerics import extremes_of_each
 from ampdoctor.numerics.tensors import Unseen
 
-# Puts the numbers of a step into its parcel, on the device.
-
+# -- filling a step's parcel, on the device --
 
 Named = Sequence[tuple[str, Tensor]]
-"""Tensors and their names."""
 
 
 def add_norms(sent: Sent, gradients: Named, *, fused: bool, check: bool) -> Tensor | None:
-    """Adds the gradients' norms: what clipping has computed, and their own where it has not or single ones are wanted.
+    """Adds the gradients' norms: clipping's, and their own where it computed none or single tensors are looked at.
 
-    Args:
-        sent: The step.
-        gradients: Those that there are.
-        fused: As in `norms_of`.
-        check: As there.
-
-    Returns:
-        The norm of all, 0-dim and on their device, as clipping saw it or as they are; None where it is in parts.
+    Returns the norm of all, 0-dim and on their device, as clipping saw it or as they are; None where it is in parts.
     """
     parts = sent.clips.parts
     sent.shards = any(hasattr(gradient, "to_local") for _, gradient in gradients)
@@ -56,7 +47,7 @@ def add_norms(sent: Sent, gradients: Named, *, fused: bool, check: bool) -> Tens
 
 
 def _one(norms: list[Tensor]) -> Tensor | None:
-    """Returns the norm of all, from those of parts; None without a part, or where they lie on several devices."""
+    """Returns the norm of all, from those of parts; None without a part, or where they are on several devices."""
     if len(norms) < 2 or len({norm.device for norm in norms}) > 1:
         return norms[0] if len(norms) == 1 else None
     with Unseen(norms[0]):
@@ -64,12 +55,7 @@ def _one(norms: list[Tensor]) -> Tensor | None:
 
 
 def add_gradients(sent: Sent, gradients: Named) -> None:
-    """Adds samples and extremes of the gradients.
-
-    Args:
-        sent: The step.
-        gradients: Those that there are.
-    """
+    """Adds samples and extremes of the gradients."""
     elements = [(name, local(gradient)) for name, gradient in gradients]
     for samples in sample(elements):
         sent.sampled += samples.plan
@@ -82,14 +68,7 @@ def add_gradients(sent: Sent, gradients: Named) -> None:
 
 
 def add_parameters(sent: Sent, parameters: Named, *, fused: bool, updates: Updates | None) -> None:
-    """Adds norms and samples of the parameters before the step.
-
-    Args:
-        sent: The step.
-        parameters: All of the optimizer's.
-        fused: As in `norms_of`.
-        updates: Of the same step, announced before; None for the first time.
-    """
+    """Adds norms and samples of the parameters before the step; `updates` are those of an earlier call for it."""
     sent.updates = Updates(parameters) if updates is None else updates
     for samples in sent.updates.before:
         sent.parcel.add("parameters", samples.buffer)
@@ -99,7 +78,7 @@ def add_parameters(sent: Sent, parameters: Named, *, fused: bool, updates: Updat
 
 
 def add_changes(sent: Sent) -> None:
-    """Adds what the step has added to the parameters, what modules have returned, and what has come back to outputs."""
+    """Adds the parameters' changes, the modules' outputs, and the gradients of outputs."""
     if sent.updates is not None and not sent.skipped:
         for change in sent.updates.changes():
             sent.parcel.add("changes", change)
@@ -113,22 +92,22 @@ def add_changes(sent: Sent) -> None:
 
 
 EVERY = 100
-"""Steps from one look at single tensors to the next."""
+"""Steps between two looks at single tensors."""
 MOST_INCOMING = 256
-"""Gradients of outputs that are kept of a step; a loop that never steps an optimizer would have no end of them."""
+"""Gradients of outputs that are kept of a step: without a limit, a loop that never steps would keep all of them."""
 SAMPLED = "sampled"
-"""Why most of them are made."""
+"""The reason of regular looks."""
 AGREE = 1e-3
-"""Relative difference of norms from which `torch._foreach_norm` is not believed any more: float32 sums of a billion
-squares differ by less, and what was wrong in pytorch#140066 was wrong by factors."""
+"""Relative difference of norms above which `torch._foreach_norm` is not used any more: float32 sums of a billion
+squares differ by less, and the wrong norms of pytorch#140066 were wrong by factors."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _harmless(method: Method) -> Method:
-    """The method raises nothing into the loop: at the first error the numbers end, with one sentence in `failed`.
+    """The method raises nothing into the loop: the first error ends the numbers, with one sentence in `failed`.
 
-    It does nothing where what it does would become a part of a compiled or captured graph.
+    It does nothing where its work would become part of a compiled or captured graph.
     """
 
     @functools.wraps(method)
@@ -145,21 +124,13 @@ def _harmless(method: Method) -> Method:
 
 
 class StepNumbers:
-    """Takes the numbers of a loop's steps; whoever watches the loop tells it what happens.
+    """Takes the numbers of a loop's steps; the watcher of the loop calls its methods.
 
-    Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is told before
-    `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
+    Nothing waits for a device until `finish`, nothing is changed, and nothing raises. On a CPU a reading is reported
+    before `stepped` returns; on a device at a later `stepped` or `poll`, in the order of the steps.
 
-    Args:
-        on_step: Sent each step.
-        on_detail: Sent each look at single tensors, as a function that counts them, on any thread.
-        every: Steps between looks; 0 for none but those that are asked for.
-        later: Where readings wait.
-
-    Attributes:
-        failed: The error that ended the numbers; None while all is well.
-        fused: Norms are taken by `torch._foreach_norm`; False once that was seen to be wrong.
-        hears_clips: This torch lets clippings be heard.
+    `on_step` gets each step; `on_detail` gets each look at single tensors, as a function that counts them on any
+    thread. `every` is the steps between looks; 0 for none but the requested ones.
     """
 
     def __init__(
@@ -178,18 +149,18 @@ class StepNumbers:
         self._batches: list[tuple[Tensor, bool, int]] = []
         self._incoming: list[Arrived] = []
         self._activations = Activations(self._fail)
-        self._open: dict[str, Sent] = {}  # by optimizer: steps that are about to be taken
+        self._open: dict[str, Sent] = {}  # by optimizer: the steps that are about to be taken
         self._checked: set[str] = set()
         self._step = 0
         self._asked, self._asked_for = 0, SAMPLED
         self._reason: str | None = None
-        self.failed: str | None = None
-        self.fused = True
-        self.hears_clips = False
+        self.failed: str | None = None  # the error that ended the numbers
+        self.fused = True  # norms come from `torch._foreach_norm`; False once it was wrong
+        self.hears_clips = False  # this torch makes clippings visible
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Clippings are heard inside; what is still on its way is waited for at the end."""
+        """Observes clippings inside, and waits at the end for the numbers that have not arrived."""
         with hearing(self._clip) as heard:
             self.hears_clips = heard
             try:
@@ -204,27 +175,19 @@ class StepNumbers:
 
     @property
     def looking(self) -> bool:
-        """Whether single tensors are looked at in this step: gradients of activations are worth their hooks."""
+        """Whether single tensors are looked at in this step; only then are hooks on activation gradients useful."""
         return self._reason is not None and self.failed is None
 
     def look(self, reason: str, steps: int = 1) -> None:
-        """Look at single tensors in the next steps, and in this one as far as it goes, because of something that fired.
-
-        Args:
-            reason: What fired, for the reading.
-            steps: How many of the next.
-        """
+        """Looks at single tensors in the next `steps`, and in the rest of this one; `reason` is what fired."""
         self._asked, self._asked_for = max(self._asked, steps), reason
         self._reason = self._reason or reason
 
     @_harmless
     def begin_step(self, step: int) -> None:
-        """A step begins, before its first forward; what an earlier one has left behind is forgotten.
+        """Begins a step before its first forward, and drops the remains of an earlier one.
 
-        A step that another thread is about to take is not: it goes when its optimizer is about to step again.
-
-        Args:
-            step: Number of the attempted step, from 0.
+        A step that another thread is about to take stays, until its optimizer is about to step again.
         """
         self._step = step
         self._losses.clear()
@@ -238,12 +201,7 @@ class StepNumbers:
 
     @_harmless
     def loss(self, tensor: Tensor, scale: Tensor | float | None = None) -> None:
-        """A backward begins.
-
-        Args:
-            tensor: Its root; what has more than one element is no loss.
-            scale: What it was multiplied by; a tensor is divided by on the device.
-        """
+        """Called at a backward's start with its root: a loss if it has one element, divided by `scale` on a device."""
         if tensor.numel() != 1 or not tensor.is_floating_point() or tensor.is_meta:
             return
         own = local(tensor)
@@ -257,45 +215,43 @@ class StepNumbers:
 
     @_harmless
     def batch(self, tensor: Tensor) -> None:
-        """A model was called with this batch, the first of its micro-step."""
+        """Called with the batch of a model's call, the first of its micro-step."""
         if (drawn := drawn_from(tensor)) is not None:
             self._batches.append((drawn, is_numbers(tensor), tensor.numel()))
 
     @_harmless
     def unscaling(self, parameters: Iterable[Tensor]) -> None:
-        """A scaler is about to divide gradients by its scale: clippings so far saw them scaled."""
+        """Called before a scaler divides gradients by its scale: clippings so far had scaled gradients."""
         self._clips.carry_scale({id(p.grad) for p in parameters if p.grad is not None})
 
     @_harmless
-    def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - as it is told
-        """Gradients are about to be cleared, or were: what clipping heard of them is no step's.
+    def cleared(self, parameters: Iterable[Tensor], by_hand: bool) -> None:  # noqa: FBT001 - the caller's signature
+        """Called before gradients are cleared, or after (`by_hand`): their clippings belong to no step.
 
-        Args:
-            parameters: Theirs.
-            by_hand: They were, and may be gone: others may have their ids from here on.
+        Gradients that the loop has cleared itself may be gone, and their ids reused.
         """
         if self._clips:
             gradients = {id(p.grad) for p in parameters if p.grad is not None}
             self._clips.forget(None if by_hand and not gradients else gradients)
 
     def entering(self, name: str, model: nn.Module) -> None:
-        """A model of the loop's is about to be called, in a step that is `looking`."""
+        """Called before a model of the loop runs, in a step that is `looking`."""
         if self.looking:
             self._activations.attach(name, model)
 
     def left(self) -> None:
-        """The call is over, whatever has come of it."""
+        """Called after the model has returned or raised."""
         self._activations.detach()
 
     @_harmless
     def returned(self, name: str, model: nn.Module, output: Any) -> None:
-        """It has returned, in a step that is `looking`."""
+        """Called after the model has returned, in a step that is `looking`."""
         if self.looking:
             self._activations.returned(name, model, output)
 
     @_harmless
     def incoming(self, module: str, gradient: Tensor, *, part: str = "output", call: int = 0) -> None:
-        """The gradient of a module's output has come back, in a step that is `looking`; arguments as of `arrived`."""
+        """Called with the gradient of a module's output, in a step that is `looking`; arguments as in `arrived`."""
         if not self.looking or len(self._incoming) >= MOST_INCOMING:
             return
         if (found := arrived(module, gradient, part=part, call=call)) is not None:
@@ -313,23 +269,17 @@ class StepNumbers:
         growth_tracker: Tensor | None = None,
         unscaled: bool = True,
     ) -> Tensor | None:
-        """An optimizer is about to use its gradients, or a scaler to skip them; after the closure, where there is one.
+        """Called before an optimizer uses its gradients, or a scaler skips them; after the closure, if there is one.
 
-        Called again before `stepped` (a closure that is evaluated several times), gradients are those of the last time
-        and parameters those of the first.
+        It may be called again before `stepped` (a closure that is evaluated several times): then the gradients are
+        those of the last call, and the parameters those of the first.
 
-        Args:
-            optimizer: Its name.
-            parameters: Name and parameter, all of the optimizer's.
-            number: Of its attempted step; None: that of `begin_step`.
-            scale: The loss scale of its gradients: `scaler._scale` itself, on its device; None without a scaler.
-            found_inf: The scaler's flag, on its device, if it is there already.
-            growth_tracker: `scaler._growth_tracker` itself.
-            unscaled: The gradients were divided by the scale; False for a fused optimizer, which does so itself.
+        `number` is that of the attempted step; None for the one of `begin_step`. `scale` is `scaler._scale` itself, on
+        its device, `found_inf` the scaler's flag if it exists already, `growth_tracker` is `scaler._growth_tracker`
+        itself. `unscaled` is False for a fused optimizer, which divides by the scale itself.
 
-        Returns:
-            The norm of its gradients, 0-dim and on its device, which carries the scale where clipping saw it or they
-            still do; None without gradients, or where clipping in parts has computed it in parts.
+        Returns the norm of the gradients, 0-dim and on their device. It carries the scale where clipping saw it or the
+        gradients still do. None without gradients, or where clipping has computed it in parts.
         """
         parameters = [(name, p) for name, p in parameters if _has_numbers(p)]
         named = [(name, p.grad) for name, p in parameters if p.grad is not None]
@@ -367,7 +317,7 @@ class StepNumbers:
 
     @_harmless
     def guarded(self, optimizer: str, flag: Tensor) -> None:
-        """The step that is about to be taken is not, where this flag, on its device, is not 0."""
+        """Notes that the step that is about to be taken is skipped where this flag, on its device, is not 0."""
         step = self._open.get(optimizer)
         if step is not None:
             step.parcel.add("found_inf", flag)
@@ -375,12 +325,7 @@ class StepNumbers:
 
     @_harmless
     def stepped(self, optimizer: str, *, skipped: bool | None = None) -> None:
-        """The optimizer has stepped, or its step was skipped.
-
-        Args:
-            optimizer: Its name.
-            skipped: Whether the step was not taken; None where only `found_inf` knows.
-        """
+        """Called after the optimizer has stepped or was skipped; `skipped` is None where only `found_inf` shows it."""
         step = self._open.pop(optimizer, None)
         if step is not None:
             step.skipped = skipped
@@ -398,15 +343,15 @@ class StepNumbers:
 
     @_harmless
     def poll(self) -> None:
-        """Tell the readings that have arrived."""
+        """Reports the readings that have arrived."""
         self._tell(self._later.ready())
 
     @_harmless
     def finish(self) -> None:
-        """Tell all readings; waits for those that are on their way."""
+        """Reports all readings; waits for those that have not arrived."""
         self._activations.detach()
         self._tell(self._later.drain())
-        self._open.clear()  # of a step that has raised
+        self._open.clear()  # a step that has raised is still in it
 
     def _fail(self, error: Exception) -> None:
         self.failed = self.failed or f"{type(error).__name__}: {error}".splitlines()[0]
@@ -420,7 +365,7 @@ class StepNumbers:
             with unseen():
                 sections = step.parcel.opened(values)
                 if step.reason is not None:
-                    kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are lent
+                    kept = step.parcel.opened([numbers.clone() for numbers in values])  # the buffers are reused
                 off = [difference for found in sections.get("off", []) for difference in found.tolist()]
             if not all(difference <= AGREE for difference in off):
                 self.fused = False
@@ -430,10 +375,10 @@ class StepNumbers:
 
 
 def _has_numbers(parameter: Tensor) -> bool:
-    """Whether a parameter has values, and real or complex ones; a quantised one may be made of bytes."""
+    """Whether a parameter has real or complex values; a quantised one may consist of bytes."""
     return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_meta
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured: no event may be asked then, and no memory pinned."""
+    """Whether a CUDA graph is being captured: then no event may be queried, and no memory pinned."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,1 +1,1 @@
-"""What a loop that is somebody else's does in a step, recorded so that the step can be run again."""
+"""Records a step of a user's loop, so that it can be run again."""

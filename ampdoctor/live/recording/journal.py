@@ -1,4 +1,4 @@
-"""What a loop's tape holds, and for how long: instructions, gradients that add up, names, and one step's part of it."""
+"""The instructions on a loop's tape: how long they are kept, their gradients and names, and one step's part of them."""
 
 from __future__ import annotations
 
@@ -31,40 +31,36 @@ from ampdoctor.hooks.torch_internals import unseen, version_of
 from ampdoctor.live.recording.models import OutermostModels
 from ampdoctor.live.recording.tape import Tape, is_lost
 
-# Whose gradients add up, since when, and whether they are still what a backward has left.
+# -- gradients --
 
 
 def parameters_of(owner: Any) -> list[torch.Tensor]:
-    """Returns those of a model, or of an optimizer."""
+    """Returns the parameters of a model or of an optimizer."""
     if isinstance(owner, nn.Module):
         return list(owner.parameters())
     return [p for group in owner.param_groups for p in group["params"]]
 
 
 class Gradients:
-    """Who holds gradients, and what was done to them. Moments are counts: of what was recorded before.
-
-    Args:
-        models: The loop's.
-    """
+    """The owners of gradients, and what was done to these. A moment is a count of instructions recorded before."""
 
     def __init__(self, models: OutermostModels) -> None:
         self._models = models
-        self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: when its last update was
-        self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner: when they were cleared
-        self._filled: set[int] = set()  # owners that held some after the last backward
-        self._as_left: dict[int, tuple[int, int]] = {}  # by parameter: its gradient, and how often that was written to
-        self._edited: set[int] = set()  # parameters whose gradient the loop itself has changed since
+        self._stepped: dict[int, tuple[weakref.ref[Any], int]] = {}  # by optimizer: the moment of its last update
+        self._cleared: dict[int, tuple[weakref.ref[Any], int]] = {}  # by owner: the moment of the last clearing
+        self._filled: set[int] = set()  # owners that held gradients after the last backward
+        self._as_left: dict[int, tuple[int, int]] = {}  # by parameter: its gradient's id and version counter
+        self._edited: set[int] = set()  # parameters whose gradient the loop's own code has changed since
 
-    # -- what happens to them ----------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def filled(self) -> None:
-        """A backward has added to them."""
+        """Called after a backward has added to the gradients."""
         self._filled = {id(owner) for owner in self.owners() if _hold_gradients(owner)}
         self.left()
 
     def left(self) -> None:
-        """They are as a backward, or a scaler, has left them."""
+        """Notes the gradients as a backward, or a scaler, has left them."""
         self._as_left = {
             id(p): (id(gradient), version_of(gradient))
             for owner in self.owners()
@@ -73,28 +69,24 @@ class Gradients:
         }
 
     def unreadable(self) -> None:
-        """Nobody may read them now."""
+        """Called where the gradients must not be read now."""
         self._filled.clear()
         self._as_left.clear()
 
     def clipped(self, gradients: Collection[int]) -> None:
-        """These are about to be written to by what is recorded.
-
-        Args:
-            gradients: The `id` of each.
-        """
+        """Called before a recorded clipping writes to these gradients (`id`s)."""
         self._as_left = {
             key: (gradient, version + (gradient in gradients)) for key, (gradient, version) in self._as_left.items()
         }
 
     def updated(self, optimizer: torch.optim.Optimizer, at: int) -> None:
-        """An optimizer has used its own."""
+        """Called after an optimizer has used its gradients."""
         self._stepped[id(optimizer)] = weakref.ref(optimizer), at
         self._filled.clear()
         self._forget(optimizer)
 
     def cleared(self, owner: Any, at: int) -> None:
-        """A model's, or an optimizer's, were cleared."""
+        """Called when a model's, or an optimizer's, gradients are cleared."""
         self._cleared[id(owner)] = weakref.ref(owner), at
         self._filled.discard(id(owner))
         self._forget(owner)
@@ -105,48 +97,42 @@ class Gradients:
             self._edited.discard(id(p))
 
     def find_edited(self) -> None:
-        """Notes whose gradients are no more as they were left."""
+        """Notes the parameters whose gradients have changed since."""
         for owner in self.owners() if self._as_left else ():
             for p in parameters_of(owner):
                 left, gradient = self._as_left.get(id(p)), p.grad
                 if left is not None and gradient is not None and left != (id(gradient), version_of(gradient)):
                     self._edited.add(id(p))
 
-    # -- what is known of them ---------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def is_edited(self, parameter: int) -> bool:
-        """Whether the loop itself has changed a parameter's gradient.
-
-        Args:
-            parameter: Its `id`.
-        """
+        """Whether the loop's own code has changed the gradient of the parameter with this `id`."""
         return parameter in self._edited
 
     def emptied(self) -> Iterator[Any]:
-        """Yields who held some after the last backward and holds none now."""
+        """Yields the owners that held gradients after the last backward and hold none now."""
         for owner in self.owners():
             if id(owner) in self._filled and not _hold_gradients(owner):
                 yield owner
 
     def owners(self) -> list[Any]:
-        """Who holds gradients: the optimizers, or before the first update the models."""
+        """Returns the owners of gradients: the optimizers, or before the first update the models."""
         optimizers = [there for reference, _ in self._stepped.values() if (there := reference()) is not None]
         return optimizers or [root for _, root in self._models.roots]
 
     def oldest_update(self) -> int:
-        """Returns the earliest of the optimizers' last updates: what was recorded before it adds up no more."""
+        """Returns the earliest of the optimizers' last updates: older backwards add up to nothing any more."""
         return min((count for there, count in self._stepped.values() if there() is not None), default=0)
 
     def were_cleared_after(self, moment: int) -> bool:
-        """Whether anybody's were cleared after this moment."""
+        """Whether any gradients were cleared after this moment."""
         return any(count > moment for _, count in self._cleared.values())
 
     def began(self, held: set[int], optimizer: Any) -> int:
-        """Returns when these parameters' gradients began to add up: they were used or cleared then.
+        """Returns the moment since which the gradients of these parameters (`id`s) add up: their last use or clearing.
 
-        Args:
-            held: The `id` of each.
-            optimizer: Who uses them; None for any.
+        `optimizer` is the optimizer that uses them; None for any.
         """
         if optimizer is None:
             begun = max((count for _, count in self._stepped.values()), default=0)
@@ -161,12 +147,7 @@ class Gradients:
         return begun
 
     def have_moved(self, held: set[int], since: int) -> bool:
-        """Whether an optimizer has updated one of these parameters after a moment.
-
-        Args:
-            held: The `id` of each.
-            since: The moment.
-        """
+        """Whether an optimizer has updated one of these parameters (`id`s) after a moment."""
         return any(
             count > since
             and (optimizer := there()) is not None
@@ -176,7 +157,7 @@ class Gradients:
 
 
 def _hold_gradients(owner: Any) -> bool:
-    """Whether an owner's gradients are there, and are not all zeros, which a device would have to be waited for."""
+    """Whether an owner has gradients that are not all zeros; on a device, to avoid waiting, any gradient counts."""
     with unseen():
         return any(
             (gradient := p.grad) is not None
@@ -189,13 +170,14 @@ def _any(gradient: torch.Tensor) -> bool:
     return gradient.layout != torch.strided or bool(gradient.any())
 
 
-# The names of a loop's models in one module that holds them, and instructions that speak of tensors by other names.
+# -- names --
 
 
 def prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the models with what their names begin with in `together`.
+    """Yields each model with the prefix of its names in `together`.
 
-    Of several by one name the newest has it: the loop's variable, as that of a function that trains twice, is that one.
+    Where several share a name, the newest gets it: the loop's variable refers to that one, as in a function that trains
+    twice.
     """
     if len(roots) == 1:
         yield "", roots[0][1]
@@ -210,7 +192,7 @@ def prefixed(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Modul
 
 
 def together(roots: list[tuple[str, nn.Module]]) -> nn.Module:
-    """Returns the model, or a module that is never called and has several as children, under their names."""
+    """Returns the only model, or a module that holds several as children and is never called."""
     named = list(prefixed(roots))
     if len(named) == 1:
         return named[0][1]
@@ -221,7 +203,7 @@ def together(roots: list[tuple[str, nn.Module]]) -> nn.Module:
 
 
 def renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruction:
-    """The instruction, with given tensors by their place in the program."""
+    """Returns the instruction with each given tensor's index replaced by its place in the program."""
 
     def other(reference: Any) -> Any:
         return Given(indices[reference.index]) if isinstance(reference, Given) else reference
@@ -230,7 +212,7 @@ def renumbered(instruction: Instruction, indices: Mapping[int, int]) -> Instruct
 
 
 def spoken(instruction: Instruction, renamed: Callable[[str], str]) -> Instruction:
-    """The instruction, with models, parameters and buffers by other names; itself where it speaks of none."""
+    """Returns the instruction with models, parameters and buffers renamed; the same object where it has none."""
     if isinstance(instruction, Call):
         instruction = replace(instruction, model=renamed(instruction.model))
     if any(isinstance(reference, Held) for reference in references(instruction)):
@@ -257,26 +239,20 @@ def _with_references(instruction: Instruction, other: Callable[[Any], Any]) -> I
 
 
 def named_groups(optimizer_name: str, optimizer: Any, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Each parameter of each of an optimizer's groups, with its name.
-
-    Args:
-        optimizer_name: Which names those of a parameter that has none.
-        optimizer: The optimizer.
-        names: Of parameters, by their id.
-    """
+    """Returns each parameter of each of an optimizer's groups, named by `names` (by id) or by `optimizer_name`."""
     return [
         [(names.get(id(p), f"{optimizer_name}.group{g}.param{i}"), p) for i, p in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
     ]
 
 
-# The part of a tape that one optimizer's step hangs on.
+# -- one step's part of the tape --
 
 
 def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[Instruction]:
-    """Returns the instructions at the places `wanted` and those that they hang on, in order.
+    """Returns the instructions at the places `wanted` and all that they depend on, in order.
 
-    A function that returns nothing (an assignment into a tensor) belongs to what it writes to.
+    A function without a result (an assignment into a tensor) belongs to the tensor that it writes to.
     """
     needed: set[int] = set()
     places = set(wanted)
@@ -293,13 +269,10 @@ def sliced(instructions: Sequence[Instruction], wanted: Iterable[int]) -> list[I
 def leads_to(
     instructions: Sequence[Instruction], backward: Backward, grad: set[int], holds: Callable[[Call], bool]
 ) -> bool:
-    """Whether a backward reaches one of the calls that `holds` is true of.
+    """Whether a backward reaches a call for which `holds` is true.
 
-    Args:
-        instructions: All that were recorded.
-        backward: One of them.
-        grad: The numbers of the tensors that require a gradient: it flows through no others.
-        holds: Of a call.
+    `instructions` are those before the backward; `grad` are the numbers of the tensors that require a gradient, because
+    gradients flow through no others.
     """
     needed = {made.index for made in _made(backward)} & grad
     for one in reversed(instructions):
@@ -315,32 +288,24 @@ def _made(instruction: Instruction) -> list[Made]:
 
 
 MOST = 4096
-"""Instructions without a backward that are kept: a loop that trains has far fewer between two updates."""
+"""Instructions without a backward that are kept: a training loop has far fewer between two updates."""
 _MOST_BYTES = 512 * 1024**2
-"""What the tensors that entered calls may take besides: 512 micro-batches of tokens are far below, and a GPU on which
-pictures are accumulated has a hundred times as much."""
+"""Limit for the tensors that entered calls: 512 micro-batches of tokens are far below, and a GPU that accumulates
+pictures has a hundred times as much."""
 _IN_A_ROW = 64
-"""Calls without a backward after which those are let go of whose results the loop has dropped, as an evaluation's."""
+"""Calls without a backward, as in an evaluation, after which calls are dropped whose results the loop has dropped."""
 _MAGNITUDES = frozenset({"abs", "absolute", "square", "norm", "pow", "vector_norm", "__abs__", "__pow__"})
-"""Functions of torch's that make +Inf of the -inf of a mask."""
+"""torch's functions that turn the -inf of a mask into +Inf."""
 _BEHIND = 8
-"""Tensors that are looked at behind a number that the loop asks for: a check is two or three functions."""
+"""Tensors that are searched behind a number that the loop reads: a check is two or three functions."""
 _RING = 4
-"""Updates for which a tensor that the loop still holds keeps what it was made of: a GAN has two a turn."""
+"""Updates for which the instructions behind a tensor that the loop still holds are kept: a GAN makes two a turn."""
 
 
 class Journal:
-    """Adds to the tape, and lets go of what nobody can use any more.
+    """Adds to the tape, and drops instructions that cannot be used any more.
 
-    Args:
-        gradients: Whose gradients add up.
-        failed: Told of an error of ours, which must not reach the loop.
-        asked: As of `Tape`.
-
-    Attributes:
-        tape: The instructions.
-        count: How many were ever recorded.
-        dropped: How many backwards were let go of since the last update, to spare memory.
+    An error of ours goes to `failed`, because it must not reach the loop; `asked` is as in `Tape`.
     """
 
     def __init__(
@@ -350,26 +315,21 @@ class Journal:
         asked: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
         self.tape = Tape(self.add, failed, asked)
-        self.count = 0
-        self.dropped = 0
+        self.count = 0  # instructions ever recorded
+        self.dropped = 0  # backwards dropped since the last update, to save memory
         self._gradients = gradients
         self._updates = 0
-        self._few, self._light = MOST, _MOST_BYTES  # what the tape may hold until the unused is looked for
+        self._few, self._light = MOST, _MOST_BYTES  # above these, unused instructions are searched for
         self._in_a_row, self._patience = 0, _IN_A_ROW
-        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by id(call): buffers
+        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by id(call): the buffers before it
         self._ages: dict[int, int] = {}  # by id(instruction): updates before it
         self._order: dict[int, int] = {}  # by id(instruction): instructions before it
         self._of: dict[int, int | None] = {}  # by id(instruction): the optimizer that it unscales for
 
-    # -- what is recorded --------------------------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------------------------------
 
     def add(self, instruction: Instruction, optimizer: int | None = None) -> None:
-        """Records an instruction.
-
-        Args:
-            instruction: The newest.
-            optimizer: The `id` of the one whose gradients it unscales.
-        """
+        """Records an instruction; `optimizer` is the `id` of the optimizer whose gradients it unscales."""
         self.tape.instructions.append(instruction)
         self._ages[id(instruction)] = self._updates
         self._order[id(instruction)] = self.count
@@ -381,17 +341,12 @@ class Journal:
             self._forget_unused()
 
     def called(self, call: Call, buffers: dict[str, torch.Tensor]) -> None:
-        """Records a call.
-
-        Args:
-            call: The newest.
-            buffers: As they were before it.
-        """
+        """Records a call, and the buffers as they were before it."""
         self._before[id(call)] = buffers
         self.add(call)
 
     def spare(self) -> None:
-        """Lets go of the unused where much is held, or where many calls came without a backward."""
+        """Drops unused instructions where the tape holds much, or after many calls without a backward."""
         if len(self.tape.instructions) > self._few or self.tape.held_bytes > self._light:
             self._forget_unused()
         self._in_a_row += 1
@@ -400,14 +355,14 @@ class Journal:
             self._in_a_row, self._patience = 0, max(_IN_A_ROW, 2 * len(self.tape.instructions))
 
     def updated(self) -> None:
-        """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
+        """Called after an optimizer has stepped or was held back; drops what cannot be used any more."""
         self._updates += 1
         self.dropped = 0
         oldest = self._updates - _RING
         self._keep([one for one in self.tape.instructions if self._ages[id(one)] > oldest])
 
     def rename(self, renamed: Callable[[str], str]) -> None:
-        """What was recorded speaks of models, parameters and buffers by other names from now on."""
+        """Renames models, parameters and buffers in the recorded instructions."""
         before = self.tape.instructions
         self.tape.instructions = [spoken(one, renamed) for one in before]
         tables: tuple[dict[int, Any], ...] = (self._before, self._ages, self._order, self._of)
@@ -418,7 +373,7 @@ class Journal:
         for key, buffers in self._before.items():
             self._before[key] = {renamed(name): value for name, value in buffers.items()}
 
-    # -- what is known of it -----------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def placed(self) -> Iterator[tuple[int, Instruction]]:
         """Yields the instructions with their places on the tape, oldest first."""
@@ -437,12 +392,9 @@ class Journal:
         return self._before[id(call)]
 
     def last_nonfinite(self, *, signed: bool) -> torch.Tensor | None:
-        """The last tensor that a model has returned since the last update, or an op under autograd, and is not finite.
+        """The last non-finite tensor since the last update that a model, or an op under autograd, has returned.
 
-        Only what the loop still holds can be asked.
-
-        Args:
-            signed: Infinities of one sign alone count as well.
+        Only tensors that the loop still holds are checked. With `signed`, infinities of one sign alone count too.
         """
         for one in reversed(self.tape.instructions):
             if self._ages[id(one)] != self._updates:
@@ -458,12 +410,9 @@ class Journal:
         return None
 
     def lost_behind(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The NaN, or +Inf, that a number hangs on which the loop has asked for; None without one.
+        """The NaN or +Inf from which a number that the loop reads was computed; None without one.
 
-        Of `torch.isfinite(loss).all()` it is the loss. A device has been waited for.
-
-        Args:
-            tensor: What was asked.
+        For `torch.isfinite(loss).all()` it is the loss. Call it after the device was waited for.
         """
         if not self.tape.is_live(tensor):
             return None
@@ -474,7 +423,7 @@ class Journal:
             if isinstance(made, Made) and value is not None and value.is_floating_point():
                 if is_lost(value, signed=False):
                     return None if self._is_size_of_mask(made, value) else value
-            elif isinstance(made, Made):  # what it was made of, though it is gone itself
+            elif isinstance(made, Made):  # the tensor itself may be gone: search its inputs
                 maker = next((one for one in reversed(self.tape.instructions) if made in results(one)), None)
                 waiting += [] if maker is None or isinstance(maker, Call) else references(maker)
         return None
@@ -499,13 +448,13 @@ class Journal:
         return False
 
     def calls_behind(self, tensor: torch.Tensor) -> list[Call]:
-        """The calls that a tensor of the tape comes of."""
+        """Returns the calls from which a tensor of the tape was computed."""
         made, instructions = self.tape.reference(tensor), self.tape.instructions
         places = [place for place, one in enumerate(instructions) if made in results(one)]
         return [one for one in sliced(instructions, places) if isinstance(one, Call)]
 
     def last_value(self) -> torch.Tensor | None:
-        """The last number on the tape that the loop still holds and that is not finite; None without one."""
+        """Returns the last non-finite number on the tape that the loop still holds; None without one."""
         for one in reversed(self.tape.instructions):
             for made in results(one):
                 value = self.tape.lives(made)
@@ -517,15 +466,15 @@ class Journal:
         return None
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drops everything."""
         self._keep([])
 
-    # -- what is let go of -------------------------------------------------------------------------------------------
+    # -- dropping ----------------------------------------------------------------------------------------------------
 
     def _forget_unused(self) -> None:
-        """Let go of calls that led to no backward and whose results the loop has dropped; then of the oldest backwards.
+        """Drops calls without a backward whose results the loop has dropped; then the oldest backwards.
 
-        What the loop itself holds stays, and is not looked for again until there is twice as much.
+        What the loop itself holds stays, and is searched again only once there is twice as much.
         """
         self._keep(self.tape.instructions)
         backwards = [one for one in self.tape.instructions if isinstance(one, Backward)]
@@ -542,7 +491,7 @@ class Journal:
         return len(self.tape.instructions) > MOST // 2 or self.tape.held_bytes > _MOST_BYTES // 2
 
     def _keep(self, instructions: list[Instruction]) -> None:
-        """Keep, of these, what a living tensor was made of, and what gradients that still add up came of."""
+        """Keeps, of these, the instructions that living tensors, and gradients that still add up, came from."""
         first = self._gradients.oldest_update()
         places = [
             place

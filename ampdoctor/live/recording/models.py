@@ -1,4 +1,4 @@
-"""The outermost models of a loop, found by global hooks; how their modules were made, and which threads train."""
+"""The outermost models of a loop, found by global hooks; how their modules were made; the threads that train."""
 
 from __future__ import annotations
 
@@ -24,31 +24,24 @@ from ampdoctor.probes.user_code import user_frames
 
 
 class ModelListener(Protocol):
-    """Told of the calls of outermost models that train."""
+    """Receives the calls of outermost models that train."""
 
     def entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The module is about to run, under autograd; the keywords are None where they are not known."""
+        """Called before the module runs, under autograd; `kwargs` is None where they are not known."""
 
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """It has run; the output is None where it raised."""
+        """Called after the module has run; `output` is None where it raised."""
 
     def fail(self, error: Exception) -> None:
-        """Its calls cannot be told."""
+        """Called where the module's calls cannot be observed."""
 
 
 class OutermostModels:
-    """Finds the modules that a loop itself calls, and tells of their calls.
+    """Finds the modules that a loop itself calls, and reports their calls to the listener.
 
-    A global hook costs about a microsecond for each module of a model, and becomes a part of a compiled one's graph: it
-    is there, outside the calls of outermost modules, until an optimizer has stepped whose models are known, and comes
-    back with one whose models are not.
-
-    Args:
-        listener: Told of the calls.
-
-    Attributes:
-        unseen: What cannot be watched, in sentences.
-        searching: Every module's calls are looked at.
+    A global hook costs about a microsecond for each module of a model, and becomes part of a compiled model's graph. So
+    it is installed only outside the calls of outermost modules, and until an optimizer has stepped whose models are
+    known. It returns with an optimizer whose models are not known.
     """
 
     def __init__(self, listener: ModelListener) -> None:
@@ -59,13 +52,13 @@ class OutermostModels:
         self._global: list[Any] = []
         self._inside = _Inside()
         self._callers = CallersOfForwards()
-        self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # that a wrapper has called so once
-        self.unseen: list[str] = []
-        self.searching = False
+        self._redirected: dict[int, weakref.ref[nn.Module]] = {}  # modules whose wrapper has called a replaced forward
+        self.unseen: list[str] = []  # what cannot be watched, in sentences
+        self.searching = False  # every module's calls are observed
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, calls are told; afterwards no hook is left."""
+        """Reports calls inside, and removes all hooks afterwards."""
         self.search()
         try:
             with self._hooks.left_out_of_scripts(), unwarned_of_hooks():
@@ -76,7 +69,7 @@ class OutermostModels:
 
     @property
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """The models that still live, each with its name in the loop; parts of another are none."""
+        """The models that still live, each with its name in the loop; submodules of another model are not listed."""
         return [(name, module) for name, root in self._roots if (module := root()) is not None]
 
     def is_root_of(self, tensors: Any) -> bool:
@@ -85,12 +78,12 @@ class OutermostModels:
         return all(id(tensor) in held for tensor in tensors)
 
     def meet(self, module: nn.Module) -> None:
-        """The loop trains this module, which it would show only when it calls it."""
+        """Registers a module that the loop trains, before the loop calls it."""
         if id(module) not in self._known:
             self._meet(module)
 
     def miss(self, parameters: Any) -> None:
-        """No call of a model has been seen that holds these, and they are trained: say why, where that can be known."""
+        """Finds out why no call was seen of a model with these trained parameters, where that is possible."""
         missed = {id(parameter) for parameter in parameters}
         for frame in user_frames():
             for value in (*frame.f_locals.values(), *frame.f_globals.values()):
@@ -99,7 +92,7 @@ class OutermostModels:
                         self._note_compiled(part)
 
     def search(self) -> None:
-        """Look at every module's calls."""
+        """Observes every module's calls."""
         self.searching = True
         if not self._global:
             self._callers.remember()
@@ -109,13 +102,13 @@ class OutermostModels:
             ]
 
     def stay(self) -> None:
-        """Hooks that a program has cleared with its own are put back."""
+        """Reinstalls hooks that a program has cleared with its own."""
         if self.searching and not self._inside.modules and not all(map(is_in_place, self._global)):
             self._unhook()
             self.search()
 
     def settle(self) -> None:
-        """Look at the calls of the known models alone."""
+        """Observes the calls of the known models alone."""
         self.searching = False
         self._unhook()
 
@@ -128,15 +121,15 @@ class OutermostModels:
         self._global.clear()
 
     def left_behind(self) -> None:
-        """No call runs on this thread: what an interrupt has ended was not told."""
+        """Clears the running calls of this thread: hooks do not run for a call that an interrupt has ended."""
         self._inside.modules.clear()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> OutermostModels:
-        """A copied module may have taken its hooks along (`UncopiedHooks`); it is none of the known."""
+        """Returns itself: a copied module may have copied its hooks too (`UncopiedHooks`), and is not known here."""
         return self
 
     def __reduce__(self) -> tuple[type[_Nobody], tuple[()]]:
-        """A pickled one may have as well; it is read where nobody watches."""
+        """Pickles as `_Nobody`: a pickled module may contain its hooks, and is loaded where nothing watches."""
         return _Nobody, ()
 
     # -- hooks -------------------------------------------------------------------------------------------------------
@@ -163,19 +156,19 @@ class OutermostModels:
         self._listener.entered(module, args, kwargs)
 
     def _enter_found(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():  # a part of the graph else
+        if not torch.compiler.is_compiling():  # otherwise it becomes part of the graph
             self._inside.told = module if id(module) in self._known else None
             self._enter(module, args, None)
 
     def _leave_found(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        """Where the module has raised, torch leaves out a global hook's keywords: the module's own hook tells of it."""
+        """Ends a call; after an error torch gives a global hook no keywords: a known module's own hook ends it then."""
         if not torch.compiler.is_compiling() and (kwargs is not None or id(module) not in self._known):
             self._leave(module, args, kwargs, output)
 
     def _is_redirected(self, module: nn.Module) -> bool:
-        """Whether a wrapper is called, or calls what it wraps, to run a part of the loop in place of the forward.
+        """Whether a wrapper is called, or calls its module, to run another part of the loop instead of the forward.
 
-        Lightning has DDP call its module's `training_step` so: what that calls is recorded, as it is without DDP.
+        Lightning lets DDP call its module's `training_step` this way. The calls inside are recorded, as without DDP.
         """
         wrapped = _wrapped_in(module)
         if wrapped is None or not _has_another_forward(wrapped):
@@ -187,9 +180,9 @@ class OutermostModels:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         modules = self._inside.modules
-        if not any(one is module for one in modules):  # a call that was not entered as one of ours
+        if not any(one is module for one in modules):  # a call that was not recorded on entry
             return
-        while modules and modules.pop() is not module:  # those that an exception ended
+        while modules and modules.pop() is not module:  # calls that an exception ended
             pass
         if not modules:
             if self.searching:
@@ -197,7 +190,9 @@ class OutermostModels:
             self._listener.left(module, args, kwargs, output)
 
     def _enter_known(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) not in self._known:  # a copy that has taken the hook along
+        if (
+            torch.compiler.is_compiling() or id(module) not in self._known
+        ):  # a copy of the module, with a copy of the hook
             return
         told, self._inside.told = self._inside.told, None
         if told is not module:
@@ -234,7 +229,7 @@ class OutermostModels:
 
 
 class _Nobody:
-    """What the hooks of a module lead to that was pickled with them."""
+    """Replaces `OutermostModels` in the pickled hooks of a module."""
 
     def _enter_known(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         pass
@@ -244,16 +239,11 @@ class _Nobody:
 
 
 class _Inside(threading.local):
-    """The modules whose calls are running on this thread, the outermost first.
-
-    Attributes:
-        modules: They.
-        told: Entered by a global hook, and about to be by its own.
-    """
+    """The modules whose calls are running on this thread, the outermost first."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self.told: nn.Module | None = None
+        self.told: nn.Module | None = None  # a global hook has entered it, and its own hook comes next
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -261,7 +251,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _wrapped_in(module: nn.Module) -> nn.Module | None:
-    """Returns the module in all wrappers, itself where none is; None where a wrapper puts parameters in place."""
+    """Returns the innermost module, itself without wrappers; None where a wrapper replaces parameters."""
     while (held := wrapped_as(module)) is not None:
         if held == "_fsdp_wrapped_module" or getattr(module, "mixed_precision", None) is not None:
             return None
@@ -270,15 +260,15 @@ def _wrapped_in(module: nn.Module) -> nn.Module | None:
 
 
 def _has_another_forward(module: nn.Module) -> bool:
-    """Whether a function stands in place of the forward, and not around it (`torch.autocast(...)(model.forward)`)."""
+    """Whether a function replaces the forward, rather than wraps it (`torch.autocast(...)(model.forward)`)."""
     forward = vars(module).get("forward")
     return isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
 
 
 def _is_made_in_passing(module: nn.Module) -> bool:
-    """Whether it is a slice that the loop makes for a call, of a model that its variables lead to (`model[2:](x)`).
+    """Whether it is a slice made for one call, of a model that the loop's variables refer to (`model[2:](x)`).
 
-    It is gone before the step is made, and does nothing by itself: its parts are told of in its place.
+    It is freed before the step is made, and does nothing by itself: the calls of its parts are recorded instead.
     """
     if type(module) is not nn.Sequential:
         return False
@@ -291,9 +281,9 @@ def _is_made_in_passing(module: nn.Module) -> bool:
 
 
 def _root_of(module: nn.Module) -> tuple[str, nn.Module]:
-    """The outermost module that the loop's variables lead to and that has this one in it, with its name in the loop.
+    """Returns the outermost module in the loop's variables that contains this one, after its name in the loop.
 
-    A loop may call a part of its model, and a LightningModule's step does.
+    A loop may call a part of its model, as a LightningModule's step does.
     """
     best, name = module, ""
     for frame in user_frames():
@@ -305,29 +295,24 @@ def _root_of(module: nn.Module) -> tuple[str, nn.Module]:
     return name or type(best).__name__, best
 
 
-# With what a model was made: the arguments of the user's own modules, noted as they are made.
-
+# -- constructor arguments of the user's modules --
 
 _LARGEST = 10_000
-"""Arguments of a model of which more than so many were noted are no model's parts: then nothing is noted any more."""
+"""Modules recorded at most: more are not parts of one model."""
 
 
 class Constructions:
-    """Notes how modules are made.
-
-    The arguments are written down at once: nothing of the user's is kept alive, and what a constructor changes later is
-    as it was given.
-    """
+    """Records how modules are made; arguments are serialized at once, before the constructor can change them."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any]] = weakref.WeakKeyDictionary()
         self._codes: weakref.WeakKeyDictionary[type, frozenset[CodeType]] = weakref.WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> Mapping[str, Any] | None:
-        """Returns the class of a module and its arguments; None for a module that was not seen being made.
+        """Returns the class of a module and its arguments; None for a module whose construction was not seen.
 
-        `{"class": "module:qualname", "file": str | None}` and either `args` and `kwargs` (trees, as
-        `hooks.json_values` makes them) or `why`, what could not be written.
+        `{"class": "module:qualname", "file": str | None}` and either `args` and `kwargs` (trees, as `hooks.json_values`
+        makes them) or `why`, which names the value that could not be written.
         """
         try:
             return self._made.get(module)
@@ -336,7 +321,7 @@ class Constructions:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, modules of classes that are not torch's are noted; nothing is left in place afterwards."""
+        """Records modules of classes that are not torch's, and removes the patch afterwards."""
         original: Any = nn.Module.__init__
         note: Callable[[nn.Module, FrameType], None] | None = self._note
 
@@ -350,7 +335,7 @@ class Constructions:
             with replaced(nn.Module, "__init__", init):
                 yield
         finally:
-            note = None  # whoever has taken hold of ours meanwhile keeps it, and nothing else
+            note = None  # code that has saved our `__init__` may still call it
 
     def _note(self, module: nn.Module, frame: FrameType | None) -> None:
         cls = type(module)
@@ -358,7 +343,7 @@ class Constructions:
             return
         outermost = self._outermost(cls, module, frame)
         entry: dict[str, Any] = {"class": class_name(cls), "file": _file_of(cls)}
-        if outermost is None:  # it has no __init__ of its own, and takes nothing
+        if outermost is None:  # it has no __init__ of its own, and so no arguments
             self._made[module] = {**entry, "args": [], "kwargs": {}}
             return
         try:
@@ -371,14 +356,14 @@ class Constructions:
         self._made[module] = entry
 
     def _part(self, value: Any) -> Any:
-        """A module that was noted itself is written by what it was made with."""
+        """Serializes a module that was recorded itself by its own constructor arguments."""
         if not isinstance(value, nn.Module):
             return None
         made = self.of(value)
         return None if made is None or "why" in made else {"kind": "made", "made": dict(made)}
 
     def _outermost(self, cls: type, module: nn.Module, frame: FrameType | None) -> FrameType | None:
-        """The frame of the `__init__` of the module's own class; of the frames that make it, the last one up."""
+        """The frame of the `__init__` of the module's own class: the outermost of the frames that make it."""
         codes = self._codes.get(cls)
         if codes is None:
             inits = (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
@@ -399,7 +384,7 @@ def _first(frame: FrameType) -> Any:
 
 
 def _arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a constructor was called with, but for `self`, as it stands when the constructor begins."""
+    """Returns a constructor's arguments without `self`, from its frame, before its body has run."""
     code, here = frame.f_code, frame.f_locals
     names = code.co_varnames
     positional, keywords = code.co_argcount, code.co_kwonlyargcount
@@ -409,7 +394,7 @@ def _arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
     at = positional + keywords
     if code.co_flags & inspect.CO_VARARGS:
         more = here[names[at]]
-        if more:  # what stands before them can then only be given by position
+        if more:  # the parameters before them can then only be passed by position
             args = [here[name] for name in names[1:positional]]
             kwargs = {name: here[name] for name in names[positional : positional + keywords]}
         args += more
@@ -424,18 +409,18 @@ def _file_of(cls: type) -> str | None:
     return file if isinstance(file, str) else None
 
 
-# `Trainers`: which threads train, whose steps are recorded, and whether another one is in the midst of a step.
-
+# -- threads --
 
 SEVERAL = "several threads train at once"
-"""Why nothing is run again: what one thread does to a model, to random numbers or to torch, another one sees."""
+"""Why nothing is run again: threads share the model, the random numbers and torch's state."""
 
 
 class Trainers:
-    """Knows the threads that train: those that make backwards and updates.
+    """Tracks the threads that train: those that run backwards and updates.
 
-    A step begins where a model in training mode is called, or with a backward, and ends with an update. Threads that
-    only evaluate, read data or write logs begin none. They are known by their objects: numbers are given again.
+    A step begins with a backward, or where a model in training mode is called, and ends with an update. Threads that
+    only evaluate, read data or write logs begin no step. Threads are identified by their objects, because thread ids
+    are reused.
     """
 
     def __init__(self) -> None:
@@ -447,12 +432,12 @@ class Trainers:
         self.several = False
 
     def called(self) -> None:
-        """This thread calls a model, and may train with what that returns."""
+        """Called when this thread calls a model, with whose output it may train."""
         with self._lock:
             self._begin(threading.current_thread())
 
     def trains(self) -> None:
-        """This thread makes a backward, or is about to make an update."""
+        """Called when this thread runs a backward, or is about to make an update."""
         here = threading.current_thread()
         with self._lock:
             began = self._begin(here)
@@ -460,7 +445,7 @@ class Trainers:
             self.several |= any(when > began for thread, when in self._trained.items() if thread is not here)
 
     def updated(self) -> None:
-        """This thread has ended a step. What others have called before it, without ever training, is no step's."""
+        """Called when this thread has ended a step; forgets earlier calls of threads that have never trained."""
         with self._lock:
             began = self._began.pop(threading.current_thread(), 0)
             for thread, when in list(self._began.items()):
@@ -468,16 +453,13 @@ class Trainers:
                     del self._began[thread]
 
     def crowded(self) -> bool:
-        """Whether another thread is in the midst of a step, or may soon be."""
+        """Whether another thread is in the middle of a step, or may soon be."""
         here = threading.current_thread()
         with self._lock:
             return self.several or any(thread.is_alive() for thread in self._began if thread is not here)
 
     def is_recorded(self) -> bool:
-        """Whether this thread's steps are the recorded ones.
-
-        They are those of the first thread that calls a model, until that has ended or another one trains instead.
-        """
+        """Whether this thread is recorded: the first that calls a model, until it ends or another one trains."""
         here = threading.current_thread()
         with self._lock:
             there = None if self._recorded is None else self._recorded()

@@ -1,4 +1,4 @@
-"""Programs of one optimizer's steps: of the running one, and of the last updates before it."""
+"""Programs of one optimizer's steps: the running step, and the last updates before it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,7 @@ _BY_CLOSURE = (
 
 
 class StepPrograms:
-    """Finds what an optimizer's gradients came of.
-
-    Args:
-        journal: What was recorded.
-        gradients: Whose gradients add up.
-        models: The loop's.
-    """
+    """Finds the instructions from which an optimizer's gradients were computed."""
 
     def __init__(self, journal: Journal, gradients: Gradients, models: OutermostModels) -> None:
         self._journal, self._gradients, self._models = journal, gradients, models
@@ -63,10 +57,10 @@ class StepPrograms:
         failed: str | None,
         raised: Call | None = None,
     ) -> Program:
-        """As `StepRecorder.program`, with all buffers of the models that it calls; no device is waited for.
+        """As `StepRecorder.program`, with all buffers of the models that it calls; does not wait for a device.
 
-        `raised` is a call that has not returned, to which the program leads up; `failed` is what has ended the
-        recording, None where nothing has.
+        `raised` is a call that has not returned, to which the program leads up. `failed` is what ended the recording,
+        or None.
         """
         tape, roots = self._journal.tape, self._models.roots
         model = together(roots)
@@ -88,7 +82,7 @@ class StepPrograms:
         given = [tape.given[index] for index in indices]
         calls = [one for one in chosen if isinstance(one, Call)]
         buffers: dict[str, torch.Tensor] = {}
-        for call in reversed(calls):  # of each model, what it has before its own first call
+        for call in reversed(calls):  # of each model, the buffers before its first call
             inside = f"{call.model}." if call.model else ""
             before = self._journal.buffers_before(call)
             buffers.update((key, value) for key, value in before.items() if key.startswith(inside))
@@ -112,13 +106,10 @@ class StepPrograms:
         )
 
     def _doubts(self, model: nn.Module, given: Iterable[int], calls: list[Call], failed: str | None) -> Iterator[str]:
-        """Yields what of a step its instructions do not hold.
+        """Yields what the instructions of a step leave out.
 
-        Args:
-            model: Of the program.
-            given: Which of the given tensors it takes.
-            calls: Those that it makes.
-            failed: What has ended the recording.
+        `given` are the indices of the given tensors that it takes, `calls` its calls; `failed` is what ended the
+        recording.
         """
         tape, given = self._journal.tape, list(given)
         changed = sum(map(tape.is_changed, given))
@@ -145,12 +136,12 @@ class StepPrograms:
         return self._gradients.have_moved(held, since=self._journal.moment(call))
 
     def is_reached(self, optimizer: Any) -> bool:
-        """Whether a backward can reach what an optimizer holds: a parameter of a model, or a leaf of the loop's ops."""
+        """Whether a backward can reach an optimizer's parameters: a model's parameters, or leaves of the loop's ops."""
         held, tape = {id(p) for p in parameters_of(optimizer)}, self._journal.tape
         return any(id(one) in held for one in (*tape.given.values(), *(t for _, t in tape.held())))
 
     def wanted(self, optimizer: Any) -> list[int]:
-        """The places of the backwards that an optimizer's gradients come of, and of what was done to them."""
+        """Returns the places of the backwards behind an optimizer's gradients, and of later changes to these."""
         journal, tape = self._journal, self._journal.tape
         model = together(self._models.roots)
         if optimizer is None:
@@ -164,7 +155,7 @@ class StepPrograms:
         modules = dict(model.named_modules())
 
         def holds(call: Call) -> bool:
-            module = modules.get(call.model)  # none for one that the loop holds no more: it may have had any
+            module = modules.get(call.model)  # None if the loop has dropped it: it may have had any parameter
             return module is None or any(id(p) in held for p in module.parameters())
 
         def adds(place: int, one: Backward) -> bool:
@@ -186,7 +177,7 @@ class StepPrograms:
 
 
 def with_changed_buffers(program: Program) -> Program:
-    """The program with those of its buffers that are others now; a device is waited for."""
+    """Returns the program with only those buffers whose values have changed since; waits for a device."""
     now = dict(program.model.named_buffers())
     changed = {key: value for key, value in program.buffers.items() if key in now and not _same(now[key], value)}
     return replace(program, buffers=changed)
@@ -202,46 +193,32 @@ def _needs_closure(optimizer: Any) -> bool:
     return taken is not None and taken.default is inspect.Parameter.empty
 
 
-# The last updates of a loop, kept behind them: what leads from a checkpoint up to a step that is known late.
+# -- kept updates: they lead from a checkpoint to a step whose numbers arrive late --
 #
-# All is kept by reference: what it takes is what the batches take. The loop's models and optimizers are not kept alive.
-
+# All is kept by reference: its memory is that of the batches. The loop's models and optimizers are not kept alive.
 
 _ON_THE_WAY = 16
-"""Updates that are kept besides, as their numbers may still be on their way from a device."""
+"""More updates that are kept, because their numbers may still be on a device."""
 _OF_A_STATE = 25_000
-"""Bytes of Python's and numpy's generators in a random state; those of torch's are tensors."""
+"""Bytes of Python's and numpy's generators in a random state; torch's generator states are tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptUpdate:
-    """The program of an update that was made.
+    """The program of an update that was made."""
 
-    Attributes:
-        program: The program, with an empty module for its model and without its optimizer.
-        roots: The loop's models at the time, with what their names begin with.
-        optimizer: Its optimizer; None for a program that has none.
-        versions: How often each given tensor had been written to.
-        loss: The sum of its losses, once it has arrived.
-    """
-
-    program: Program
-    roots: tuple[tuple[str, weakref.ref[nn.Module]], ...]
-    optimizer: weakref.ref[torch.optim.Optimizer] | None
-    versions: tuple[int, ...]
-    loss: float | None = None
+    program: Program  # its model is an empty module, and it has no optimizer
+    roots: tuple[tuple[str, weakref.ref[nn.Module]], ...]  # the loop's models at the time, by the prefix of their names
+    optimizer: weakref.ref[torch.optim.Optimizer] | None  # None for a program without one
+    versions: tuple[int, ...]  # the given tensors' version counters
+    loss: float | None = None  # the sum of its losses, once it has arrived
 
     @classmethod
     def of(cls, program: Program, roots: Iterable[tuple[str, nn.Module]]) -> KeptUpdate:
-        """Keep a program whose update is about to be made.
-
-        Args:
-            program: The program.
-            roots: The loop's models, with what their names begin with.
-        """
+        """Keeps a program before its update; `roots` are the loop's models by the prefix of their names."""
         optimizer = program.optimizer
         with unseen():
-            # a graph that hangs on a given tensor would live as long as it
+            # a given tensor would keep its graph alive
             given = tuple(one if one.is_leaf else one.detach() for one in program.given)
             settings = () if optimizer is None else tuple(map(_settings, optimizer.param_groups))
         return cls(
@@ -252,11 +229,9 @@ class KeptUpdate:
         )
 
     def program_of(self, model: nn.Module, roots: Iterable[tuple[str, nn.Module]]) -> Program | None:
-        """Returns the program as it was recorded; None where the loop has other models, or no such optimizer, by now.
+        """Returns the program as it was recorded; None where the loop has other models now, or the optimizer is gone.
 
-        Args:
-            model: What holds the loop's models now.
-            roots: These, as in `of`.
+        `model` holds the loop's present models, `roots`, as in `of`.
         """
         optimizer = None if self.optimizer is None else self.optimizer()
         then = [(name, there()) for name, there in self.roots]
@@ -274,7 +249,7 @@ class KeptUpdate:
         return replace(self.program, model=model, optimizer=optimizer, unexplained=unexplained)
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """Yields what it holds: the `id` of each part, and its bytes."""
+        """Yields the `id` and the bytes of each part that it holds."""
         for tensor in (*self.program.given, *self.program.buffers.values()):
             yield id(tensor), tensor.numel() * tensor.element_size()
         for one in self.program.instructions:
@@ -284,14 +259,10 @@ class KeptUpdate:
 
 
 class KeptUpdates:
-    """Keeps the last updates that were made before anyone could know their numbers.
+    """Keeps the last updates that were made before their numbers had arrived.
 
-    Args:
-        most: How many of them, the one included that is found to be sick; those whose numbers have not arrived besides.
-        max_bytes: What they may take; the oldest go.
-
-    Attributes:
-        crowded_out: Some were let go of for what they take.
+    `most` counts the sick update too, but no update whose numbers have not arrived. Above `max_bytes` the oldest are
+    dropped.
     """
 
     def __init__(self, most: int, max_bytes: int) -> None:
@@ -299,10 +270,10 @@ class KeptUpdates:
         self._updates: deque[KeptUpdate] = deque()
         self._parts: dict[int, tuple[int, int]] = {}  # by id: how many updates hold it, and its bytes
         self._bytes = 0
-        self.crowded_out = False
+        self.crowded_out = False  # some were dropped because of `max_bytes`
 
     def keep(self, update: KeptUpdate) -> None:
-        """An update is about to be made."""
+        """Keeps an update that is about to be made."""
         self._updates.append(update)
         for key, size in update.parts():
             holders, _ = self._parts.get(key, (0, size))
@@ -315,13 +286,7 @@ class KeptUpdates:
             self._drop()
 
     def was_sound(self, optimizer: str, step: int, loss: float | None) -> None:
-        """The numbers of an update have arrived, which are told in the order of the updates.
-
-        Args:
-            optimizer: Whose it was.
-            step: Its number.
-            loss: The sum of its losses.
-        """
+        """Notes that an update's numbers have arrived, in the order of the updates; `loss` is the sum of its losses."""
         told = next((place for place, one in enumerate(self._updates, 1) if _is(one, optimizer, step)), 0)
         if told:
             self._updates[told - 1] = replace(self._updates[told - 1], loss=loss)
@@ -331,12 +296,9 @@ class KeptUpdates:
     def leading_to(
         self, optimizer: str, step: int, program_of: Callable[[KeptUpdate], Program | None]
     ) -> tuple[Program, Leading] | None:
-        """Returns the program of a step, and what leads up to it; None where it was not kept. A device is waited for.
+        """Returns the program of a step, and the updates before it; None where it was not kept. Waits for a device.
 
-        Args:
-            optimizer: Whose update it was.
-            step: Its number.
-            program_of: Makes the program of a kept update; None for one of which it cannot be made any more.
+        `program_of` makes the program of a kept update, or returns None where that is no longer possible.
         """
         updates = list(self._updates)
         last = next((place for place, one in enumerate(updates) if _is(one, optimizer, step)), None)
@@ -354,13 +316,13 @@ class KeptUpdates:
             steps.insert(0, one)
             losses.insert(0, update.loss)
         made = None if sick.optimizer is None else updates_made(sick.optimizer)
-        if made is not None:  # it counts on
+        if made is not None:  # the optimizer goes on counting
             made -= sum(one.program.optimizer_name == optimizer for one in updates[last:])
-            made = made if made >= len(steps) else None  # it is no count of these
+            made = made if made >= len(steps) else None  # it does not count these updates
         return sick, Leading(steps=tuple(steps), losses=tuple(losses), made=made, left_out=tuple(left_out))
 
     def clear(self) -> None:
-        """Let go of them: they lead up to nothing any more."""
+        """Drops all kept updates: they lead to nothing any more."""
         self._updates.clear()
         self._parts.clear()
         self._bytes, self.crowded_out = 0, False
@@ -380,7 +342,7 @@ def _is(update: KeptUpdate, optimizer: str, step: int) -> bool:
 
 
 def _why_not(update: KeptUpdate, program: Program | None, optimizer: str) -> str:
-    """Why nothing before a step can begin with this update."""
+    """Why the updates before a step cannot begin with this one."""
     if update.program.optimizer_name != optimizer:
         return f"an update of another optimizer ({update.program.optimizer_name}) comes between"
     if program is None:
@@ -391,6 +353,6 @@ def _why_not(update: KeptUpdate, program: Program | None, optimizer: str) -> str
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler writes into a learning rate that is a tensor."""
+    """Returns a group's settings; a learning rate that is a tensor is copied, because a scheduler writes into it."""
     held = ((key, value) for key, value in group.items() if key != "params")
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in held}

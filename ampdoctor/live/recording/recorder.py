@@ -1,7 +1,7 @@
-"""`StepRecorder`: keeps what the running step is made of, so that it can be run again.
+"""`StepRecorder`: records the running step, so that it can be run again.
 
-Nothing is copied but buffers that a call changes and the random state: what entered a model is kept by reference until
-the optimizer has stepped.
+Model inputs are kept by reference until the optimizer has stepped. Only the random state and buffers that a call
+changes are copied.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from ampdoctor.probes.user_code import user_line
 
 P = ParamSpec("P")
 _NODES = 256
-"""Of a loss's graph that are searched for a loss that was scaled before: what is done to a loss is a few dozen."""
+"""Nodes of a loss's graph that are searched for an earlier scaling; the ops on a loss are a few dozen."""
 
 
 def _harmless(
     method: Callable[Concatenate[StepRecorder, P], None],
 ) -> Callable[Concatenate[StepRecorder, P], None]:
-    """The method raises nothing into the loop: at the first error the recording ends."""
+    """The method raises nothing into the loop: the first error ends the recording."""
 
     @functools.wraps(method)
     def guarded(self: StepRecorder, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -69,53 +69,40 @@ def _harmless(
         except Exception as error:  # noqa: BLE001 - a watched training is never harmed
             self.fail(error)
 
-    return guarded  # type: ignore[return-value]  # a method stays one
+    return guarded  # type: ignore[return-value]  # a method remains a method
 
 
 class CallListener(Protocol):
-    """Told of the calls that are recorded: what wants to know of them takes no hooks of its own."""
+    """Receives the recorded calls, so that a listener needs no hooks of its own."""
 
     def entering(self, model: nn.Module) -> None:
-        """The model is about to run."""
+        """Called before the model runs."""
 
     def left(self) -> None:
-        """It has run, or raised."""
+        """Called after the model has returned or raised."""
 
     def returned(self, model: nn.Module, name: str, call: int, *, given: tuple[Any, Any], output: Any) -> None:
-        """It has returned, at its call of this number in the step, from 0; it was given these arguments."""
+        """Called after the model has returned; `call` is its number in the step, from 0, and `given` its arguments."""
 
 
 class StepRecorder:
-    """Records the steps of a loop.
-
-    Attributes:
-        models: The loop's models.
-        backwards: How many backwards there were since the last update.
-        away: What runs is not the loop's.
-        listener: Told of the models' calls.
-        cleared: Told of the parameters whose gradients are about to be cleared, or (True) were, by the loop's own hand.
-        stay: Puts hooks back that a program has cleared with its own; called where a loop shows itself by other ways.
-        failed: What ended the recording; None while all is well.
-        used: Which gradients an optimizer has used, on whichever thread.
-        samples: Of gradients, in a loop that scales its losses.
-        reads: What the loop has read since it had its gradients unscaled.
-        scaled_again: Where a loss was scaled of which a part was scaled already, since the last update; None for none.
-    """
+    """Records the steps of a loop."""
 
     def __init__(self) -> None:
         self.models = OutermostModels(self)
-        self.backwards = 0
-        self.away = False
+        self.backwards = 0  # since the last update
+        self.away = False  # the code that runs is not the loop's
         self.listener: CallListener | None = None
+        # called with parameters whose gradients are about to be cleared, or (True) were cleared by the loop's own code
         self.cleared: Callable[[list[torch.Tensor], bool], None] | None = None
-        self.stay: Callable[[], None] | None = None
-        self.failed: str | None = None
-        self.used = UsedGradients()
-        self.samples = GradientSamples()
-        self.reads = NumberReads()
-        self.scaled_again: Line = None
+        self.stay: Callable[[], None] | None = None  # reinstalls hooks that the program has cleared
+        self.failed: str | None = None  # what ended the recording
+        self.used = UsedGradients()  # the gradients that an optimizer has used, on any thread
+        self.samples = GradientSamples()  # in a loop that scales its losses
+        self.reads = NumberReads()  # the numbers that the loop has read since its `unscale_`
+        self.scaled_again: Line = None  # where a loss with an already scaled part was scaled, since the last update
         self._scales = False
-        self._left_out: tuple[Program, int] | None = None  # what has led to a number, and what was recorded by then
+        self._left_out: tuple[Program, int] | None = None  # the program behind a number, and the count at that time
         self._calls = 0
         self._gradients = Gradients(self.models)
         self._journal = Journal(self._gradients, self.fail, self._asked)
@@ -124,16 +111,16 @@ class StepRecorder:
         self._buffers = Buffers()
         self._process = os.getpid()
         self._trainers = Trainers()
-        self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, where it has raised
-        self._inside: tuple[nn.Module, Any, Any] | None = None  # the model that runs, and what it was given
+        self._raised: tuple[Call, dict[str, torch.Tensor]] | None = None  # the last call, if it raised
+        self._inside: tuple[nn.Module, Any, Any] | None = None  # the model that runs, and its arguments
         self._entering: tuple[RandomState, Any, bool, dict[str, torch.Tensor], Line] | None = None
-        self._losses: list[tuple[int, list[torch.Tensor]]] = []  # by backward since the last update: as it began
-        self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled: not differentiated since
+        self._losses: list[tuple[int, list[torch.Tensor]]] = []  # of backwards since the last update: moment, losses
+        self._scaled_losses: dict[int, torch.Tensor] = {}  # by number of the scaled loss; not differentiated yet
         self._prefixes: list[tuple[str, weakref.ref[nn.Module]]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, steps are recorded; afterwards nothing is left in place."""
+        """Records steps inside, and removes all hooks afterwards."""
         with ExitStack() as stack:
             stack.callback(self._let_go)
             stack.enter_context(self.models.watching())
@@ -144,7 +131,7 @@ class StepRecorder:
             yield
 
     def _let_go(self) -> None:
-        """Nothing of the loop's is held any more, whoever holds this recorder."""
+        """Releases everything of the loop, even if this recorder lives on."""
         self._tape.close()
         self._journal.clear()
         self._losses.clear()
@@ -156,7 +143,7 @@ class StepRecorder:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Inside, functions are not recorded: a scaler's, an optimizer's, ours."""
+        """Does not record functions inside: those of a scaler, an optimizer, or ours."""
         opened = self._tape.is_open
         self._tape.close()
         try:
@@ -208,7 +195,7 @@ class StepRecorder:
     def _call(
         self, name: str | None, args: Any, kwargs: Any, output: Any
     ) -> tuple[Call | None, dict[str, torch.Tensor]]:
-        """The call that was entered last, and the buffers before it; the output is None where it has not returned."""
+        """The call that was entered last, and the buffers before it; `output` is None where it has not returned."""
         entering, self._entering = self._entering, None
         if entering is None or name is None:
             return None, {}
@@ -226,7 +213,7 @@ class StepRecorder:
         return call, buffers
 
     def fail(self, error: Exception) -> None:
-        """Record no more, because of this."""
+        """Ends the recording because of this error."""
         self._end(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _end(self, why: str) -> None:
@@ -237,27 +224,27 @@ class StepRecorder:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether another thread is in the midst of a step: nothing may be run again beside it."""
+        """Whether another thread is in the middle of a step: nothing may be run again beside it."""
         return self._trainers.crowded()
 
     def trains(self) -> bool:
-        """This thread makes a backward, or is about to make an update; returns whether its steps are recorded."""
+        """Registers that this thread runs a backward or is about to update; returns whether its steps are recorded."""
         self._trainers.trains()
         if self._trainers.several and self.failed is None:
             self._end(SEVERAL)
         return not self._is_elsewhere()
 
     def _is_elsewhere(self) -> bool:
-        """Whether what runs is not the loop's, or this thread another than the one that trains."""
+        """Whether the running code is not the loop's, or runs on another thread than the one that trains."""
         return self.away or os.getpid() != self._process or not self._trainers.is_recorded()
 
     def names(self) -> Mapping[int, str]:
-        """The names of parameters and buffers, by their id."""
+        """Returns the names of parameters and buffers, by their id."""
         self._name()
         return self._tape.names
 
     def _name(self) -> None:
-        """Give parameters and buffers their names, where a model was met since."""
+        """Names parameters and buffers again if a model was added."""
         roots = self.models.roots
         if [id(root) for _, root in roots] != [id(there()) for _, there in self._prefixes]:
             self._rename()
@@ -267,7 +254,7 @@ class StepRecorder:
             self._buffers.watch(model)
 
     def _rename(self) -> None:
-        """What was recorded before another model was met speaks of the models by the names that they have now."""
+        """Renames models in earlier instructions: a new model may change the names of the others."""
         new = [(old, self.name_of(there)) for old, root in self._prefixes if (there := root()) is not None]
         changed = [(old, name) for old, name in new if name is not None and name != old]
         if not changed:
@@ -282,7 +269,7 @@ class StepRecorder:
         self._journal.rename(renamed)
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The name that a model, or a part of one, has in the loop; None for one that is not known."""
+        """Returns the name of a model, or of its submodule, in the loop; None for an unknown one."""
         for prefix, root in prefixed(self.models.roots):
             for name, part in root.named_modules():
                 if part is module:
@@ -292,7 +279,7 @@ class StepRecorder:
     # -- backwards ---------------------------------------------------------------------------------------------------
 
     def scaled(self, losses: Any, run: Callable[[], Any]) -> Any:
-        """A scaler scales a loss, or several."""
+        """Records that a scaler scales one loss or several."""
         with self.pausing():
             scaled = run()
         if not self._is_elsewhere():
@@ -313,7 +300,7 @@ class StepRecorder:
 
     @_harmless
     def stays(self) -> None:
-        """What a program clears with hooks of its own is put back, in the process that is watched."""
+        """Reinstalls hooks that the program has cleared with its own, in the watched process only."""
         if os.getpid() == self._process and not in_backward():
             self.models.stay()
             if self.stay is not None:
@@ -357,12 +344,12 @@ class StepRecorder:
         if self._left_out is not None:
             behind = sliced(self._tape.instructions, [len(self._tape.instructions) - 1])
             moments = [self._journal.moment(one) for one in behind if isinstance(one, Call)]
-            if any(moment < self._left_out[1] for moment in moments):  # the loop goes on with what it had called
+            if any(moment < self._left_out[1] for moment in moments):  # the loop uses the earlier call after all
                 self._left_out = None
 
     @_harmless
     def _has_run(self) -> None:
-        """A backward has added to gradients. While another thread makes one, torch lets nobody read them."""
+        """Records that a backward has added to gradients; while another thread runs one, torch forbids reading them."""
         if self._is_elsewhere() or self.is_crowded:
             self._gradients.unreadable()
         else:
@@ -371,7 +358,7 @@ class StepRecorder:
                 self.samples.left(self._gradients.owners())
 
     def _losses_of(self, root: torch.Tensor, reference: Reference) -> list[torch.Tensor]:
-        """What a backward from here differentiates, before a scaler has scaled it, or a part of that was taken."""
+        """The losses behind a backward's root, before they were scaled."""
         if isinstance(reference, Made) and self._scaled_losses:
             if reference.index in self._scaled_losses:
                 return [self._scaled_losses.pop(reference.index)]
@@ -384,24 +371,20 @@ class StepRecorder:
         return [root.detach()] if root.numel() == 1 else []
 
     def losses(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-        """What the gradients that an optimizer holds came of, detached, unscaled where a scaler was told.
-
-        Args:
-            optimizer: Whose; None for all.
-        """
+        """Returns the losses behind an optimizer's gradients (None: all): detached, and before a scaler scaled them."""
         begun = self._adding_up(optimizer)
         losses = [loss for count, losses in self._losses if begun is None or count in begun for loss in losses]
         return [*losses, *self._scaled_losses.values()]
 
     def micro_steps(self, optimizer: torch.optim.Optimizer) -> int:
-        """How many backwards an optimizer's gradients add up, or another's beside it, since the last update."""
+        """Returns how many backwards an optimizer's gradients add up; all since the last update without a clearing."""
         begun = self._adding_up(optimizer)
         return self.backwards if begun is None else sum(count in begun for count, _ in self._losses)
 
     def _adding_up(self, optimizer: Any) -> set[int] | None:
-        """When the backwards began whose gradients an optimizer holds; None for all since the last update.
+        """The moments at which the backwards of an optimizer's gradients began; None for all since the last update.
 
-        A loop that leaves a batch out by itself clears the gradients after its backward.
+        A loop that leaves a batch out clears the gradients after its backward.
         """
         first = self._losses[0][0] if self._losses else self._journal.count
         if not self._gradients.were_cleared_after(first):
@@ -410,7 +393,7 @@ class StepRecorder:
         return {self._journal.moment(self._tape.instructions[place]) for place in self._programs.wanted(owner)}
 
     def still_scaled(self, optimizer: Any) -> int:
-        """How many of an optimizer's gradients are as backwards of scaled losses alone have left them."""
+        """Returns how many of an optimizer's gradients come from scaled losses alone and are unchanged since."""
         places = self._of_scaled(optimizer)
         if not places or any(isinstance(one, Unscaled | Clipped) for one in places):
             return 0
@@ -419,16 +402,16 @@ class StepRecorder:
         return sum(not self._gradients.is_edited(id(p)) for p in held)
 
     def comes_of_scaled(self, optimizer: Any) -> bool:
-        """Whether an optimizer's gradients are those of scaled losses alone, whatever was done to them since."""
+        """Whether an optimizer's gradients come from scaled losses alone, even if they were changed since."""
         return bool(self._of_scaled(optimizer))
 
     def clipped_while_scaled(self, optimizer: Any) -> bool:
-        """Whether gradients of an optimizer, all of scaled losses, were clipped before a scaler unscaled them."""
+        """Whether an optimizer's gradients, all from scaled losses, were clipped before a scaler unscaled them."""
         kinds = [type(one) for one in self._of_scaled(optimizer)]
         return Clipped in kinds and (Unscaled not in kinds or kinds.index(Clipped) < kinds.index(Unscaled))
 
     def _of_scaled(self, optimizer: Any) -> list[Instruction]:
-        """What an optimizer's gradients come of and what was done to them; [] where a loss of theirs was not scaled."""
+        """The backwards of an optimizer's gradients and later changes to these; [] where a loss was not scaled."""
         instructions = self._tape.instructions
         if self._is_elsewhere() or not any(isinstance(one, Scaled) for one in instructions):
             return []
@@ -440,7 +423,7 @@ class StepRecorder:
         return [instructions[place] for place in wanted] if backwards and all(scaled) else []
 
     def rest(self) -> None:
-        """Functions are not recorded until a model is called again."""
+        """Stops recording functions until a model is called again."""
         self._tape.close()
         self.reads.rest()
 
@@ -448,14 +431,14 @@ class StepRecorder:
 
     @_harmless
     def unscaling(self, optimizer: Any) -> None:
-        """A scaler is about to unscale an optimizer's gradients."""
+        """Called before a scaler unscales an optimizer's gradients."""
         if not self.is_crowded:
             self._gradients.find_edited()
             self.samples.unscaling(optimizer)
 
     @_harmless
     def unscaled(self, optimizer: Any) -> None:
-        """A scaler has unscaled an optimizer's gradients."""
+        """Called after a scaler has unscaled an optimizer's gradients."""
         if self._is_elsewhere():
             return
         self._gradients.left()
@@ -465,13 +448,7 @@ class StepRecorder:
 
     @_harmless
     def clipped(self, gradients: Collection[int], max_norm: float, norm_type: float) -> None:
-        """Gradients are about to be clipped by their total norm.
-
-        Args:
-            gradients: The `id` of each.
-            max_norm: The norm that they have afterwards at most.
-            norm_type: Of the norm.
-        """
+        """Called before gradients (`id`s) are clipped to a total norm of at most `max_norm`."""
         self.used.clipped(gradients)
         if not self._is_elsewhere():
             self._gradients.find_edited()
@@ -490,25 +467,21 @@ class StepRecorder:
         step: int,
         root: torch.Tensor | None = None,
     ) -> Program:
-        """The running step of an optimizer, before it is taken.
+        """Returns the running step of an optimizer, before its update.
 
-        Args:
-            optimizer: Whose step it is; None where the loop ends before. The program has none either where it holds
-                tensors of its own, to which the loop copies what the models' gradients are.
-            name: Its name.
-            scaler: What steps it; None without one.
-            step: The attempted step in the training.
-            root: A value that was not differentiated; without an optimizer the program leads up to it.
+        `optimizer` is None where the loop ends before the update. The program has none either where the optimizer holds
+        tensors of its own, to which the loop copies the models' gradients. `root` is a value that was not
+        differentiated; without an optimizer the program leads up to it.
         """
         return with_changed_buffers(self._all_of(optimizer, name=name, scaler=scaler, step=step, root=root))
 
     def keepable(self, optimizer: torch.optim.Optimizer, *, name: str, scaler: Any, step: int) -> KeptUpdate:
-        """The running step of an optimizer, to be kept behind its update: no device is waited for; as in `program`."""
+        """As `program`, to be kept after the update; does not wait for a device."""
         program = self._all_of(optimizer, name=name, scaler=scaler, step=step, root=None)
         return KeptUpdate.of(program, prefixed(self.models.roots))
 
     def kept(self, update: KeptUpdate) -> Program | None:
-        """The step of a kept update; None where its models or its optimizer are gone, or have other names by now."""
+        """Returns the step of a kept update; None where its models or optimizer are gone, or have other names now."""
         roots = self.models.roots
         found = update.program_of(together(roots), prefixed(roots)) if roots else None
         return None if found is None else with_changed_buffers(found)
@@ -520,7 +493,7 @@ class StepRecorder:
 
     @_harmless
     def _asked(self, tensor: torch.Tensor) -> None:
-        """The loop has asked for a number; where it is not finite, it may leave out what has led to it."""
+        """Called when the loop reads a number: where it is not finite, the loop may leave out the step."""
         if self._is_elsewhere() or self._left_out is not None:
             return
         lost = self._journal.lost_behind(tensor)
@@ -530,44 +503,31 @@ class StepRecorder:
             self._left_out = program, self._journal.count
 
     def left_out(self, step: int) -> Program | None:
-        """What has led a model in training to a NaN or +Inf that the loop has seen, and then left out.
+        """Returns, once, the training-mode calls behind a NaN or +Inf that the loop has read and then left out.
 
-        No backward has used a call that was made before. It is told once. An evaluation (`eval()`, `no_grad`) is none.
-
-        Args:
-            step: The attempted step in the training.
+        No backward has used an earlier call. An evaluation (`eval()`, `no_grad`) does not count.
         """
         left, self._left_out = self._left_out, None
         return None if left is None else replace(left[0], step=step)
 
     def ended(self, step: int) -> Program | None:
-        """The running step where it has a number that is not finite: a loss, or the last that the loop still holds.
-
-        A device is waited for.
-
-        Args:
-            step: The attempted step in the training.
-        """
+        """Returns the running step if it, or the last number that the loop holds, is not finite; waits for a device."""
         with unseen():
             sick = any(not bool(loss.isfinite().all()) for loss in self.losses(None))
         root = None if sick else self._journal.last_value()
         return self.program(None, name="", scaler=None, step=step, root=root) if sick or root is not None else None
 
     def interrupted(self, error: BaseException, step: int) -> Program | None:
-        """The running step up to a forward that has returned, or was about to return, what is not finite.
+        """Returns the running step up to a forward that returned, or was about to return, non-finite values.
 
-        A device is waited for. An infinity of one sign alone, as masks are made of, counts where the error is about
-        numbers.
-
-        Args:
-            error: What the loop's own code has ended the step with.
-            step: The attempted step in the training.
+        Waits for a device. `error` is the error of the loop's own code. An infinity of one sign alone, which masks
+        contain, counts where the error is about numbers.
         """
         about_numbers = is_about_numbers(error)
         root = self._journal.last_nonfinite(signed=about_numbers)
         if root is not None:
             return self.program(None, name="", scaler=None, step=step, root=root)
-        if self._inside is not None:  # torch tells nobody of a call that something else than an `Exception` has ended
+        if self._inside is not None:  # torch calls no hook where a call ends by a BaseException that is no Exception
             module, args, kwargs = self._inside
             running, before = self._call(self.name_of(module), args, kwargs, None)
             self._raised = None if running is None else (running, before)
@@ -581,7 +541,7 @@ class StepRecorder:
 
     @_harmless
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped, or was held back: what nobody can use any more is forgotten."""
+        """Called after an optimizer has stepped or was held back; forgets what cannot be used any more."""
         elsewhere = self._is_elsewhere()
         self._trainers.updated()
         if elsewhere:
@@ -599,7 +559,6 @@ class StepRecorder:
 
     @_harmless
     def _zeroed(self, owner: Any, *, by_hand: bool = False) -> None:
-        """A model's, or an optimizer's, gradients are cleared."""
         if self._is_elsewhere():
             return
         self.stays()
@@ -609,7 +568,7 @@ class StepRecorder:
 
 
 def _pairs(losses: Any, scaled: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each loss with what it was scaled to; an iterator is used up, and gives none."""
+    """Yields each loss with its scaled loss; an iterator is used up by then, and gives none."""
     if isinstance(losses, torch.Tensor):
         yield losses, scaled
     elif isinstance(losses, list | tuple):

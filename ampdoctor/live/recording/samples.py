@@ -1,7 +1,7 @@
-"""A few numbers of the gradients at each stage of a step: what a loop's own code makes of them in between.
+"""A few numbers of the gradients at each stage of a step, to find what a loop's own code does to them in between.
 
-Counters of versions say that a gradient was written to, and not what was made of it; numbers say it whatever has
-written, and also where nothing counts (`.data`, a kernel of the loop's own).
+Version counters show that a gradient was written to, but not how it changed. Samples show that for any writer, also
+where nothing counts versions (`.data`, the loop's own kernel).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from ampdoctor.live.recording.journal import parameters_of
 from ampdoctor.numerics.tensors import is_plain
 
 _PARAMETERS, _ELEMENTS = 8, 64
-"""What is taken of an owner's gradients: evenly spread, so that what is done to all of them is seen."""
+"""Sampled of an owner's gradients: evenly spread, so that a change of all gradients shows."""
 _FIRST, _EVERY, _IN_A_ROW = 48, 64, 4
-"""Updates at the begin of a loop whose gradients are sampled, and then some in a row: the order of calls is a loop's
-own, and the same in each step."""
+"""The first updates are sampled, then some in a row out of each `_EVERY`: a loop makes the same calls in each step."""
 _SAME = 1e-4
-"""Relative spread of factors up to which they are one: float32 arithmetic on one number is a hundred times below."""
+"""Factors with at most this relative spread count as equal: the error of float32 arithmetic is 100 times smaller."""
 _FEWEST = 4
-"""Elements that are not zero, without which nothing is said."""
+"""Nonzero elements that a result needs."""
 
 
 class GradientSamples:
-    """Takes the samples; no device is waited for, but by `while_scaled` and `last`."""
+    """Takes the samples; only `while_scaled` and `last` wait for a device."""
 
     def __init__(self) -> None:
         self._updates = 0
@@ -40,15 +39,11 @@ class GradientSamples:
 
     @property
     def active(self) -> bool:
-        """Whether this step is one of those that are sampled."""
+        """Whether the gradients of this step are sampled."""
         return self._updates < _FIRST or self._updates % _EVERY < _IN_A_ROW
 
     def left(self, owners: Iterable[Any]) -> None:
-        """Gradients are as a backward, or a scaler, has left them.
-
-        Args:
-            owners: Models or optimizers.
-        """
+        """Samples the gradients of models or optimizers as a backward, or a scaler, has left them."""
         if not self.active:
             return
         for owner in owners:
@@ -59,30 +54,30 @@ class GradientSamples:
                     self._left[id(parameter)] = weakref.ref(parameter), taken
 
     def unscaling(self, optimizer: Any) -> None:
-        """A scaler is about to divide an optimizer's gradients by its scale."""
+        """Called before a scaler divides an optimizer's gradients by its scale."""
         pair = self._pair_of(optimizer)
         if pair is not None:
             self._scaled[id(optimizer)] = pair
 
     def while_scaled(self, optimizer: Any) -> Change | None:
-        """What was done to an optimizer's gradients before they were unscaled; None where that is not known."""
+        """Returns the change of an optimizer's gradients before they were unscaled; None where it is unknown."""
         pair = self._scaled.get(id(optimizer))
         return None if pair is None or pair.optimizer() is not optimizer else pair.change()
 
     def last(self, optimizer: Any) -> Change | None:
-        """What was done to an optimizer's gradients since a backward, or a scaler, has left them; None as above."""
+        """Returns the change of an optimizer's gradients since the last backward or unscaling; None if unknown."""
         pair = self._pair_of(optimizer)
         return None if pair is None else pair.change()
 
     def updated(self, optimizer: Any) -> None:
-        """An optimizer has used its gradients."""
+        """Called after an optimizer has used its gradients."""
         self._updates += 1
         self._scaled.pop(id(optimizer), None)
         for parameter in parameters_of(optimizer):
             self._left.pop(id(parameter), None)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drops all samples."""
         self._left.clear()
         self._scaled.clear()
 
@@ -119,7 +114,7 @@ class _Pair:
     total: torch.Tensor
 
     def change(self) -> Change | None:
-        """What has been made of them; None where that is not known. A device is waited for."""
+        """Returns the change from `before` to `after`; None where it is unknown. Waits for a device."""
         with unseen():
             before, after, norm = (one.cpu().double() for one in (self.before, self.after, self.total))
             total = float(norm)
@@ -138,14 +133,14 @@ class _Pair:
 
 
 def _bound_of(before: torch.Tensor, after: torch.Tensor) -> float | None:
-    """The magnitude to which numbers were cut; None where something else was done to them."""
+    """Returns the magnitude at which numbers were cut off; None where they were changed in another way."""
     bound = float(after.abs().max())
     expected = before.clamp(-bound, bound)
     return bound if bound > 0 and bool(((after - expected).abs() <= _SAME * expected.abs()).all()) else None
 
 
 def _is_numbers(gradient: torch.Tensor) -> bool:
-    """Whether a gradient lies in this process as plain real numbers."""
+    """Whether a gradient is stored in this process as plain real numbers."""
     return (
         type(gradient) is torch.Tensor
         and is_plain(gradient)

@@ -1,4 +1,4 @@
-"""What happens outside the models: torch's functions on tape, buffers before a call, what an error says of numbers."""
+"""Recording outside the models: torch functions, buffers before a call, and whether an error is about numbers."""
 
 from __future__ import annotations
 
@@ -31,30 +31,20 @@ from ampdoctor.probes.user_code import user_line
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_", "uniform_", "rrelu")
 """Parts of the names of torch's functions that draw random numbers."""
 _PICKING = ("__getitem__", "index_select", "select", "narrow", "gather", "take", "split", "chunk", "unbind", "unfold")
-"""Functions that take a part of a tensor out: of data, that part is given, and not all that it is taken of."""
+"""Functions that take a part of a tensor: of data, only that part is kept, not the whole tensor."""
 _KINDS = ("cpu", "cuda")
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Tape:
-    """The instructions of a loop, and the names of the tensors that they speak of.
+    """The instructions of a loop, and the names of the tensors in them.
 
-    Functions are told by a `TorchFunctionMode`, which is in place from the return of a model's call to the next
-    backward. Of functions whose tensors all come from outside (data, noise), those are recorded that a loss may go
-    wrong in; the results of the others are given: of what is computed without gradients, takes a part of its tensor, or
-    writes.
+    A `TorchFunctionMode` observes functions from the return of a model's call to the next backward. Where all tensors
+    of a function come from outside (data, noise), it is recorded only if it may be part of a loss. The results of
+    others count as given: of functions without gradients, of those that take a part of their tensor, or that write.
 
-    Args:
-        recorded: Told of each function that is about what is on the tape; adds it to the instructions.
-        failed: Told of an error of ours, which must not reach the loop.
-        asked: Told of a tensor of which the loop has asked a number that is not a finite float.
-
-    Attributes:
-        instructions: What was recorded, oldest first.
-        given: The tensors from outside, by the index of their `Given`.
-        held_bytes: What they take.
-        names: Of parameters and buffers, by their id.
-        grad: The numbers of the made tensors that require a gradient.
+    `recorded` adds a function that uses tensors of the tape to the instructions. `failed` gets an error of ours, which
+    must not reach the loop. `asked` gets a tensor from which the loop has read a number that is not a finite float.
     """
 
     def __init__(
@@ -64,25 +54,25 @@ class Tape:
         asked: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
         self._recorded, self._failed, self._asked = recorded, failed, asked
-        self.instructions: list[Instruction] = []
-        self.given: dict[int, torch.Tensor] = {}
-        self.held_bytes = 0
-        self.grad: set[int] = set()
+        self.instructions: list[Instruction] = []  # oldest first
+        self.given: dict[int, torch.Tensor] = {}  # the tensors from outside, by the index of their `Given`
+        self.held_bytes = 0  # of the given tensors
+        self.grad: set[int] = set()  # the numbers of the made tensors that require a gradient
         self._versions: dict[int, int] = {}
         self._given_by_id: dict[int, tuple[torch.Tensor, int]] = {}
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self._held: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of parameters and buffers, by their id
         self._next = 0
         self._known: dict[Any, tuple[bool, bool, bool, bool]] = {}
         self._mode = _Listening(self)
-        self._open: int | None = None  # the thread whose functions are told: each has modes of its own
+        self._open: int | None = None  # the recorded thread: each thread has its own modes
 
     # -- names -------------------------------------------------------------------------------------------------------
 
     def hold(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Parameters and buffers go by these names from now on."""
+        """Sets the names of parameters and buffers."""
         self._held = {id(tensor): (weakref.ref(tensor), name) for name, tensor in named}
         self.names = {key: name for key, (_, name) in self._held.items()}
 
@@ -94,7 +84,7 @@ class Tape:
                 yield name, tensor
 
     def reference(self, tensor: torch.Tensor) -> Reference:
-        """The name of a tensor; one that is met for the first time is given."""
+        """Returns the reference of a tensor; a tensor that is seen for the first time is given."""
         key = id(tensor)
         made = self._made.get(key)
         if made is not None and made[0]() is tensor:
@@ -112,19 +102,19 @@ class Tape:
         return Given(known[1])
 
     def references(self, value: Any) -> Any:
-        """The value with its tensors replaced by their names."""
+        """Returns the value with its tensors replaced by their references."""
         if isinstance(value, torch.Tensor):
             return self.reference(value)
         if isinstance(value, _PLAIN):
             return value
-        if type(value) in (tuple, list):  # what most functions take; the walk for all else costs ten times as much
+        if type(value) in (tuple, list):  # most arguments; the general walk costs ten times as much
             return type(value)([self.references(item) for item in value])
         if type(value) is dict:
             return {key: self.references(item) for key, item in value.items()}
-        return map_tensors(self.reference, value)  # type: ignore[arg-type]  # names stand for tensors
+        return map_tensors(self.reference, value)  # type: ignore[arg-type]  # references replace tensors
 
     def make(self, output: Any) -> dict[str, Made]:
-        """Names for the tensors of what an instruction returned, by their path."""
+        """Numbers the tensors in what an instruction returned; by their path."""
         return {path: self._make(tensor) for path, tensor in iter_tensors(output)}
 
     def _make(self, tensor: torch.Tensor) -> Made:
@@ -137,7 +127,7 @@ class Tape:
         return made
 
     def lives(self, made: Made) -> torch.Tensor | None:
-        """The tensor, as long as the loop holds it."""
+        """Returns the tensor, as long as the loop holds it."""
         there = self._tensors.get(made.index)
         return None if there is None else there()
 
@@ -146,7 +136,7 @@ class Tape:
         return version_of(self.given[index]) != self._versions[index]
 
     def is_live(self, tensor: Any) -> bool:
-        """Whether a tensor came of an instruction, or is a weight."""
+        """Whether a tensor is the result of an instruction, a parameter or a buffer."""
         made = self._made.get(id(tensor))
         if made is not None and made[0]() is tensor:
             return True
@@ -156,36 +146,31 @@ class Tape:
     # -- the tape ----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Functions are told from now on."""
+        """Starts recording functions on this thread."""
         if not self.is_open:
-            take_away(self._mode)  # another thread's functions were told since
+            take_away(self._mode)  # another thread was recorded since
             self._open = threading.get_ident()
             put_outermost(self._mode)
 
     def close(self) -> None:
-        """Functions are told no more, once the one that is being told has returned."""
+        """Stops recording; a function that is running now is still recorded."""
         if take_away(self._mode) and self.is_open:
             self._open = None
 
     @property
     def is_open(self) -> bool:
-        """This thread's functions are told."""
+        """Whether this thread's functions are recorded."""
         return self._open == threading.get_ident()
 
     def keep(self, instructions: Iterable[Instruction], taken: Iterable[Reference]) -> None:
-        """Forget everything but these instructions and the given tensors that they take.
-
-        Args:
-            instructions: What is still needed.
-            taken: All references in them.
-        """
+        """Forgets everything but these instructions and the given tensors among `taken`, all the references in them."""
         self.instructions = list(instructions)
         wanted = {reference.index for reference in taken if isinstance(reference, Given)}
         self.given = {index: tensor for index, tensor in self.given.items() if index in wanted}
         self.held_bytes = sum(map(_bytes_of, self.given.values()))
         self._versions = {index: self._versions[index] for index in self.given}
         self._given_by_id = {id(tensor): (tensor, index) for index, tensor in self.given.items()}
-        made = {made.index for one in self.instructions for made in results(one)}  # what else lives is given now
+        made = {made.index for one in self.instructions for made in results(one)}  # other live tensors are given now
         self._made = {
             key: entry for key, entry in self._made.items() if entry[1].index in made and entry[0]() is not None
         }
@@ -193,7 +178,7 @@ class Tape:
         self.grad &= made
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of torch's, and record it where it is about what is on the tape."""
+        """Calls a function of torch's, and records it where it uses tensors of the tape."""
         if not self.is_open:
             return function(*args, **kwargs)
         known = self._known.get(function)
@@ -226,7 +211,7 @@ class Tape:
         *,
         writes: bool,
     ) -> None:
-        # a function may return its argument, which is then known by a newer name: what it took is named first
+        # a function may return its argument, which then gets a new number: so the arguments come first
         taken = self.references(args), self.references(kwargs)
         made = {"": self._make(result)} if isinstance(result, torch.Tensor) else self.make(result)
         if made or writes:
@@ -254,7 +239,7 @@ class Tape:
         return False
 
     def _before_write(self, tensor: Any) -> None:
-        """A given tensor is about to be written to: what was taken of it is its value until now."""
+        """Copies a given tensor before a write: the recorded instructions took its value from before."""
         known = self._given_by_id.pop(id(tensor), None)
         if known is not None:
             copy = tensor.detach().clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -273,7 +258,7 @@ class _Listening(TorchFunctionMode):
 
 
 def _is_arithmetic(args: tuple[Any, ...], *, writes: bool) -> bool:
-    """Is a call arithmetic on data, which a loss may be made of?"""
+    """Whether a call is arithmetic on data, which may be part of a loss."""
     return not writes and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) for value in args)
 
 
@@ -282,7 +267,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def mode_now() -> Mode:
-    """How torch computes now."""
+    """Returns torch's present autocast and gradient settings."""
     on = next((kind for kind in _KINDS if torch.is_autocast_enabled(kind)), None)
     return Mode(
         autocast=None if on is None else (on, torch.get_autocast_dtype(on)),
@@ -292,9 +277,9 @@ def mode_now() -> Mode:
 
 
 def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
-    """Whether a function writes to its first argument, draws random numbers, is repeatable, and gives Python a number.
+    """Whether a function writes to its first argument, draws random numbers, is repeatable, gives a Python number.
 
-    The third: it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
+    Repeatable means that it computes, and has a name by which a bundle finds it again (`torch.as_tensor` has none).
     """
     name = str(getattr(function, "__name__", ""))
     writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
@@ -304,7 +289,7 @@ def _known(function: Callable[..., Any]) -> tuple[bool, bool, bool, bool]:
     return writes, any(part in name for part in _DRAWS), repeatable, name in READS
 
 
-# The buffers of a loop's models as they were before each call: a call may write to what it reads.
+# -- buffers before each call --
 
 
 class Buffers:
@@ -312,14 +297,14 @@ class Buffers:
 
     def __init__(self) -> None:
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
-        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}  # by id: its version, a copy
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}  # by id: version, copy
 
     def watch(self, model: nn.Module) -> None:
-        """The buffers are those of this model from now on, and go by the names that they have in it."""
+        """Sets the model whose buffers are copied, under their names in it."""
         self._modules = [(name, weakref.ref(part)) for name, part in model.named_modules() if _own(part)]
 
     def now(self) -> dict[str, torch.Tensor]:
-        """Returns what they are, by their names."""
+        """Returns the buffers' present values, by name."""
         found: dict[str, torch.Tensor] = {}
         for module_name, there in self._modules:
             module = there()
@@ -329,7 +314,7 @@ class Buffers:
                     continue
                 known = self._copies.get(id(buffer))
                 version = version_of(buffer)
-                # batch norm's kernel writes to its buffers and raises no version
+                # batch norm's kernel writes to its buffers without a new version
                 if silent or known is None or known[0]() is not buffer or known[1] != version:
                     known = weakref.ref(buffer), version, buffer.detach().clone()
                     self._copies[id(buffer)] = known
@@ -338,16 +323,16 @@ class Buffers:
 
 
 def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Those that a module has registered itself; `buffers()` walks its children too, which costs at each call."""
+    """Returns the buffers that a module has registered itself; `buffers()` walks its children too, which is slow."""
     return module._buffers  # noqa: SLF001
 
 
-# Doors of torch's that a recorder stands in: what has no hook is put back as it was.
+# -- functions of torch that have no hook, and are patched --
 
 
 @contextmanager
 def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
-    """Inside, `tell` is called before a backward comes to a mode, from within which no mode can be left."""
+    """Calls `tell` before a backward reaches a mode: a mode cannot be left from within itself."""
     to: Callable[[], None] | None = tell
     with ExitStack() as stack:
         for owner in (torch.Tensor, torch.autograd):
@@ -367,7 +352,7 @@ def before_backwards(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, a model's or an optimizer's `zero_grad` is told, whatever it is to set gradients to."""
+    """Calls `told` at each `zero_grad` of a model or an optimizer, whatever it sets gradients to."""
     to: Callable[[Any], None] | None = told
     with ExitStack() as stack:
         for owner in (nn.Module, torch.optim.Optimizer):
@@ -385,22 +370,21 @@ def told_of_zeroed(told: Callable[[Any], None]) -> Iterator[None]:
             to = None
 
 
-# What an error that has ended a step tells of numbers: by its text, and by the tensors in the frames behind it.
-
+# -- errors that end a step --
 
 _ABOUT_NUMBERS = re.compile(
     r"\b(nan|nans|inf|infs|infinity|infinite|nonfinite|finite|overflow(s|ed)?|diverged?|probability|cholesky)\b"
     r"|invalid (numeric|values?)|numeric(al)?ly|constraint|positive-definite|singular|converge",
     re.IGNORECASE,
 )
-"""Words of what torch, SciPy, NumPy and loops say about numbers that are not finite: `torch.multinomial`,
+"""Words in errors about non-finite numbers from torch, SciPy, NumPy and loops: `torch.multinomial`,
 `torch.distributions`, `linear_sum_assignment`, `torch.linalg`, and checks by hand."""
 _MOST = 64
-"""Items of a list or a dict that are looked at."""
+"""Items of a list or a dict that are searched."""
 
 
 def is_about_numbers(error: BaseException) -> bool:
-    """Whether an error, or what it came of, is one of arithmetic or speaks of numbers."""
+    """Whether an error, or one of its causes, is an ArithmeticError or mentions numbers."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -412,17 +396,12 @@ def is_about_numbers(error: BaseException) -> bool:
 
 
 def holds_nonfinite(error: BaseException) -> bool:
-    """Whether a tensor in a variable of a frame that an error has left is not finite. A device is waited for."""
+    """Whether a variable in the frames of an error holds a tensor with NaN or +Inf. Waits for a device."""
     return any(is_lost(tensor, signed=False) for tensor in _of_frames(error))
 
 
 def is_lost(tensor: torch.Tensor, *, signed: bool) -> bool:
-    """Whether a tensor holds NaN or +Inf.
-
-    Args:
-        tensor: Any.
-        signed: -Inf counts as well, which masks are made of.
-    """
+    """Whether a tensor holds NaN or +Inf; with `signed`, -Inf, which masks contain, counts as well."""
     if not is_plain(tensor) or not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return False
     if tensor.is_meta or not tensor.numel():
@@ -434,7 +413,7 @@ def is_lost(tensor: torch.Tensor, *, signed: bool) -> bool:
 
 def _of_frames(error: BaseException) -> Iterator[torch.Tensor]:
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_locals is frame.f_globals:  # a script's variables, of which the tape knows those that count
+        if frame.f_locals is frame.f_globals:  # a script's globals: the tape has the relevant ones
             continue
         for value in list(frame.f_locals.values()):
             inner = value.values() if isinstance(value, dict) else value
