@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 # -- a small pool of threads, each with one torch thread, for kernels that torch itself runs on one thread --
 
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -127,18 +126,11 @@ def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size:
         concurrent.futures.wait(waiting)
 
 
-CHUNK = 1 << 20
-"""Elements per pass on the CPU: more leave the cache, and fewer cost more calls (measured)."""
-MIN_CHUNK = 1 << 16
-"""Minimum number of elements that are worth a thread."""
-DEVICE_CHUNK = 1 << 24
-"""Elements per pass on a device: limits the scratch to about a quarter of a gigabyte."""
+CHUNK = 1 << 20  # elements per pass on the CPU: more leave the cache, and fewer cost more calls (measured)
+MIN_CHUNK = 1 << 16  # minimum number of elements that are worth a thread
+DEVICE_CHUNK = 1 << 24  # elements per pass on a device: limits the scratch to about a quarter of a gigabyte
 
-_SMALL_FOR_A_TABLE = 1 << 18
-"""Smaller 16-bit tensors are counted as float32, which is faster than reading a table of 32768 counts.
-
-Measured: bf16 and fp16 cross between 2^17 and 2^18.
-"""
+_SMALL_FOR_A_TABLE = 1 << 18  # smaller 16-bit tensors are counted as float32 (measured: cross between 2^17 and 2^18)
 
 _INF64 = 0x7FF0000000000000
 _SHIFT64 = 52 - 3
@@ -146,15 +138,12 @@ _SHIFT64 = 52 - 3
 
 @dataclass(frozen=True, slots=True)
 class _Wide:
-    """How a dtype with too many patterns for a table is counted.
-
-    A pattern less one, shifted right by `shift`, is its raw bin: the exponent and three mantissa bits.
-    """
+    """How a dtype with too many patterns for a table is counted."""
 
     integer: torch.dtype  # of the dtype's size
     magnitude: int  # the largest pattern without its sign
     infinity: int  # the pattern of +Inf
-    shift: int
+    shift: int  # (pattern - 1) >> shift is the raw bin: the exponent and three mantissa bits
 
     @property
     def raw_bins(self) -> int:
@@ -183,8 +172,7 @@ _PRECISION: dict[torch.dtype, tuple[int, float]] = {
     torch.float8_e5m2fnuz: (3, 2.0**-17),
     **dict.fromkeys(E8M0, (1, 2.0**-127)),
     **dict.fromkeys(E2M1_PAIRS, (2, 0.5)),
-}
-"""Significand bits (hidden one included) and smallest spacing of the countable dtypes."""
+}  # significand bits (hidden one included) and smallest spacing of the countable dtypes
 
 
 def check_countable(dtype: torch.dtype) -> None:
@@ -265,10 +253,7 @@ class _Counting:
         self._count(ranks, origin // self._step, (least - 1) >> wide.shift, (most - 1) >> wide.shift)
 
     def _count(self, bins: Tensor, origin: int, low: int, high: int) -> None:
-        """Count the raw bins from `low` to `high`, each given as `origin` less the bin less one.
-
-        If `origin` is the end of the integers, elements that `_set_apart` has moved are given as its negative.
-        """
+        """Count the raw bins from `low` to `high`, given as `origin - (bin - 1)`; set-apart elements as -origin."""
         if high - low > 255:
             torch.sub(torch.tensor(origin, dtype=bins.dtype), bins, out=bins)
             self._raw += torch.bincount(bins, minlength=self._raw.size).numpy()
@@ -282,10 +267,7 @@ class _Counting:
         self._raw[low + 1 : high + 2] += counts[(origin - np.arange(low + 1, high + 2)) & 0xFF]
 
     def _set_apart(self, piece: Tensor, ranks: Tensor) -> int:
-        """Count the non-finite elements and give them the rank of zero; returns the last rank then.
-
-        numpy compares and counts several times as fast as torch.
-        """
+        """Count non-finite elements (numpy is faster here) and give them the rank of zero; returns the last rank."""
         array = ranks.numpy()
         beyond = (array > self._zero) | (array <= self._zero - 2 * self._wide.infinity)
         pos_infs, neg_infs = int((piece == math.inf).sum()), int((piece == -math.inf).sum())
@@ -399,12 +381,9 @@ _NONE64 = 0x7FFFFFFFFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class DeviceTally:
-    """Counts that are still on their device, packed into int64 of shape (2054,).
+    """Counts still on their device."""
 
-    They are 2048 bins, zeros, NaN, +Inf, -Inf, and the patterns of amax and amin.
-    """
-
-    packed: Tensor
+    packed: Tensor  # int64 of shape (2054,): 2048 bins, zeros, NaN, +Inf, -Inf, and the patterns of amax and amin
     significand_bits: int
     min_spacing: float
 
@@ -443,10 +422,7 @@ class DeviceTally:
 
 
 def device_tally(part: Tensor) -> DeviceTally:
-    """Count the elements of one plain strided tensor on its own device, without waiting for the device.
-
-    `torch.bincount` reads its maximum on the host, so `index_add_` counts here, which works on any device.
-    """
+    """Count a plain strided tensor on its device without a sync, so by `index_add_`: `torch.bincount` would sync."""
     bits, spacing = _PRECISION[part.dtype]
     if part.dtype in E2M1_PAIRS:
         part = _unpack_e2m1(part)

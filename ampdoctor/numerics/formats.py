@@ -207,8 +207,7 @@ def _table() -> dict[str, FloatFormat]:
     return {row.name: row for row in rows}
 
 
-FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())
-"""The formats by name; fp32 is among them as a target, for what fp64 loses in it."""
+FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())  # fp32 is a target too, for what fp64 loses in it
 
 
 def as_format(fmt: FloatFormat | str) -> FloatFormat:
@@ -222,10 +221,7 @@ def as_format(fmt: FloatFormat | str) -> FloatFormat:
 
 
 def spacing(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
-    """The distance between neighbouring values of a format in the binade of each (non-negative) magnitude.
-
-    It is 2^(floor(log2 x) - mantissa_bits), but never below the smallest subnormal.
-    """
+    """Distance of a format's values at each magnitude: 2^(floor(log2 x) - mantissa_bits), at least the subnormals'."""
     exponent = np.frexp(magnitudes)[1] - 1
     step: NDArray[np.float64] = np.maximum(np.ldexp(1.0, exponent - fmt.mantissa_bits), fmt.min_subnormal)
     return step

@@ -158,19 +158,13 @@ class Histogram:
         return self._tally.min_spacing
 
     def repeated(self, times: int) -> Histogram:
-        """Return the histogram of the same elements, each `times` times: what a sample represents.
-
-        Raises UsageError if `times` is below 1.
-        """
+        """Return the histogram of the same elements, each `times` times (at least 1), which a sample represents."""
         if times < 1:
             raise UsageError(f"elements are repeated at least once, not {times} times")
         return Histogram(self._tally.repeated(times))
 
     def scaled(self, factor: float) -> Histogram:
-        """Return the histogram of the same elements times a factor: exact for a power of two, else within a bin.
-
-        Raises UsageError if the factor is not a positive finite number.
-        """
+        """Return the histogram times a positive finite factor: exact for a power of two, else within a bin."""
         return Histogram(self._tally.scaled(_positive(factor)))
 
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
@@ -210,20 +204,17 @@ class Histogram:
         return rounding_error.relative_error(self._tally, as_format(fmt), _positive(scale))
 
     def quantile(self, q: float) -> float | None:
-        """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements.
+        """Return the magnitude not exceeded by a share `q` of the nonzero finite elements; None if there are none.
 
-        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. None without such an element; raises
-        UsageError if `q` is outside 0 to 1.
+        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. Raises UsageError for other `q` than 0
+        to 1.
         """
         if not 0.0 <= q <= 1.0:
             raise UsageError(f"a quantile lies between 0 and 1, not at {q}")
         return rounding_error.quantile(self._tally, q)
 
     def headroom(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
-        """Return the binades between the largest magnitude times scale and the format's max, exact.
-
-        It is negative beyond max, and inf without a nonzero finite element.
-        """
+        """Return log2(max / (largest magnitude * scale)), exact; negative beyond max, inf without nonzero elements."""
         fmt, scale = as_format(fmt), _positive(scale)
         amax = self._tally.amax
         return math.inf if amax is None else math.log2(fmt.max) - math.log2(amax) - math.log2(scale)
@@ -234,10 +225,7 @@ class Histogram:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Histogram:
-        """Return the histogram that `to_dict` wrote, equal to it in every figure.
-
-        Raises UsageError for another version, or contradictory data.
-        """
+        """Return the histogram that `to_dict` wrote; raises UsageError for another version, or invalid data."""
         return cls(Tally.from_dict(data))
 
 

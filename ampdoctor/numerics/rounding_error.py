@@ -16,13 +16,10 @@ from numpy.typing import NDArray
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics.formats import FloatFormat, as_format, round_to, spacing
 
-ROWS, COLUMNS = 256, 8
-"""Exponent field and first three mantissa bits of the magnitude's float32 pattern."""
+ROWS, COLUMNS = 256, 8  # exponent field and first three mantissa bits of the magnitude's float32 pattern
 BINS = ROWS * COLUMNS
-PATTERN_SHIFT = 20
-"""float32 magnitude pattern to bin: subtract one, then shift right by this."""
-BEYOND_FP32 = 2040
-"""The bin of finite float64 magnitudes above 2^128; float32 patterns there are NaN, which are counted separately."""
+PATTERN_SHIFT = 20  # float32 magnitude pattern to bin: subtract one, then shift right by this
+BEYOND_FP32 = 2040  # bin of finite float64 above 2^128; float32 patterns there are NaN, which is counted separately
 
 SERIAL_VERSION = 1
 
@@ -34,8 +31,7 @@ def _edges() -> NDArray[np.float64]:
     return edges
 
 
-EDGES = _edges()
-"""Bin i holds the magnitudes in (EDGES[i], EDGES[i + 1]]; float64 of shape (2042,)."""
+EDGES = _edges()  # bin i holds the magnitudes in (EDGES[i], EDGES[i + 1]]; float64 of shape (2042,)
 
 
 def bin_of(magnitudes: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -177,8 +173,7 @@ class Tally:
             raise UsageError("histogram data contradict themselves: one element with two magnitudes")
 
 
-_LARGEST_COUNT = 2**53
-"""No real tensor has as many elements, and sums of two stay far below int64's limit."""
+_LARGEST_COUNT = 2**53  # no real tensor has as many elements, and sums of two stay far below int64's limit
 
 
 def _is_count(value: object) -> bool:
@@ -228,16 +223,12 @@ def _read_magnitude(data: Mapping[str, Any], key: str) -> float | None:
 # Inside a bin, values are assumed to lie evenly on the source dtype's own grid. That is exact for a dtype of up to four
 # significand bits, and an estimate for others. The largest and the smallest magnitude are used exactly.
 
-
 Array = NDArray[np.float64]
 
-_ENUMERABLE_BITS = 11
-"""Up to this precision (float16, TF32) a bin's values, at most 128, are rounded one by one; above, by an integral."""
-_ALL_LOST = 2.0**60
-"""A saturated value that exceeds max by this factor has its own size as error, in float64."""
+_ENUMERABLE_BITS = 11  # up to it (float16, TF32) a bin's at most 128 values are rounded one by one; above, by integral
+_ALL_LOST = 2.0**60  # a saturated value that exceeds max by this factor has its own size as error, in float64
 _FP32_BITS = 24
-_FIRST_BITS = 4
-"""Significand bits that the bin itself fixes: the hidden one and three of the mantissa."""
+_FIRST_BITS = 4  # significand bits that the bin itself fixes: the hidden one and three of the mantissa
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,17 +399,13 @@ def _clipping_integral(a: Array, b: Array, limit: float, unit: float) -> Array:
 # results. Values count as those of a float32 source, dense in their bin (see the estimates above). `counts` are int64
 # of shape (n, 2048), elements per bin (`Histogram.counts`, flat); `exponents` are int64 of shape (k,).
 
-
 Counts = NDArray[np.int64]
 
 _BINS_PER_BINADE = 8
 
 
 def flushed_counts(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many elements become zero at each scale 2^e, exact; int64 of shape (n, k).
-
-    The threshold must be at least 2^-129 at each exponent: above that, bins end at each power of two.
-    """
+    """How many elements become zero at each scale 2^e, int64 (n, k); exact for thresholds from 2^-129 on."""
     fmt = as_format(fmt)
     below = np.searchsorted(EDGES, np.ldexp(fmt.flush_at, -exponents), side="left")  # bins up to that upper edge
     cumulative = np.concatenate([np.zeros((len(counts), 1), dtype=np.int64), counts.cumsum(axis=1)], axis=1)

@@ -53,8 +53,7 @@ class Unseen:
     """Context manager: ops inside are hidden from function and dispatch modes, autocast and autograd.
 
     It masks dispatch keys (1 microsecond), because `no_grad` with `_disable_current_modes` costs 8, and the non-finite
-    check enters it once per module output. A wrapper tensor (the ops' input) needs the Python key itself and takes the
-    slower path.
+    check enters it once per module output. If the ops read a wrapper tensor, which needs the Python key, it is slower.
     """
 
     __slots__ = ("_functions", "_keys", "_modes", "_tensor")
@@ -86,15 +85,13 @@ class Unseen:
 
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}
-"""Layouts that store fewer elements than `numel()`."""
+SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}  # layouts that store fewer elements than `numel()`
 
 E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
 """The dtype of MX scales, which torch has from 2.7 on; else none."""
 E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
     dtype for dtype in [getattr(torch, "float4_e2m1fn_x2", None)] if dtype is not None
-)
-"""The dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none."""
+)  # the dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none
 
 
 def dense_elements(tensor: Tensor) -> Tensor:
@@ -136,15 +133,11 @@ def _stored(tensor: Tensor) -> Tensor:
     return result
 
 
-_WIDE = ("dequantize", "to_original_precision", "to_dense")
-"""Methods by which tensor subclasses return their numbers; torchao's have one of the first two."""
+_WIDE = ("dequantize", "to_original_precision", "to_dense")  # a subclass's numbers; torchao's has one of the first two
 
 
 def _meant_by(tensor: Tensor) -> Tensor:
-    """The numbers of a subclass with ops of its own, as a plain tensor.
-
-    Raises TypeError if it gives neither these nor the tensors that it consists of.
-    """
+    """The numbers of a subclass with ops of its own, or of its parts; TypeError where it gives neither."""
     for name in _WIDE:
         try:
             wide = getattr(tensor.detach(), name)()
@@ -194,9 +187,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 # -- non-finite values: a flag for the cost of one reduction, exact counts, and statistics --
 
-
-_BLOCK = 1 << 16
-"""Elements that are counted at a time: with their masks they stay in a processor's cache."""
+_BLOCK = 1 << 16  # elements that are counted at a time: with their masks they stay in a processor's cache
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
@@ -208,8 +199,7 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
     trace. A sum would not do: finite values can add up to infinity (a mask of `finfo.min`, fp16 activations).
 
     Any shape, dtype, layout and device works; checked are the elements that `dense_elements` returns. Integers,
-    booleans, empty and meta tensors are finite. The flag is float32 (float64 for float64); its value, if finite, has no
-    meaning.
+    booleans, empty and meta tensors are finite. The flag is float32 (float64 for float64); do not use its value.
     """
     low, high = extremes(tensor)
     with Unseen(low):
@@ -222,9 +212,8 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element as 0-dim tensors on the tensor's device.
 
     `nonfinite_flag` is made of them, at the same cost and for the same tensors. An element is non-finite if and only if
-    one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit. They have the
-    tensor's own dtype if that has reductions, else one that holds its elements; both are 0 if no element could be
-    non-finite.
+    one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit. Their dtype is the
+    tensor's own if that has reductions, else one that holds its elements; both are 0 if no element could be non-finite.
     """
     with Unseen(tensor):
         return _extremes_of(tensor) if is_plain(tensor) and _is_simple(tensor) else _extremes_of_any(tensor)
@@ -240,7 +229,6 @@ def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Whether a plain tensor can be reduced as it is."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_meta:
         return False
     return tensor.dtype in _NATIVE and tensor.numel() > 0
@@ -345,9 +333,7 @@ def _counted(values: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStats:
 
 # -- how far a tensor is from a reference: sums of squares and counts, block by block --
 
-
-BLOCK = 1 << 16
-"""Elements at a time: with intermediate results they stay in the cache."""
+BLOCK = 1 << 16  # elements at a time: with intermediate results they stay in the cache
 EXACT_ENOUGH = (2.0**-90, 2.0**120)
 """Bounds between which a sum of a block's fp32 squares has no relevant error.
 
@@ -357,10 +343,7 @@ No square overflowed, and those below 2^-126, which may count as 0, are together
 
 @dataclass(slots=True)
 class Distance:
-    """Sums over all pairs of elements that were added.
-
-    An element counts as flushed if it is zero in `got` and not zero in the reference.
-    """
+    """Sums over pairs of elements; flushed is one that is zero in `got` and nonzero in the reference."""
 
     least: float = 0.0  # bound for `below`
     error: float = 0.0  # of the squares of got - reference
@@ -432,10 +415,7 @@ def together(distances: Iterable[Distance]) -> Distance:
 
 
 def blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor's elements, `BLOCK` at a time.
-
-    On another device than the CPU each read of a number waits for it, so blocks are larger there.
-    """
+    """A tensor's elements, `BLOCK` at a time; larger blocks on a device, where each read of a number waits."""
     flat = tensor.detach().reshape(-1)
     return iter(flat.split(BLOCK if tensor.device.type == "cpu" else BLOCK << 10))
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 # -- tensors inside nested values --
 
-
-REDUCED: Final = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes that mixed precision computes in."""
+REDUCED: Final = frozenset({torch.float16, torch.bfloat16})  # the dtypes that mixed precision computes in
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 # Each kernel excludes the autocast key while its op runs, as the C++ wrappers of `ATen/autocast_mode.h` do: ops called
 # inside are not cast again. Eligible is a floating CPU tensor that is not fp64 (`is_eligible` there).
 
-
 _KEY = "AutocastCPU"
 
 BANNED_MESSAGE = (
@@ -240,7 +239,6 @@ def policy_kernels(cache: WeightCache) -> list[Kernel]:
 # These are the ops that torch's own op database declares with float16 on CUDA, and that raise for it on the CPU (2.13).
 # Ops without a half kernel on CUDA (cdist, ctc_loss, pdist, quantile, linear algebra) still raise, as they would there.
 
-
 LEAVES: Final = (
     "avg_pool3d",
     "avg_pool3d_backward",
@@ -255,8 +253,7 @@ LEAVES: Final = (
     "_fft_r2c",
     "_fft_c2c",
     "_fft_c2r",
-)
-"""Ops with a kernel for the CPU key: replaced below autograd, so that forward and backward are both covered."""
+)  # ops with a kernel for the CPU key: replaced below autograd, so that forward and backward are both covered
 
 COMPOSITES: Final = tuple(
     f"fft_{name}"
@@ -264,8 +261,7 @@ COMPOSITES: Final = tuple(
         *("fft", "fft2", "fftn", "ifft", "ifft2", "ifftn", "rfft", "rfft2", "rfftn", "irfft", "irfft2", "irfftn"),
         *("hfft", "hfft2", "hfftn", "ihfft", "ihfft2", "ihfftn"),
     )
-)
-"""Ops that reject half before they reach a kernel: their inputs and results are cast above autograd."""
+)  # ops that reject half before they reach a kernel: their inputs and results are cast above autograd
 
 _UP: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 _DOWN: Final = {wide: narrow for narrow, wide in _UP.items()}
@@ -322,8 +318,7 @@ def half_kernels(note: Callable[[str], None]) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel is not None]
 
 
-PolicyName = Literal["cuda", "native"]
-"""`cuda`: CUDA's op lists on the CPU; `native`: the CPU's own."""
+PolicyName = Literal["cuda", "native"]  # `cuda`: CUDA's op lists on the CPU; `native`: the CPU's own
 
 
 class AutocastPolicy:

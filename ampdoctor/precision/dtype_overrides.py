@@ -84,9 +84,7 @@ def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 # -- fp32 in place of casts to half in user code: for a reference that is fp32 throughout --
 
-
-_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
-"""Functions that make a tensor of Python numbers without dispatching a cast: 0.999 in bfloat16 is 1."""
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)  # dispatch no cast of numbers: 0.999 in bfloat16 is 1
 
 
 _AS_WRITTEN = ContextVar("_AS_WRITTEN", default=False)
@@ -116,10 +114,7 @@ class WideNumbers(TorchFunctionMode):
 
 
 class WideCasts(TorchDispatchMode):
-    """Every op with the dtype float16 or bfloat16 makes float32: `x.half()`, `x.to(torch.bfloat16)`, `zeros`.
-
-    FP8 stays: it has no arithmetic, so that a cast to it is part of the computation.
-    """
+    """Ops that would make float16 or bfloat16 make float32; FP8 stays, as a cast to it is part of the computation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations

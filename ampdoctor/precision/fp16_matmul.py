@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ampdoctor.precision.kernels import BoxedKernel
 
 HALF: Final = torch.float16
-LEAST: Final = 2**14
-"""Multiplications from which on the fp32 path is faster (`benchmarks/half_products.py`); fewer stay plain."""
+LEAST: Final = 2**14  # multiplications from which on the fp32 path is faster (`benchmarks/half_products.py`)
 LEAST_CONVOLUTION: Final = 2**16
 LEAST_ATTENTION: Final = 2**21
 
@@ -68,8 +67,7 @@ PRODUCTS: Final = {
     "_addmm_activation": Product(_of_matrices(1)),
     "convolution": Product(_of_convolution, LEAST_CONVOLUTION),
     "convolution_backward": Product(_of_convolution_backward, LEAST_CONVOLUTION),
-}
-"""Ops on the fp32 path. Not `addbmm`, which rounds between batches, nor `mv`, whose plain kernel is faster."""
+}  # ops on the fp32 path. Not `addbmm`, which rounds between batches, nor `mv`, whose plain kernel is faster.
 
 
 def _up(value: Any) -> Any:
@@ -131,8 +129,7 @@ def _into(kept: BoxedKernel, detoured: Callable[..., bool], wide: Callable[..., 
 # -- attention -----------------------------------------------------------------------------------------------------
 
 ATTENTION: Final = "_scaled_dot_product_flash_attention_for_cpu"
-SCORES: Final = 2**24
-"""Scores that are held at once, 64 MiB of fp32: queries are taken in blocks of as many rows as fit."""
+SCORES: Final = 2**24  # scores that are held at once, 64 MiB of fp32: queries are taken in blocks of rows
 
 
 class _Heads(NamedTuple):
@@ -260,10 +257,7 @@ def _attention_kernels() -> Iterator[Kernel]:
 
 
 def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -> Callable[..., Any]:
-    """The written form where the first `halves` arguments are half and the product is large enough.
-
-    Values of another width than the query's go to the plain kernel, which rejects them.
-    """
+    """The written form where all operands are half, of one width, and large enough; else the plain kernel."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         query, key, value = args[:3] if halves == 3 else args[1:4]

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 # -- one fp32 island: the pair of hooks that lets a module compute in fp32 --
 
-
-_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
-"""Devices whose autocast is switched off inside; it is never on for those that a build of torch lacks."""
+_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")  # their autocast is switched off inside (never on where torch lacks one)
 
 
 class _Entry(NamedTuple):
@@ -64,10 +62,7 @@ class Island:
         self.dtype = dtype
 
     def attach(self, module: nn.Module) -> list[Any]:
-        """Register the hooks on `module`; the handles remove them.
-
-        Ours are the last before the forward and the first after it: other hooks see the model's own precision.
-        """
+        """Register the hooks, innermost of all: other hooks see the model's own precision. The handles remove them."""
         return [
             module.register_forward_pre_hook(self.enter, with_kwargs=True),
             module.register_forward_hook(self.leave, prepend=True, always_call=True),
@@ -155,12 +150,10 @@ def _first_reduced(value: Any) -> torch.dtype | None:
 class Islands:
     """Modules that compute in fp32, while `force_fp32` is open.
 
-    Attributes:
-        names: The requested modules; containers that have no forward are replaced by their children.
-        widened: Further modules that share a parameter with a requested one and are cast with it; each with the name of
-            that parameter's island.
-        calls: How often each module ran as an island. A module that stays at 0 was never called: the model uses its
-            parameters directly, and the island had no effect.
+    `names` are the requested modules; containers that have no forward are replaced by their children. `widened` has
+    further modules that share a parameter with one of them and are cast with it, each with the name of that parameter's
+    island. A module whose `calls` stay at 0 was never called: the model uses its parameters directly, and the island
+    had no effect.
     """
 
     __slots__ = ("_beyond", "_handles", "_islands", "_others", "_swap", "calls", "names", "widened")
@@ -236,10 +229,7 @@ def half_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def resolve_islands(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules of `names`; ModuleList and ModuleDict are replaced by their children, as they are never called.
-
-    Raises UsageError, with similar names, where the model has no such module.
-    """
+    """The modules of `names`, with children in place of a ModuleList or ModuleDict; UsageError if one is missing."""
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, nn.Module] = {}
     todo = list(names)

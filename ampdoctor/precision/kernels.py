@@ -47,8 +47,7 @@ LOWER_PRECISION: Final = _names("""
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
     bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
     rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-""")
-"""Every fp32 and half input is cast to autocast's dtype."""
+""")  # every fp32 and half input is cast to autocast's dtype
 
 RECURRENT: Final = _names("""
     lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
@@ -65,25 +64,20 @@ FP32: Final = _names("""
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
-""")
-"""Every half input is cast to fp32."""
+""")  # every half input is cast to fp32
 
 FP32_SET_OPT_DTYPE: Final = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
-""")
-"""`dtype=torch.float32` is set where the caller gave none and the first input is eligible."""
+""")  # `dtype=torch.float32` is set where the caller gave none and the first input is eligible
 
-FP32_APPEND_DTYPE: Final = _names("norm.Scalar norm.ScalarOpt_dim")
-"""Redispatched to the overload that takes a dtype."""
+FP32_APPEND_DTYPE: Final = _names("norm.Scalar norm.ScalarOpt_dim")  # redispatched to the overload that takes a dtype
 
 PROMOTE: Final = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-""")
-"""Every eligible input is cast to fp32 if one of them is fp32, else to autocast's dtype."""
+""")  # every eligible input is cast to fp32 if one of them is fp32, else to autocast's dtype
 
-BANNED: Final = _names("binary_cross_entropy")
-"""Raises: with a half sigmoid before it the loss is not safe."""
+BANNED: Final = _names("binary_cross_entropy")  # raises: with a half sigmoid before it the loss is not safe
 
 CUDNN_ONLY: Final = _names("cudnn_convolution cudnn_convolution_transpose _cudnn_rnn")
 """Registered for CUDA's key, the last in CUDA builds only, and never called on a CPU tensor."""
@@ -91,11 +85,9 @@ CUDNN_ONLY: Final = _names("cudnn_convolution cudnn_convolution_transpose _cudnn
 NAMED: Final = _names("""
     cumprod.dimname cumsum.dimname log_softmax.Dimname softmax.Dimname prod.dim_Dimname sum.dim_DimnameList
     norm.names_ScalarOpt_dim
-""")
-"""Cast up to torch 2.12, and replayed as they are: no kernel in Python can take a named tensor."""
+""")  # cast up to torch 2.12, and replayed as they are: no kernel in Python can take a named tensor
 
-LATER: Final = _names("linalg_matrix_sqrth")
-"""New in torch 2.14."""
+LATER: Final = _names("linalg_matrix_sqrth")  # new in torch 2.14
 
 SAME_ON_CPU: Final = _names("""
     _convolution.deprecated addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -103,8 +95,7 @@ SAME_ON_CPU: Final = _names("""
     binary_cross_entropy_with_logits cdist cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss
     margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d poisson_nll_loss
     smooth_l1_loss soft_margin_loss triplet_margin_loss linalg_matrix_sqrth
-""")
-"""The CPU's own kernel does the same as CUDA's: it stays, with its speed and its weight cache."""
+""")  # the CPU's own kernel does the same as CUDA's: it stays, with its speed and its weight cache
 
 ALL: Final = LOWER_PRECISION | RECURRENT | FP32 | FP32_SET_OPT_DTYPE | FP32_APPEND_DTYPE | PROMOTE | BANNED
 """Every op of CUDA's policy."""
@@ -112,18 +103,14 @@ ALL: Final = LOWER_PRECISION | RECURRENT | FP32 | FP32_SET_OPT_DTYPE | FP32_APPE
 
 __all__ = ["outside_graphs"]
 
-Excluded = torch._C._ExcludeDispatchKeyGuard
-"""Context in which dispatch keys are skipped."""
+Excluded = torch._C._ExcludeDispatchKeyGuard  # context in which dispatch keys are skipped
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-CUSTOM_FWD_CAST = "_cast"
-"""In `torch.amp.autocast_mode`: the function that casts the inputs of `custom_fwd`."""
+CUSTOM_FWD_CAST = "_cast"  # in `torch.amp.autocast_mode`: the function that casts the inputs of `custom_fwd`
 
-_UNSIZED = frozenset({"rrelu_with_noise"})
-"""Writes into a given result without resizing it first, beyond its end."""
+_UNSIZED = frozenset({"rrelu_with_noise"})  # writes into a given result without resizing it first, beyond its end
 
-BoxedKernel = Callable[..., Any]
-"""Takes the dispatch key set and the op's arguments."""
+BoxedKernel = Callable[..., Any]  # takes the dispatch key set and the op's arguments
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -143,10 +130,7 @@ def registered(key: str) -> frozenset[str]:
 
 @functools.cache
 def cast_on_cuda() -> frozenset[str]:
-    """The ops that this build of torch casts on CUDA, among those known here.
-
-    The first call must come before any overlay is installed. CPU builds have CUDA's registrations as well.
-    """
+    """The ops known here that this torch (also a CPU build) casts on CUDA; to be called before any overlay."""
     return ALL & (registered("AutocastCUDA") | RECURRENT)
 
 
@@ -273,9 +257,7 @@ def shims() -> dict[str, str]:
 # restores exactly the previous kernel. Registrations belong to the process, not to a thread; owners therefore count
 # their users and install once.
 
-
-LOCK = threading.RLock()
-"""Held while registrations change: every overlay of the process, one at a time."""
+LOCK = threading.RLock()  # held while registrations change: every overlay of the process, one at a time
 
 
 class Kernel(NamedTuple):

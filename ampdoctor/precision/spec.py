@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-Compute = Literal["fp32", "tf32", "bf16", "fp16"]
-"""What matrix products compute in."""
+Compute = Literal["fp32", "tf32", "bf16", "fp16"]  # what matrix products compute in
 
 _DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -71,10 +70,7 @@ class Precision:
         return nullcontext
 
     def environment(self, device_type: str) -> AbstractContextManager[None]:
-        """The context of the whole replay, backward passes and optimizer included: TF32's products.
-
-        On CUDA torch's switches are set; on the CPU, where they do nothing, operands are rounded.
-        """
+        """The context of the whole replay: TF32's products, by torch's switches on CUDA, by rounding on a CPU."""
         if device_type != "cuda":
             return tf32() if self.compute == "tf32" else nullcontext()
         return _CudaSwitches(allowed=self.compute == "tf32") if not self.reduced else nullcontext()
@@ -131,9 +127,7 @@ def device_facts() -> dict[str, Any]:
 
 # -- linear layers that a library computes in FP8 or fewer bits --
 
-
-_LIBRARIES = frozenset({"torchao"})
-"""Packages whose subclasses of `nn.Linear` quantise their operands, and keep weight and bias as an `nn.Linear`."""
+_LIBRARIES = frozenset({"torchao"})  # their nn.Linear subclasses quantise, but keep weight and bias as nn.Linear does
 
 
 def computes_in_low_bits(module: nn.Module) -> bool:
@@ -145,10 +139,7 @@ def computes_in_low_bits(module: nn.Module) -> bool:
 
 @contextmanager
 def as_plain_linears(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, such layers compute `x @ weight.T + bias` in their weights' own format, without quantisation.
-
-    Other modules are left alone.
-    """
+    """Inside, such layers compute `x @ weight.T + bias` in their weights' own format, without quantisation."""
     with ExitStack() as stack:
         for module in modules:
             if computes_in_low_bits(module) and "forward" not in vars(module):

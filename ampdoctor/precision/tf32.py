@@ -35,8 +35,7 @@ OPERANDS: Final = {
     "convolution_backward": (0, 1, 2),
     "mkldnn_rnn_layer": (0, 1, 2),
     "mkldnn_rnn_layer_backward": (0, 1, 2),
-}
-"""Ops that use tensor cores, and which arguments are factors (a bias or an accumulator stays fp32)."""
+}  # ops that use tensor cores, and which arguments are factors (a bias or an accumulator stays fp32)
 
 
 def round_to_tf32(tensor: Tensor) -> Tensor:

@@ -28,19 +28,15 @@ if TYPE_CHECKING:
 
 # -- which tensors are in half, observed in one half-precision step --
 
-
 HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is
 
 
 class HalfProbe:
-    """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step.
-
-    `loss_in_half`: the step's loss has the half format and a dimension, so that scaling it does not promote it to fp32.
-    """
+    """Records the dtypes of module inputs and outputs, and the parameters that autocast casts, over a replayed step."""
 
     def __init__(self) -> None:
-        self.loss_in_half = False
+        self.loss_in_half = False  # a loss in half with a dimension, which scaling does not promote to fp32
         self._outputs: set[str] = set()
         self._inputs: set[str] = set()
         self._parameters: set[str] = set()
@@ -157,10 +153,7 @@ class HalfOps:
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
-        """Watch every op and both kinds of contexts, whose classes are patched for the duration of the step.
-
-        Contexts that other threads enter meanwhile do not belong to the step.
-        """
+        """Watch every op, and both kinds of contexts (on this thread), whose classes are patched during the step."""
         self._thread = threading.get_ident()
         with ExitStack() as stack:
             for kind in (torch.autocast, nullcontext):
@@ -244,20 +237,13 @@ class _Formats(TorchDispatchMode):
 
 # -- the largest unmasked logit of a softmax or a fused attention --
 
-
-CHUNK = 1 << 22
-"""Logits that are held at a time."""
-REACH = 104.0
-"""exp(-104) is below 2^-149 / 2: a logit further below its row's maximum has weight zero in fp32, masked or not."""
-MASKED = -8192.0
-"""A row that stays below this is masked as a whole: masks are -1e4 or less, and some are added to scores."""
+CHUNK = 1 << 22  # logits that are held at a time
+REACH = 104.0  # a logit further below its row's maximum has weight 0 in fp32: exp(-104) is below 2^-149 / 2
+MASKED = -8192.0  # a row that stays below this is masked as a whole: masks are -1e4 or less, some added to scores
 
 
 def softmax_logits(logits: Tensor, dim: int) -> float | None:
-    """Largest magnitude among the logits that get any weight, in a softmax over `dim`.
-
-    `OVERFLOWED` where a logit is +inf; None where there is no logit, or all are masked.
-    """
+    """Largest logit magnitude of a softmax over `dim`; `OVERFLOWED` for +inf, None where all are masked."""
     if not logits.numel():
         return None
     with Unseen(logits):
@@ -311,18 +297,18 @@ def _largest(rows: Tensor) -> float | None:
 
 # -- what each module computes, and in which format, observed in one half-precision step --
 
-
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _WIDTH = tuple(FORMATS)
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
 _ATTENTION = "scaled_dot_product"
-_PRODUCTS = {"mm": 0, "addmm": 1}
-"""Matrix products of two dimensions (a linear layer's), and the position of their first factor."""
+_PRODUCTS = {
+    "mm": 0,
+    "addmm": 1,
+}  # matrix products (of a linear layer), and the index of the first factor
 _MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
-_ENGINE = frozenset({"backward", "grad"})
-"""What autograd itself computes before its first node: the ones that a backward starts from."""
+_ENGINE = frozenset({"backward", "grad"})  # run by autograd before its first node: the ones that start a backward
 
 
 @dataclass(slots=True)

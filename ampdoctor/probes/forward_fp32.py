@@ -39,15 +39,11 @@ AMPLIFIES = 8.0
 Sums, products and activations keep it or make it smaller; a softmax over logits of +-10 enlarges it ten times, but a
 rounding of 2^-9 to less than `SEEN`.
 """
-SEEN = 1.0 / 32
-"""Relative L2 error of a result from which it is recorded: eight roundings to bf16 that all add up."""
+SEEN = 1.0 / 32  # relative L2 error of a result from which it is recorded: eight roundings to bf16 that all add up
 
-ALIKE = 0.25
-"""Share of the largest error among an op's inputs from which another input counts as well."""
-MOST_SOURCES = 4
-"""Sources that are named: an angle has two, the position and the rate."""
-MOST_FOLLOWED = 64
-"""Values that are followed back; an error from further back is the rounding of a whole network."""
+ALIKE = 0.25  # share of the largest error among an op's inputs from which another input counts as well
+MOST_SOURCES = 4  # sources that are named: an angle has two, the position and the rate
+MOST_FOLLOWED = 64  # values that are followed back; an error from further back is the rounding of a whole network
 
 
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution"})
@@ -304,10 +300,7 @@ def _writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 
 
 def _errors(result: torch.Tensor, twin: torch.Tensor, alone: torch.Tensor) -> tuple[float, float, float]:
-    """The relative L2 errors of a result against its fp32 value (`twin`): total, added by the op, and inherited.
-
-    Elements that are not finite in either are left out: a mask is no error, and an overflow is a birth.
-    """
+    """The relative L2 errors of a result's finite elements against `twin` (fp32): total, by the op, inherited."""
     if result.is_complex() or twin.is_complex():
         return 0.0, 0.0, 0.0
     here, there, rounded = (t.detach().double() for t in (result, twin, alone))

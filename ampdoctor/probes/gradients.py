@@ -29,12 +29,10 @@ class _Received:
         raise NotImplementedError
 
     def _forgets(self) -> None:
-        """Begin a step."""
         raise NotImplementedError
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Install a hook before each optimizer's step."""
         self._run = run
         self._names = run.parameter_names()
         with ExitStack() as stack:
@@ -43,7 +41,6 @@ class _Received:
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
-        """Forget the last step."""
         self._forgets()
         return nullcontext()
 

@@ -114,7 +114,6 @@ class Flow:
 # A search over a step's layers first records the order of its points (names only, no tensor is read). Then each replay
 # checks one point, with a hook on that point's module alone.
 
-
 PointKind = Literal["output", "arrival", "gradient"]
 
 
@@ -123,32 +122,22 @@ class Point:
     """A moment of a step at which tensors can be checked.
 
     The kinds are a module's `output`, the `arrival` of the gradient of one tensor of that output, and a parameter's
-    `gradient` as it is accumulated. `name` is that of the module or parameter.
-
-    Attributes:
-        count: Index among the outputs of that module (gradients of that parameter) in the step; recomputed outputs are
-            counted separately.
-        recompute: The output was computed again during a backward (activation checkpointing).
-        tensor: For an arrival: index of the output's tensor.
-        firing: For an arrival: index among the gradients of that tensor (a gradient penalty sends two).
-        sequence: For an arrival: autograd's number of the op that made the tensor, counted from the step's start.
-        turn: Index of the forward-and-backward within the step.
-        number: The output's number in `OrderProbe.flow`.
+    `gradient` as it is accumulated. `name` is that of the module or parameter. `tensor`, `firing` and `sequence` are
+    those of an arrival.
     """
 
     kind: PointKind
     name: str
-    count: int
-    recompute: bool = False
-    tensor: int = 0
-    firing: int = 0
-    sequence: int | None = None
-    turn: int = 0
-    number: int = 0
+    count: int  # index among the module's outputs (parameter's gradients) of the step; recomputed ones apart
+    recompute: bool = False  # computed again during a backward (activation checkpointing)
+    tensor: int = 0  # index of the output's tensor
+    firing: int = 0  # index among the gradients of that tensor (a gradient penalty sends two)
+    sequence: int | None = None  # autograd's number of the op that made the tensor, counted from the step's start
+    turn: int = 0  # index of the forward-and-backward within the step
+    number: int = 0  # of the output, in `OrderProbe.flow`
 
 
-Reached = Callable[[Sequence["Tensor"]], None]
-"""Called at a point with the tensors there; may raise `StepHalted`."""
+Reached = Callable[[Sequence["Tensor"]], None]  # called at a point with the tensors there; may raise `StepHalted`
 
 
 class OrderProbe:
@@ -385,7 +374,6 @@ class _Gate:
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Install hooks at the two ends only."""
         with ExitStack() as stack:
             for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
                 if point is not None:

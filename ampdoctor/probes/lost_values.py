@@ -17,23 +17,18 @@ from ampdoctor.probes.tensor_memory import ByMemory, Memory, is_freed, storage_k
 
 # -- lost elements: 0 or 1 here, and another number in float64 from the same inputs --
 
-
-KEPT = 2**16
-"""Lost elements that one record keeps, the first ones: one is enough to name the op."""
+KEPT = 2**16  # lost elements that one record keeps, the first ones: one is enough to name the op
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What a value came from; `made_by` as in `ampdoctor.evidence.trace.Operand`.
+    """What a value came from."""
 
-    `amax` is the largest float64 magnitude among the lost elements; of elements rounded to one, the smallest.
-    """
-
-    made_by: str
+    made_by: str  # as in `ampdoctor.evidence.trace.Operand`
     site: Site | None  # where the op ran; None for a value from before the step
     dtype: torch.dtype
     fraction: float = 0.0  # share of the result's elements that were lost
-    amax: float = 0.0
+    amax: float = 0.0  # largest float64 magnitude among the lost elements; of elements rounded to one, the smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +99,7 @@ def lost_numbers(call: Split, dtype: torch.dtype, kernel: str) -> Iterator[tuple
 # is run again on the float64 values. So the loss is inherited where it still has an effect, through views, copies and
 # casts, across modules and from the forward into the backward.
 
-
-ALL_KEPT = 2**22
-"""Lost elements kept in all (64 MiB); beyond, the oldest records are dropped, and their operands stay unexplained."""
+ALL_KEPT = 2**22  # lost elements kept in all (64 MiB); then the oldest are dropped and their operands stay unexplained
 FILLS = CONSTANTS | {
     "zeros",
     "zeros_like",
@@ -116,22 +109,16 @@ FILLS = CONSTANTS | {
     "ones_like",
     "new_ones",
     "_efficientzerotensor",
-}
-"""Kernels whose zeros and ones the user wrote."""
+}  # kernels whose zeros and ones the user wrote
 
-ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})
-"""Kernels that make the gradient from which a backward starts, before it starts."""
+ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})  # make a backward's first gradient, before it starts
 MOVES = frozenset(
     {"clone", "copy_", "_to_copy", "_unsafe_view", "cat", "stack", "index", "index_select", "gather", "flip", "roll"}
-)
-"""Kernels that only move values: the maker of the input counts as the maker of the result."""
+)  # kernels that only move values: the maker of the input counts as the maker of the result
 
 
 class Provenance:
-    """Records, by storage, where the values of a step come from.
-
-    `name_of` gives "data", "param:NAME", "buffer:NAME", ... of a tensor that came with the step, else None.
-    """
+    """Records, by storage, where the values of a step come from; `name_of` is that of `Belongings`."""
 
     def __init__(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         self._name_of = name_of
@@ -164,10 +151,7 @@ class Provenance:
         return tuple(self._lost.get(storage_key(tensor), ()))
 
     def meant(self, tensor: torch.Tensor, before: torch.Tensor, losses: tuple[Lost, ...]) -> torch.Tensor | None:
-        """The tensor in float64 with its lost elements restored; None where it shows none of them.
-
-        `before` are its values (those before an in-place op ran), `losses` those of `losses(tensor)`.
-        """
+        """The tensor (values `before`) in float64 with its lost elements restored; None where it shows none of them."""
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.numel() == 0:
             return None
         size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
@@ -203,10 +187,7 @@ class Provenance:
     # -- every op --------------------------------------------------------------------------------------------------
 
     def note(self, ran: Ran) -> None:
-        """Record what an op made, and where its zeros and ones come from.
-
-        Until then `losses` describes its inputs as they were before it ran.
-        """
+        """Record what an op made, and where its zeros and ones come from; `losses` must still describe its inputs."""
         read = {storage_key(t) for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])}
         made = [t for t in self._made(ran) if ran.call.in_place or storage_key(t) not in read]
         if not made:
@@ -356,8 +337,7 @@ class Provenance:
 
 
 _NEITHER = (False, False)
-_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)
-"""Formats that most kernels lack: random seeds and offsets of attention on a GPU."""
+_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # lack most kernels: seeds and offsets of attention on a GPU
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

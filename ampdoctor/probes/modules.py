@@ -128,9 +128,7 @@ class CalledModules(ModuleStack):
 
 # -- tensors inside nested values --
 
-
-_DEPTH = 8
-"""Values nested deeper than this are no outputs of a model but an object graph."""
+_DEPTH = 8  # values nested deeper than this are no outputs of a model but an object graph
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -201,7 +199,7 @@ class HalfPlan:
 
 
 OnGradient = Callable[[Place, int, "Tensor"], None]
-"""Called with a place, the tensor's index among those of that place in the step, and the gradient.
+"""Called with a place, the tensor's index there in the step, and the gradient.
 
 Tensors are numbered in the forward; a gradient that is delivered once more gets a number after them.
 """

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 # -- finite ops before a birth, modules that carry its values on, sinks that they reach --
 
-
-FEEDERS = 5
-"""Finite ops before a birth that are kept, nearest last: a few show how an overflow grew."""
-MOST_CARRIERS = 1000
-"""Places of a step that are measured as carriers; each costs some reductions."""
-WRITTEN = (FILLS | ROOTS) - {"where"}
-"""Kernels whose results have no inputs: constants, and the 1 from which a backward starts."""
+FEEDERS = 5  # finite ops before a birth that are kept, nearest last: a few show how an overflow grew
+MOST_CARRIERS = 1000  # places of a step that are measured as carriers; each costs some reductions
+WRITTEN = (FILLS | ROOTS) - {"where"}  # results without inputs: constants, and the 1 from which a backward starts
 _PHASES: dict[str, Phase] = {"loss": "loss", "raised": "loss", "grad": "backward", "buffer": "forward"}
 
 
@@ -92,10 +88,7 @@ class Ways:
                 self._fed[key] = _Fed(order, ran.site, dtype_name(tensor), shape, amax, fed)
 
     def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], births: Births, order: int, *, born: bool) -> None:
-        """Note an op with non-finite results (`poisoned`), which descend from `births`.
-
-        With `born`, the op is itself the birth. `order` is its position in the step.
-        """
+        """Note an op with non-finite results (`poisoned`), which descend from `births`; if `born`, it is the birth."""
         site = ran.site
         self._note_phase(site, order)
         for tensor in poisoned:
@@ -117,10 +110,7 @@ class Ways:
         known.orders.append(order)
 
     def arrive(self, sink: str, value: torch.Tensor | float | None, births: Births, order: int) -> None:
-        """Note that a sink ("loss", "grad:NAME", "param:NAME", ...) is non-finite; `value` is None for an exception.
-
-        `births` are the ones that the value descends from, `order` is the number of ops that have run.
-        """
+        """Note that a sink ("loss", "grad:NAME", ...) is non-finite after `order` ops; `value` None: an exception."""
         kind, _, name = sink.partition(":")
         new = [birth for birth in births if (birth, kind) not in self._harms]
         self._arrived |= births

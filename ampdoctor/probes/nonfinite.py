@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 # -- headroom: how far finite tensors stay below the largest number of their format --
 
-
-FAR = 8.0
-"""Headroom in powers of two from which on a module's largest output is no longer recorded step by step."""
+FAR = 8.0  # headroom in powers of two from which on a module's largest output is no longer recorded step by step
 _REDUCED = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -53,8 +51,7 @@ class Tightest:
     def note(self, kind: str, name: str, dtype: torch.dtype, low: float, high: float) -> None:
         """Note a tensor's smallest and largest element; the outputs of a step come before its gradients.
 
-        `kind` is "output", "output_grad" or "grad" (others are ignored); `name` is the module, for "grad" the
-        parameter.
+        `kind` is "output", "output_grad" or "grad" (others are ignored); `name` the module, for "grad" the parameter.
         """
         if kind == "output" and dtype in _REDUCED:
             self._reduced[name] = _REDUCED[dtype]
@@ -87,13 +84,11 @@ class Tightest:
 # outputs and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing
 # is a reason to trace the step, never a finding.
 
-
 _HALF_MAX = torch.finfo(torch.float16).max
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 
 
-_LOCATING = frozenset(("output", "output_grad"))
-"""Kinds of values that are checked only to locate; they harm nothing by themselves."""
+_LOCATING = frozenset(("output", "output_grad"))  # kinds that are checked only to locate; they harm nothing themselves
 
 
 class Observation(NamedTuple):
@@ -116,13 +111,9 @@ class NonFiniteProbe:
     that a step makes and keeps, and a gradient that no optimizer uses. A NaN is never intended: a buffer that holds one
     is reported. With `locate=False`, module outputs and their gradients are not checked.
 
-    Attributes:
-        sightings: Of the step that was finished last.
-        observed: Everything that its fingerprint covers, in order.
-        headroom: The tightest of that step; None where no tensor in a reduced format was seen, or a value was
-            non-finite.
-            Non-finite buffers (a mask's -inf) do not count here, as they do not come from the step's computation.
-        near: The outputs near their format's limit, under the same conditions.
+    `sightings`, `observed` (everything that the fingerprint covers, in order), `headroom` (the tightest) and `near`
+    (outputs near their format's limit) are those of the step that was finished last. The last two are empty where no
+    tensor in a reduced format was seen, or a value was non-finite; buffers (a mask's -inf) do not count here.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
@@ -276,10 +267,7 @@ class NonFiniteProbe:
 
 
 def first_difference(first: Sequence[Observation], second: Sequence[Observation]) -> tuple[str, float, float] | None:
-    """The first difference of two replays of a step: (what, first value, second value); None where they agree.
-
-    Only what both checked is compared.
-    """
+    """The first difference of two replays, in what both checked: (what, first value, second value); else None."""
     if not (_located(first) and _located(second)):
         first, second = _harmed(first), _harmed(second)
     for here, there in zip(first, second, strict=False):
@@ -359,9 +347,8 @@ def is_made_mask(tensor: torch.Tensor) -> bool:
 def is_written_mask(copy: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a copy of weights is a mask: -inf and finite values, and no -inf in place of a weight beyond fp16.
 
-    Scores of pruned weights look like this. A cast to half makes -inf exactly of the weights below -65504: that is no
-    mask. `copy` has the shape of one of the model's `tensors`, or is flat and as long as all of them. Waits for the
-    device.
+    Scores of pruned weights look like this. A cast to half makes -inf exactly of the weights below -65504: no mask.
+    `copy` has the shape of one of the model's `tensors`, or is flat and as long as all of them. Waits for the device.
     """
     if not is_mask(copy) or is_made_mask(copy):
         return is_made_mask(copy)
@@ -377,9 +364,8 @@ def is_written_mask(copy: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool
 class FiniteBeside:
     """The tensors that the run's own code keeps beside the model and that were finite when this was made.
 
-    A tensor is recognised by identity, or by its name where an average is made anew in each step. Not counted are
-    tensors that were non-finite before (`best = inf`, uninitialised memory), tensors that the step itself makes, and
-    masks.
+    A tensor is recognised by identity, or by its name if the step makes it anew (an average). Not counted are tensors
+    that were non-finite before (`best = inf`, uninitialised memory), other tensors that the step makes, and masks.
     """
 
     def __init__(self, run: Watched) -> None:

@@ -23,8 +23,7 @@ from ampdoctor.probes.ops import PICKS, SUMS, Ran
 from ampdoctor.probes.recompute import NO_RESULT, doubled, widely
 from ampdoctor.probes.user_code import as_source
 
-INSIDE = 0.5
-"""In the domain of every function with a limited domain: log, sqrt, pow, acos, atanh, the logit."""
+INSIDE = 0.5  # in the domain of every function with a limited domain: log, sqrt, pow, acos, atanh, the logit
 
 
 def operand_of(
@@ -96,8 +95,7 @@ def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
 def lost_inside(ran: Ran) -> Operand | None:
     """A constant of the op that its format rounds to zero or one, and that causes the failure.
 
-    An argument is tested by replacing it with a number that the format can hold; a constant in the kernel's code cannot
-    be.
+    An argument is tested with a number that the format can hold; a constant in the kernel's code cannot be tested.
     """
     for dtype in dict.fromkeys(result.dtype for result in ran.results):
         for number, rounded in lost_numbers(ran.call, dtype, ran.kernel):
@@ -110,10 +108,7 @@ def lost_inside(ran: Ran) -> Operand | None:
 
 
 def _heals(ran: Ran, number: float, dtype: torch.dtype) -> bool:
-    """Whether the op is finite in its own format with a number that the format can hold instead of this one.
-
-    True where that cannot be tried: the op is finite in float64, and no other cause is known.
-    """
+    """Whether the op is finite with a number that its format can hold instead of this one; True if it cannot be run."""
     info = torch.finfo(dtype)
     held = math.copysign(info.tiny if abs(number) < INSIDE else 1.0 - info.eps, number)
 
@@ -246,10 +241,7 @@ def _finite_again(ran: Ran, again: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _chosen(healed: torch.Tensor, changed: torch.Tensor) -> int:
-    """Index of the first changed element that lies at the position of a healed one; else 0.
-
-    Shapes that do not broadcast (a reduction, a matrix product) do not show which element it was.
-    """
+    """Index of the first changed element at the position of a healed one; 0 where shapes do not show which it was."""
     try:
         under = torch.broadcast_to(changed, healed.shape) & healed
     except RuntimeError:

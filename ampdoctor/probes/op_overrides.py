@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 
 # -- guards: an op's operand or result is kept within bounds --
 #
-# The guard is chosen by trial on the actual values: the op and its derivative are run on the guarded operand, and of
-# the guards with which both are finite, the one that changes the operand least is used. The derivative is taken for a
-# gradient of ones.
+# The guard is chosen by trial: the op and its derivative (for a gradient of ones) are run on the guarded operand, and
+# of the guards with which both are finite, the one that changes the operand least is used.
 
-
-EPSILONS = (1e-6, 1e-3)
-"""The first keeps derivatives below 1e6 in fp32; the second is a normal number in fp16 as well."""
+EPSILONS = (1e-6, 1e-3)  # the first keeps derivatives below 1e6 in fp32; the second is a normal number in fp16 as well
 BOUNDS = (
     1e18,
     *(torch.finfo(narrow).max for narrow in (torch.float16, torch.float8_e5m2)),
@@ -45,8 +42,7 @@ BOUNDS = (
     torch.finfo(torch.float8_e4m3fn).max,
     80.0,
     10.0,
-)
-"""Largest magnitudes: the square fits fp32; a cast to fp16, to each FP8 format; the exponential fits fp32, fp16."""
+)  # largest magnitudes: the square fits fp32; a cast to fp16, to each FP8 format; the exponential fits fp32, fp16
 
 NEAR_ONE = 2.0**-6
 """How far beyond 1 an operand may be that should lie in [-1, 1].
@@ -96,10 +92,7 @@ class Guard:
         return result
 
     def harshness(self, operands: Sequence[torch.Tensor]) -> float:
-        """The relative change of the (floating-point) operands by the guard; absolute where their norm is below 1.
-
-        Infinities are left out.
-        """
+        """The relative change of the operands (absolute for norms below 1) by the guard, without infinities."""
         changes = []
         for operand in operands if self.operand < 0 else (operands[self.operand],):
             wide = operand.detach().double()
@@ -127,10 +120,7 @@ class Guard:
 
 
 def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bool:
-    """The guard that changes the operands least among those with which the op and its derivative are finite here.
-
-    True where none is needed, False where none helps.
-    """
+    """The guard with the least change that makes op and derivative finite; True: none needed, False: none helps."""
     state = torch.get_rng_state()
     try:
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if _guardable(leaf)]
@@ -220,11 +210,9 @@ def _finite(tensor: torch.Tensor) -> bool:
 # The op is found by its line and its name, not by its position in the step: a change of code affects every call of that
 # line, also those of later steps.
 
-
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_IN_BETWEEN = str(FOLDER / "precision" / "fake_gpu") + os.sep
-"""Files of ours through which the user's own calls pass (Tensor.to and the like, and through an outer mode)."""
+_IN_BETWEEN = str(FOLDER / "precision" / "fake_gpu") + os.sep  # the user's own calls pass through it (Tensor.to)
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
 

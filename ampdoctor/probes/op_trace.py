@@ -161,17 +161,14 @@ def own_work(failed: Callable[[Exception], None]) -> Iterator[None]:
 # through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again
 # in float64 at once, so no tensor is kept.
 
-
-_BLOCK = 1 << 16
-"""Elements that are compared at a time: few enough to stay in a processor's cache."""
+_BLOCK = 1 << 16  # elements that are compared at a time: few enough to stay in a processor's cache
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class OpTraceProbe(TorchDispatchMode):
     """Traces the steps that run while it is attached; `trace` is that of the last finished step.
 
-    With `flushes`, it also looks for gradients that an op of the backward flushes to zero. Each such op then runs
-    twice.
+    With `flushes`, it also looks for gradients that an op of the backward flushes to zero: each such op runs twice.
     """
 
     def __init__(self, *, flushes: bool = False) -> None:
@@ -487,10 +484,7 @@ class OpTraceProbe(TorchDispatchMode):
         return storage_key(tensor) in self._blank and not self._taint.births(tensor)
 
     def _note_finite(self, tensor: torch.Tensor, ran: Ran) -> None:
-        """Record the op that made memory which is finite throughout: no op makes non-finite values seen there later.
-
-        A view of a part is ignored, as it does not show the rest.
-        """
+        """Record the op that made memory which is finite throughout: non-finite values there later come from no op."""
         if tensor.dtype.is_floating_point and not _shows_memory(ran) and covers_its_memory(tensor):
             self._finite[storage_key(tensor)] = ran.site
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # -- names of ops as users know them --
 
-
 _OPERATORS = {
     "truediv": "div",
     "rdiv": "div",
@@ -68,8 +67,7 @@ UNINITIALISED = frozenset(
         "resize_as_",
         "_resize_output_",
     }
-)
-"""Kernels whose results are uninitialised memory: never a birth, and not checked."""
+)  # kernels whose results are uninitialised memory: never a birth, and not checked
 LAYOUTS = frozenset({"as_strided", "as_strided_", "_reshape_alias", "set_", "set", "view.dtype"})
 """Ops that read memory as it lies: on a copy in another format they read other elements and cannot be run again."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
@@ -90,10 +88,8 @@ CONSTANTS = frozenset(
         "index_fill_",
         "constant_pad_nd",
     }
-)
-"""Kernels that write a number that the user gave: an infinity there is intended."""
-PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
-"""Kernels that take the value of one class from each row, and add those up."""
+)  # kernels that write a number that the user gave: an infinity there is intended
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # take the value of one class from each row and sum up
 SUMS = frozenset({"sum", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "linalg_vector_norm"}) | PICKS
 """Kernels that add up what they read: an infinity that is a mask elsewhere counts there like any other number."""
 
@@ -149,7 +145,6 @@ def is_cast(name: str) -> bool:
 
 
 # -- where an op runs: in a backward, module and line are those of the forward op --
-
 
 Line = tuple[str, int] | None
 
@@ -354,7 +349,6 @@ class Sites:
 
 # -- what an op reads, writes and returns --
 
-
 _RUNNING = ("running_mean", "running_var")
 _UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNING, "miopen_batch_norm": _RUNNING}
 """Kernels that update tensors in place although their schema does not say so (torch 2.13, `native_functions.yaml`)."""
@@ -362,14 +356,10 @@ _UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNIN
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One op call, or one element of a call over lists of tensors (`_foreach_`).
+    """One op call, or one element of a call over lists of tensors (`_foreach_`)."""
 
-    `reads` are the floating-point tensors whose values the op reads. `before`, `args` and `kwargs` hold the values from
-    before the op ran.
-    """
-
-    reads: tuple[torch.Tensor, ...]
-    before: tuple[torch.Tensor, ...]
+    reads: tuple[torch.Tensor, ...]  # floating-point tensors whose values the op reads
+    before: tuple[torch.Tensor, ...]  # the same, with the values from before the op ran, as in `args` and `kwargs`
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     writes: tuple[torch.Tensor, ...]  # floating-point tensors that the op changes in place

@@ -31,12 +31,9 @@ class RangeProbe:
     """Histograms of every place, step by step; tensors themselves are never kept.
 
     The counting does not wait for a device: the step's histograms are read after the step. `plan` gives what has the
-    half format in the half-precision run; without it, everything counts as half.
-
-    Attributes:
-        counted: The histograms of the step that was finished last.
-        hand_scales: For each step the ratio of the largest gradient that the backward delivers to the largest that the
-            optimizer gets; None where either is missing. A constant ratio means a manual loss scale.
+    half format in the half-precision run; without it, everything counts as half. `hand_scales` has for each step the
+    ratio of the largest gradient that the backward delivers to the largest that the optimizer gets, None where either
+    is missing. A constant ratio means a manual loss scale.
     """
 
     def __init__(self, plan: HalfPlan | None = None) -> None:
@@ -44,7 +41,7 @@ class RangeProbe:
         self._collector = Collector()
         self._attached = False
         self._step: dict[Place, Histogram] = {}
-        self.counted: Mapping[Place, Histogram] = {}
+        self.counted: Mapping[Place, Histogram] = {}  # of the step that was finished last
         self._stepped: list[Tensor] = []
         self._hooks = GradientHooks(
             self._on_gradient, on_output=self._on_output, inputs=plan.inputs if plan is not None else frozenset()
@@ -123,7 +120,6 @@ class RangeProbe:
 
 # -- measured underflow: elements that are zero here and nonzero in the fp32 reference from the same state --
 
-
 Key = tuple[Place, int]
 
 _REACH = -23
@@ -133,8 +129,7 @@ A zero whose value is larger has another cause: a sum that cancels, or a gate th
 226 of 297 zeros in one step of a translation model.
 """
 _ZERO = -128
-_BIAS = 126
-"""Of float32's exponent field; its significands begin at 1, here at 1/2."""
+_BIAS = 126  # of float32's exponent field; its significands begin at 1, here at 1/2
 _LARGEST = 127 + _BIAS
 
 
@@ -198,24 +193,16 @@ class ReferenceGradients:
 class Zeroed:
     """Compares a step's gradients with those of the reference.
 
-    Attributes:
-        flushed: By place: elements of half gradients that are zero here, and whose scaled reference value was below
-            twice
-            fp16's smallest number.
-        vanished: By place: elements that are zero here though the reference value was larger (a gate that the forward's
-            rounding moved, a sum that cancels, an earlier flush).
-        nonzero: By place: elements of half gradients that are not zero in the reference.
-        relative_error: L2 norm of the difference of all weight gradients over the reference's; None where there are
-            none,
-            not finite where a gradient is not.
-        unmatched: Gradients of the reference that this step did not have, or had in another shape.
+    Vanished elements are zero for other reasons than the range: a gate that the forward's rounding moved, a sum that
+    cancels, an earlier flush. `relative_error` is the L2 norm of the difference of all weight gradients over the
+    reference's; None where there are none, not finite where a gradient is not.
     """
 
-    flushed: Counter[Place] = field(default_factory=Counter)
-    vanished: Counter[Place] = field(default_factory=Counter)
-    nonzero: Counter[Place] = field(default_factory=Counter)
+    flushed: Counter[Place] = field(default_factory=Counter)  # zero here; scaled, below twice fp16's smallest number
+    vanished: Counter[Place] = field(default_factory=Counter)  # zero here though larger in the reference
+    nonzero: Counter[Place] = field(default_factory=Counter)  # elements of half gradients, nonzero in the reference
     relative_error: float | None = None
-    unmatched: int = 0
+    unmatched: int = 0  # gradients of the reference that this step lacks, or has in another shape
 
     def add(self, place: Place, flushed: int, gone: int, present: int) -> None:
         """Count elements of one place; `gone` are all that are zero here and not in the reference."""
@@ -331,7 +318,6 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 # -- fp32 updates that bf16 weights would lose, being below half an ulp --
-
 
 SAMPLED = 1 << 14
 """Elements of a parameter and step whose ratio of update to weight is counted: a random sample, the same in each step.

@@ -17,7 +17,6 @@ from ampdoctor.probes.ops import Ran, Split
 
 # -- the whole op in float64 and float32: is it non-finite by nature, or only in this format? --
 
-
 _LOW = (
     torch.float16,
     torch.bfloat16,
@@ -31,11 +30,14 @@ _LOW = (
 )
 
 
-LARGE = 64.0
-"""No function has its pole here, and inputs that overflow float64 (exp from 710 on, powers) are no smaller."""
+LARGE = 64.0  # no function has its pole here, and inputs that overflow float64 (exp from 710 on, powers) are no smaller
 
-NO_RESULT = (RuntimeError, TypeError, ValueError, IndexError)
-"""What torch raises where an op has no kernel for a dtype or a layout, or rejects a replaced input."""
+NO_RESULT = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+)  # raised where an op has no kernel or rejects a new input
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,9 +176,7 @@ def _where_nonfinite(results: Sequence[torch.Tensor], wide: Sequence[torch.Tenso
 
 # -- selected elements in float64 --
 
-
-FEW = 8
-"""If a tensor has at least this many times the selected elements, gathering those is cheaper than computing all."""
+FEW = 8  # if a tensor has at least this many times the selected elements, gathering those is cheaper than computing all
 
 
 class _NotByElementError(Exception):
@@ -195,10 +195,7 @@ class Again:
         self._whole: list[torch.Tensor] | None = None
 
     def at(self, position: int, places: torch.Tensor) -> torch.Tensor | None:
-        """A result's elements in float64, parallel to `places`, their positions as if the result were contiguous.
-
-        None where the op has no float64 kernel, draws random numbers, or gives other shapes.
-        """
+        """A result's float64 elements at `places` (as if it were contiguous); None if the op cannot run in float64."""
         few = self._few(position, places)
         if few is not None:
             return few

@@ -24,13 +24,10 @@ if TYPE_CHECKING:
 
 # -- which births a non-finite tensor descends from, and its values without them --
 
-
 Births = frozenset[int]
 NONE: Births = frozenset()
-Memory: TypeAlias = StorageWeakRef | WeakIdRef
-"""Weak reference to a tensor's storage. Unlike an address, it does not match a later storage at the same place."""
-FEWEST = 64
-"""Number of entries from which on a map removes those of freed memory."""
+Memory: TypeAlias = StorageWeakRef | WeakIdRef  # weak; unlike an address, never matches a later storage there
+FEWEST = 64  # number of entries from which on a map removes those of freed memory
 _V = TypeVar("_V")
 
 
@@ -150,7 +147,6 @@ def _covers(tensor: torch.Tensor) -> bool:
 
 
 # -- tensors that came with the step --
-
 
 _STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
 

@@ -27,19 +27,14 @@ from ampdoctor.package import FOLDER, working_folder
 
 # -- the user's line: the innermost frame that belongs neither to torch nor to ampdoctor --
 
-
 _OURS = f"{FOLDER}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_BOUNDARY = str(FOLDER / "replay" / "session.py")
-"""Frames above the session belong to the caller of ampdoctor, not to the run that is replayed."""
+_BOUNDARY = str(FOLDER / "replay" / "session.py")  # frames above the session belong to the caller of ampdoctor
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
-_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
-"""This file calls the engine: user frames inside it are hooks and custom functions of a backward."""
-_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
-"""User frames inside it belong to a forward that runs again, not to a hook."""
+_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")  # user frames inside are hooks and custom functions of a backward
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")  # user frames inside belong to a forward run again, no hook
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-"""Python's own library, which may contain installed packages."""
+_STANDARD = sysconfig.get_path("stdlib") + os.sep  # Python's own library, which may contain installed packages
 
 
 @lru_cache(maxsize=4096)
@@ -175,10 +170,7 @@ def _forwards(function: type[Any]) -> Iterator[FunctionType]:
 
 
 def raising_line(error: BaseException, *, own: bool = False) -> tuple[str, int] | None:
-    """File and line of the innermost user frame through which an exception came; None where there is none.
-
-    With `own`, a frame outside installed packages takes precedence.
-    """
+    """The innermost user line through which an exception came, with `own` outside installed packages if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
     mine = [line for line in lines if own and not _is_installed(line[0])]
@@ -199,9 +191,7 @@ def as_source(line: tuple[str, int] | None) -> Source | None:
 
 # -- the line that makes parameters in float16: it casts, loads or builds the module --
 
-
-_CASTS = ("half", "to")
-"""Methods of a module that may turn its parameters into half."""
+_CASTS = ("half", "to")  # methods of a module that may turn its parameters into half
 
 
 class HalfMade:

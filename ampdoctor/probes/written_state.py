@@ -107,8 +107,6 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Copy:
-    """A half copy of a weight, and the weight."""
-
     copy: torch.Tensor  # held, so that its memory is not reused during the step
     weight: torch.Tensor
     memory: int  # address of the weight's values at the cast

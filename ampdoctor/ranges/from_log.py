@@ -60,7 +60,6 @@ class _Found:
         self._of_parameters: dict[str, set[str]] = {}
 
     def add(self, run: RunLine, detail: DetailLine) -> None:
-        """Add a line."""
         self._autocast = run.autocast is not False
         counted = self.gradients.setdefault(detail.step, {})
         for tensor in detail.tensors:

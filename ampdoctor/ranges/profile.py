@@ -16,10 +16,8 @@ from ampdoctor.evidence.run_facts import GRADIENTS, KINDS, ModuleFacts, Place, R
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.rounding_error import flushed_counts, powers, scaled_to_fit, squared_errors
 
-EXPONENTS = np.arange(-10, 33)
-"""log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32."""
-FP8 = ("e4m3fn", "e5m2")
-"""Formats that every tensor is scaled to fit, step by step."""
+EXPONENTS = np.arange(-10, 33)  # log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32
+FP8 = ("e4m3fn", "e5m2")  # formats that every tensor is scaled to fit, step by step
 SURE_BELOW = 1e-2
 """Share of flushed activation gradients above which the prediction for weight gradients is only a lower bound.
 
@@ -32,74 +30,49 @@ prediction for all weight gradients is a lower bound.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known about the run besides its ranges.
+    """What is known about the run besides its ranges."""
 
-    Attributes:
-        factory: Name of the factory that made the run.
-        precision: The precision that the run itself uses.
-        master_weights: A half model has fp32 masters in its optimizer.
-        scaler: State of its own enabled GradScaler (`state_dict()` form); None without one.
-        loss_scale: The scale of its loss: the scaler's, a manual one, or 1.0.
-        base_scale: Factor that the measured gradients already carry (a manual loss scale inside the user's step); else
-            1.0.
-        accumulation: Micro-batches per step.
-        loss_divided: The loss of each micro-batch is divided by their number.
-        loss_in_half: The scaled loss stays in fp16 (a loss of shape [1] in fp16: a 0-dim one is promoted).
-        loss_amax: Largest magnitude of the loss; None if unknown.
-    """
-
-    precision: str
-    factory: str = ""
+    precision: str  # that the run itself uses
+    factory: str = ""  # name of the factory that made the run
     autocast: bool = True
-    master_weights: bool = False
-    scaler: Mapping[str, Any] | None = None
-    loss_scale: float = 1.0
-    base_scale: float = 1.0
-    accumulation: int = 1
-    loss_divided: bool = True
-    loss_in_half: bool = False
-    loss_amax: float | None = None
+    master_weights: bool = False  # a half model has fp32 masters in its optimizer
+    scaler: Mapping[str, Any] | None = None  # state of its own enabled GradScaler (`state_dict()` form)
+    loss_scale: float = 1.0  # the scaler's, a manual one, or 1.0
+    base_scale: float = 1.0  # factor in the measured gradients: a manual loss scale inside the user's step
+    accumulation: int = 1  # micro-batches per step
+    loss_divided: bool = True  # the loss of each micro-batch is divided by their number
+    loss_in_half: bool = False  # the scaled loss stays in fp16: a loss of shape [1] (a 0-dim one is promoted)
+    loss_amax: float | None = None  # largest magnitude; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
     """Figures step by step: n steps, k sites, the first g of which are gradients.
 
-    Attributes:
-        amax: (n, k): largest finite magnitude; 0 if there was no nonzero one, inf if a weight gradient was not finite.
-        nonzero: (n, g): nonzero finite elements.
-        power: (n, g): sum of their squares.
-        flushed: (n, g, 43): share of the nonzero elements that becomes zero in fp16 at each of 2^EXPONENTS.
-        error: (n, g, 43): relative L2 error of rounding to fp16 there, without overflow (`amax` shows that).
+    `error` leaves out overflow, which `amax` shows.
     """
 
-    amax: NDArray[np.float64]
-    nonzero: NDArray[np.int64]
-    power: NDArray[np.float64]
-    flushed: NDArray[np.float32]
-    error: NDArray[np.float32]
+    amax: NDArray[np.float64]  # (n, k): largest finite magnitude, or 0; inf for a non-finite weight gradient
+    nonzero: NDArray[np.int64]  # (n, g): nonzero finite elements
+    power: NDArray[np.float64]  # (n, g): sum of their squares
+    flushed: NDArray[np.float32]  # (n, g, 43): share of nonzero elements that is zero in fp16 at each of 2^EXPONENTS
+    error: NDArray[np.float32]  # (n, g, 43): relative L2 error of rounding to fp16 there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shadow:
     """Half-precision steps with the weights, batch and random state of fp32 ones: measured and predicted figures.
 
-    Attributes:
-        scale: Loss scale of the half-precision steps.
-        steps: Their steps in the fp32 run.
-        nonzero: (g,): elements of each half gradient that are not zero in fp32; 0 for the other sites.
-        flushed: (g,): those of them that became zero in the half-precision step because of the range.
-        predicted: (g,): their number according to the fp32 histograms of the same steps.
-        relative_error: L2 error of all weight gradients, the median over the steps; inf if one was not finite, None if
-            nothing could be compared.
-        predicted_error: The same from the fp32 histograms alone: rounding each weight gradient once.
+    `relative_error` is the L2 error of all weight gradients, the median over the steps; inf if one was not finite, None
+    if nothing could be compared. `predicted_error` follows from the fp32 histograms alone: rounding each weight
+    gradient once.
     """
 
-    scale: float
-    steps: tuple[int, ...]
-    nonzero: NDArray[np.int64]
-    flushed: NDArray[np.int64]
-    predicted: NDArray[np.float64]
+    scale: float  # loss scale of the half-precision steps
+    steps: tuple[int, ...]  # in the fp32 run
+    nonzero: NDArray[np.int64]  # (g,): elements of each half gradient that are not zero in fp32; 0 for other sites
+    flushed: NDArray[np.int64]  # (g,): those of them that became zero in half because of the range
+    predicted: NDArray[np.float64]  # (g,): their number by the fp32 histograms of the same steps
     relative_error: float | None
     predicted_error: float | None
 
@@ -108,29 +81,21 @@ class Shadow:
 class RangeProfile:
     """A measured run. Gradients are as the backward delivers them; figures at a loss scale refer to the unscaled loss.
 
-    Attributes:
-        sites: All places, gradients first, in a fixed order.
-        histograms: One for each site, all steps together; `series` has the same step by step.
-        fp8: (k, 2, 3): for each site and each format of `FP8`, scaled to fit in each step: flushed elements, subnormal
-            elements, sum of squared errors.
-        square_sums: (k,): sum of squares of each site, to which `fp8`'s errors are relative.
-        nonfinite_steps: Steps at which the fp32 reference itself was not finite: loss, weight gradients, parameters or
-            optimizer state.
-        modules: The ops of the half-precision step, by module.
-        updates: The effect of the updates on bf16 weights.
-        shadows: The half-precision steps; () if none could be run.
+    `nonfinite_steps` are steps at which the fp32 reference itself was not finite: loss, weight gradients, parameters or
+    optimizer state. `fp8` has for each site and format of `FP8`, scaled to fit in each step: flushed elements,
+    subnormal elements, sum of squared errors.
     """
 
     run: RunFacts
-    sites: tuple[Site, ...]
-    histograms: tuple[Histogram, ...]
-    series: Series
-    fp8: NDArray[np.float64]
-    square_sums: NDArray[np.float64]
+    sites: tuple[Site, ...]  # gradients first, in a fixed order
+    histograms: tuple[Histogram, ...]  # one for each site, all steps together
+    series: Series  # the same step by step
+    fp8: NDArray[np.float64]  # (k, 2, 3)
+    square_sums: NDArray[np.float64]  # (k,): sum of squares of each site, to which `fp8`'s errors are relative
     nonfinite_steps: tuple[int, ...] = ()
-    modules: tuple[ModuleFacts, ...] = ()
-    updates: tuple[UpdateFacts, ...] = ()
-    shadows: tuple[Shadow, ...] = ()
+    modules: tuple[ModuleFacts, ...] = ()  # ops of the half-precision step, by module
+    updates: tuple[UpdateFacts, ...] = ()  # effect of the updates on bf16 weights
+    shadows: tuple[Shadow, ...] = ()  # half-precision steps; () if none could be run
 
     @property
     def steps(self) -> int:
@@ -160,7 +125,7 @@ class RangeProfile:
         return functools.reduce(Histogram.__add__, parts, Histogram.empty())
 
     def factor(self, kind: SiteKind, scale: float) -> float:
-        """The factor for a histogram of this kind at a loss scale: activations and weights are not scaled.
+        """The factor for a histogram of this kind at a loss scale; 1 for activations and weights, which are not scaled.
 
         The factor that the measured gradients already carry (`RunFacts.base_scale`) is divided out.
         """
@@ -275,11 +240,9 @@ def _later_weights(
 
 # -- collecting histograms, step by step, into a profile --
 
-
 Array = NDArray[np.float64]
 
-_AT_ONCE = 512
-"""Number of places whose histograms are dense at the same time: 16 KiB each."""
+_AT_ONCE = 512  # number of places whose histograms are dense at the same time: 16 KiB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +315,6 @@ class Collector:
         return series
 
     def _add(self, counted: Mapping[Place, Histogram]) -> _Step:
-        """Add histograms to the totals, and return the figures of this step."""
         for place, histogram in counted.items():
             before = self._total.get(place)
             self._total[place] = histogram if before is None else before + histogram

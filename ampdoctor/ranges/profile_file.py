@@ -22,11 +22,9 @@ from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Ser
 
 Arrays = dict[str, NDArray[Any]]
 
-VERSION = 2
-"""To be raised when an existing reader could misread what is written."""
+VERSION = 2  # to be raised when an existing reader could misread what is written
 MAX_STEPS = 1_000_000
-LARGEST_SCALE = 2.0**256
-"""A scaler's scale times a manual one, each a float32; beyond it, powers leave double precision."""
+LARGEST_SCALE = 2.0**256  # a scaler's scale times a manual one, each a float32; powers beyond leave double precision
 _Record = TypeVar("_Record", ModuleFacts, UpdateFacts)
 _LARGEST_COUNT = 2**53
 _SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor")

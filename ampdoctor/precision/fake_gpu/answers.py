@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # -- the emulated GPU; its memory is the process's own --
 
-
 with contextlib.suppress(ImportError):  # Windows has none
     import resource
 
@@ -65,8 +64,7 @@ class DeviceProperties:
 
 CARD: Final = DeviceProperties()
 CAPABILITY: Final = (CARD.major, CARD.minor)
-CUDA_VERSION: Final = "12.8"
-"""The CUDA version that torch reports."""
+CUDA_VERSION: Final = "12.8"  # the CUDA version that torch reports
 CUDNN_VERSION: Final = 91002
 DESCRIBED: Final = f"an A100-like device, compute capability {CARD.major}.{CARD.minor}"
 _STATISTICS: Final = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
@@ -272,8 +270,7 @@ QUESTIONS: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     torch.backends.cuda: {"is_built": _YES},
     torch.backends.cudnn: {"is_available": _YES, "version": _always(CUDNN_VERSION)},
     torch.distributed: {"is_nccl_available": _YES},
-}
-"""By module: functions on which code decides, with the answer for callers that are told of a GPU."""
+}  # by module: functions on which code decides, with the answer for callers that are told of a GPU
 
 _MEMORY_QUERIES: Final[Mapping[str, Callable[..., Any]]] = {
     **dict.fromkeys(
@@ -346,8 +343,7 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
     },
     torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _ZERO),
     torch.cuda.profiler: dict.fromkeys(("start", "stop"), _nothing),
-}
-"""By module: functions that need a GPU or its memory, clock or generator, with their replacements on a CPU."""
+}  # by module: functions that need a GPU or its memory, clock or generator, with their replacements on a CPU
 
 _TYPES: Final = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
@@ -361,8 +357,7 @@ CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
     },
     torch: {"Stream": Stream, "Event": Event},
     torch.accelerator: {"device_index": nullcontext},
-}
-"""By module: classes and their replacements, which annotations may name too."""
+}  # by module: classes and their replacements, which annotations may name too
 
 
 def _class(_original: Any, cls: Any) -> Any:
@@ -370,9 +365,9 @@ def _class(_original: Any, cls: Any) -> Any:
 
 
 class Answers:
-    """The replaced functions of `QUESTIONS` and `SERVED`, and the device that a tensor reports.
+    """The replaced functions of `QUESTIONS` and `SERVED`, and a tensor's device.
 
-    `says_yes`: whether callers in the list are told of a GPU. `note` is called each time that this happens.
+    `note` is called each time that a caller is told of a GPU.
     """
 
     __slots__ = ("_active", "_note", "_says_yes", "_version")

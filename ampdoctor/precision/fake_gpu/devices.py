@@ -29,8 +29,7 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-ANSWERED: Final = torch.device("cuda", 0)
-"""The device that a CPU tensor reports; code that passes it on (`device=x.device`) does not request CUDA itself."""
+ANSWERED: Final = torch.device("cuda", 0)  # a CPU tensor's; code that passes it on (`device=x.device`) requests no CUDA
 
 
 class DeviceRedirection:
@@ -194,7 +193,6 @@ def _factory_names() -> tuple[str, ...]:
 
 
 # -- kernels that CUDA has and the CPU lacks: of attention, of which the CPU has one fused, and histc of integers --
-
 
 _HERE: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 

@@ -122,7 +122,6 @@ class FusedRMSNorm(nn.RMSNorm):
 
 # -- libraries that need a GPU, and their replacements --
 
-
 _SDPA: Final = "scaled_dot_product_attention"
 _FLASH: Final = {
     name: (_SDPA, getattr(fused_attention, name))
@@ -154,8 +153,7 @@ STAND_INS: Final[Mapping[str, Mapping[str, tuple[str, Any]]]] = {
         **dict.fromkeys(("FusedLayerNorm", "MixedFusedLayerNorm"), ("torch's layer_norm", FusedLayerNorm)),
         **dict.fromkeys(("FusedRMSNorm", "MixedFusedRMSNorm"), ("torch's rms_norm", FusedRMSNorm)),
     },
-}
-"""By module: each available name, with torch's counterpart for the note ("": no note) and the replacement."""
+}  # by module: each available name, with torch's counterpart for the note ("": no note) and the replacement
 
 INSTEAD: Final[Mapping[str, str]] = {
     "apex.amp": "torch.amp, which it became",
@@ -169,15 +167,11 @@ INSTEAD: Final[Mapping[str, str]] = {
     "transformer_engine": "layers of torch's under torch.autocast",
     "triton": "the same function written with torch",
     "xformers": f"torch.nn.functional.{_SDPA}, or a layer of torch's",
-}
-"""Libraries, and parts of them, without replacement, and what the user's code may use instead."""
+}  # libraries, and parts of them, without replacement, and what the user's code may use instead
 
 
 def why_absent(error: ImportError) -> str | None:
-    """The sentence for an import that failed because it needs a GPU; None for any other.
-
-    `error` is raised by the import, or by a library about one.
-    """
+    """The sentence for an import (or a library's error about one) that failed because it needs a GPU; else None."""
     missing, said = error.name or "", str(error)
     library = missing.partition(".")[0]
     named = [name for name in INSTEAD if "." not in name and name in said] if not missing else [library]

@@ -34,8 +34,7 @@ _LAUNCHED: Final = {
     "GROUP_RANK": "0",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
-}
-"""The environment that torchrun sets for one process."""
+}  # the environment that torchrun sets for one process
 
 
 class _Group:

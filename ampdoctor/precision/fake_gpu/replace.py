@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # -- temporary replacement of attributes --
 
-
 _ABSENT: Final = object()
 
 
@@ -97,22 +96,17 @@ class Replacements:
             patches.set(wanted.owner, wanted.name, wanted.replacement)
 
 
-# -- which callers are told that there is a GPU --
+# -- which callers are told that there is a GPU: user code, transformers and accelerate, but no other library --
 #
-# User code, transformers and accelerate are told of a GPU; other libraries get the true answer. A library that is told
-# of a GPU goes on to use functions that only a GPU has; torch itself would call CUDA's own functions. The packages in
-# `HEAR_YES` were tested completely: a training, its checkpoint, and a restart from there.
+# A library that is told of a GPU goes on to use functions that only a GPU has; torch itself would call CUDA's own. The
+# packages in `HEAR_YES` were tested completely: a training, its checkpoint, and a restart from there.
 
-
-USER: Final = ""
-"""Used as the package name of the user's own code, which is in no package."""
-HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})
-"""The packages that are told of a GPU wherever one is emulated."""
+USER: Final = ""  # used as the package name of the user's own code, which is in no package
+HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})  # are told of a GPU wherever one is emulated
 _STANDARD: Final = "(the standard library)"
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _STANDARD_FOLDERS: Final = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_PACKAGES: Final[dict[str, str]] = {}
-"""Cached by file: torch reads a tensor's device many times in a step."""
+_PACKAGES: Final[dict[str, str]] = {}  # cached by file: torch reads a tensor's device many times in a step
 _FOLDERS: Final = ((f"{FOLDER}{os.sep}", "ampdoctor"), (f"{Path(torch.__file__).parent}{os.sep}", "torch"))
 
 
@@ -124,10 +118,7 @@ class _Heard:
 
 @contextmanager
 def heard_by(*packages: str) -> Iterator[None]:
-    """Also tell these top-level packages ("lightning", "lightning_fabric") of a GPU while the context is open.
-
-    For adapters of frameworks that then call nothing which only a GPU has.
-    """
+    """Also tell these top-level packages of a GPU: frameworks ("lightning") that use nothing which only a GPU has."""
     before = _Heard.packages
     _Heard.packages = before | set(packages)
     try:
@@ -186,7 +177,6 @@ def _package(filename: str) -> str:
 
 
 # -- cached answers in transformers and accelerate --
-
 
 _ASK: Final = ("transformers.utils.import_utils", "accelerate.utils.imports", "accelerate.utils.environment")
 """Modules whose functions ask about CUDA once in a process, and keep the answer."""
