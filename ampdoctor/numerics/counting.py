@@ -1,8 +1,7 @@
 """Counts a tensor's elements: in place per chunk on the CPU, and without a host sync on a device.
 
 A magnitude's bin is `(pattern - 1) >> 20` of its float32 pattern. The subtraction makes the bins (lo, hi], so that a
-magnitude that ties with a power-of-two threshold falls on the same side as under round-to-even. It also moves zero (to
--1) out of the bins.
+magnitude that ties with a power-of-two threshold falls on the same side as under round-to-even, and zero is in no bin.
 """
 
 from __future__ import annotations
@@ -371,11 +370,9 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
     )
 
 
+# A packed device tally is additive in its bins, zeros, NaN, +Inf and -Inf. Two float64 patterns follow: the largest
+# magnitude (0 if there is none) and the smallest (the largest int64 if there is none).
 _SUMS = BINS + 4
-"""Number of additive entries of a packed device tally: the bins, then zeros, NaN, +Inf, -Inf.
-
-Two float64 patterns follow: the largest magnitude (0 if there is none) and the smallest (the largest int64 if none).
-"""
 _NONE64 = 0x7FFFFFFFFFFFFFFF
 
 

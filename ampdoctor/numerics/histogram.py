@@ -204,10 +204,9 @@ class Histogram:
         return rounding_error.relative_error(self._tally, as_format(fmt), _positive(scale))
 
     def quantile(self, q: float) -> float | None:
-        """Return the magnitude not exceeded by a share `q` of the nonzero finite elements; None if there are none.
+        """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements; None without any.
 
-        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. Raises UsageError for other `q` than 0
-        to 1.
+        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. Raises UsageError for another `q`.
         """
         if not 0.0 <= q <= 1.0:
             raise UsageError(f"a quantile lies between 0 and 1, not at {q}")

@@ -329,8 +329,8 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
 def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
     """Mean squared error of rounding, and mean square, of one value of each bin, both of x * scale; float64 (2048,).
 
-    The values are those of a float32 source, dense in the bin; both are zero in bins that float32 does not reach.
-    `scale` is a power of two.
+    The values are those of a float32 source, dense in the bin; both are zero in bins beyond float32. `scale` is a power
+    of two.
     """
     low, high = EDGES[:BEYOND_FP32], EDGES[1 : BEYOND_FP32 + 1]
     steps = 2.0 ** (_FP32_BITS - _FIRST_BITS)

@@ -125,8 +125,7 @@ class Swap:
 
     Identity is kept (an optimizer holds the same parameters), storage too: on restoring, values are written into the
     original memory, rounded to its dtype where they changed and bit for bit where they did not. Gradients are cast
-    along. Tied weights are cast once; tensors that share a storage (views of one another) are separate while they are
-    cast.
+    along. Tied weights are cast once; tensors that share a storage (views of one another) are separate until then.
     """
 
     __slots__ = ("_state", "_swapped")

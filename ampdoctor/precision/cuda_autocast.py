@@ -52,7 +52,7 @@ class WeightCache:
     """Casts of leaf parameters, kept until the outermost autocast region ends, as `cached_cast` keeps them.
 
     The cache also changes results: a weight used twice in one region has one half copy, whose gradient is summed in
-    half before it is cast back. The CPU's own kernels have their cache in C++; this one serves the ops that the CPU
+    half before it is cast back. The CPU's own kernels have their cache in C++; this one is for the ops that the CPU
     lacks.
     """
 

@@ -315,7 +315,7 @@ _INSTALLED = _Installed()
 def half_products() -> Iterator[HalfProducts]:
     """Run fp16 products, convolutions and attention on the CPU through fp32 kernels, rounded once, in every thread.
 
-    bf16 stays native: its kernels are faster than this path. No widened tensor is kept. Regions nest, and belong to the
+    bf16 stays native: its kernels are faster than this. No widened tensor is kept. Regions nest, and belong to the
     process.
     """
     _INSTALLED.enter()

@@ -53,9 +53,8 @@ class Island:
     Traced into its parent's graph its forward would be right; but a graph's backward is traced under the autocast in
     which the graph is called (`torch._functorch.config.backward_pass_autocast`), and so in half precision.
 
-    `dtype` is the half dtype that the parameters had before they became fp32, in a half model: its fp32 outputs are
-    cast to it. If it is None, they are cast to the dtype of the first half input, if there is one. Under autocast they
-    stay fp32.
+    In a half model, `dtype` is the dtype that the parameters had before they became fp32, and fp32 outputs are cast to
+    it; if it is None, to the dtype of the first half input, if there is one. Under autocast they stay fp32.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -285,16 +284,16 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     Inputs are cast up (in nested structures and keywords too), half parameters and buffers (and the optimizers' half
     state for them) are fp32 for the duration, autocast is off inside. Under autocast the output stays fp32: cast back
     it would overflow again. Without autocast (a pure half model) fp32 outputs are cast to the module's half dtype, and
-    what overflows that dtype is recorded in `beyond`. Enter and leave between steps: forward and backward both belong
-    inside.
+    what overflows that dtype is recorded in `beyond`. Forward and backward both belong inside: enter and leave between
+    steps.
 
     Hooks rather than a wrapped `forward`: they leave no attribute on the instance for copies, pickles and signature
     readers to find, they run again when activation checkpointing recomputes, and with `always_call` also when a forward
     raises. Neither works for a parent that uses a module's weight without calling the module; `calls` then stays 0.
 
     Tied weights: where half parameters are shared with a module outside, that module becomes an island as well, and is
-    listed in `widened`. Under autocast parameters are fp32, and sharing them does not matter. Raises UsageError where
-    the model has no such module.
+    listed in `widened`. Under autocast parameters are fp32, and sharing them does not matter. Raises UsageError where a
+    name is unknown.
     """
     chosen = resolve_islands(model, names)
     widened = widen_islands(model, chosen)

@@ -31,16 +31,11 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The precision of a run; raises UsageError for an unknown or unsupported one, or a contradiction.
-
-    With `autocast`, parameters are fp32 and ops are cast by autocast's policy; without it, the model and its batches
-    have the dtype themselves (pure half). `master_weights`: half parameters are stepped through fp32 copies; only
-    without autocast.
-    """
+    """The precision of a run; raises UsageError for an unknown or unsupported one, or a contradiction."""
 
     compute: Compute
-    autocast: bool = True
-    master_weights: bool = False
+    autocast: bool = True  # fp32 parameters, ops cast by autocast's policy; else model and batches are half themselves
+    master_weights: bool = False  # half parameters are stepped through fp32 copies; only without autocast
 
     def __post_init__(self) -> None:
         compute: str = self.compute  # may be any string of a command line

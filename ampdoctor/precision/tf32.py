@@ -101,9 +101,8 @@ def tf32() -> Iterator[None]:
     """Run fp32 matrix products and convolutions on the CPU as TF32, forward and backward, in every thread.
 
     The backward pass must run inside too. Attention is computed by its matrix products, since the fused kernel hides
-    the second one's operand. Matrix-vector products stay fp32, as in cuBLAS, which uses no tensor cores for them.
-    Recurrent layers are also computed by their matrix products on a torch whose fused kernel cannot be called from
-    here.
+    the second one's operand. Matrix-vector products stay fp32, as in cuBLAS, which uses no tensor cores for them. On a
+    torch without `get_kernel`, recurrent layers are also computed by their matrix products.
     """
     fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
     _INSTALLED.enter()

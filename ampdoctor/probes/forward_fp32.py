@@ -260,8 +260,8 @@ class _Call:
     def in_fp32(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results in fp32 from the inputs' fp32 values, and from the inputs as they are; [] where unknown.
 
-        Both are lists of the tensors that the op returns. The second is empty where no input has fp32 values, as it
-        would equal the first.
+        Both are lists of the returned tensors. The second is empty (as it would equal the first) where no input has
+        fp32 values.
         """
         if not self._plain:
             return [], []

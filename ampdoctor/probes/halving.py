@@ -43,14 +43,11 @@ class Flow:
 
     Where autograd records nothing (a frozen part, a forward under `no_grad`), only the order of execution is known:
     such an output counts as computed from all before it, and as an input of all after it.
-
-    `ancestors[i]` is a bit mask of all earlier outputs behind output i; `parents[i]` of the direct ones, with no other
-    output between.
     """
 
     def __init__(self) -> None:
-        self.ancestors: list[int] = []
-        self.parents: list[int] = []
+        self.ancestors: list[int] = []  # bit mask of all earlier outputs behind each output
+        self.parents: list[int] = []  # of those with no other output between
         self._known: dict[Any, tuple[int, int]] = {}
         self._made: set[tuple[Any, int]] = set()
         self._unrecorded = 0
@@ -122,15 +119,14 @@ class Point:
     """A moment of a step at which tensors can be checked.
 
     The kinds are a module's `output`, the `arrival` of the gradient of one tensor of that output, and a parameter's
-    `gradient` as it is accumulated. `name` is that of the module or parameter. `tensor`, `firing` and `sequence` are
-    those of an arrival.
+    `gradient` as it is accumulated. `name` is that of the module or parameter.
     """
 
     kind: PointKind
     name: str
     count: int  # index among the module's outputs (parameter's gradients) of the step; recomputed ones apart
     recompute: bool = False  # computed again during a backward (activation checkpointing)
-    tensor: int = 0  # index of the output's tensor
+    tensor: int = 0  # for an arrival, as the next two: index of the output's tensor
     firing: int = 0  # index among the gradients of that tensor (a gradient penalty sends two)
     sequence: int | None = None  # autograd's number of the op that made the tensor, counted from the step's start
     turn: int = 0  # index of the forward-and-backward within the step
@@ -143,8 +139,8 @@ Reached = Callable[[Sequence["Tensor"]], None]  # called at a point with the ten
 class OrderProbe:
     """Records `points` in their order, up to the first arrival after `gradients` gradients (None: the whole step).
 
-    No tensor is read. A module that returns what another module returned (a container its last child's output) is no
-    point, as it adds no op.
+    No tensor is read. A module that returns what another one returned (a container its last child's output) is no
+    point.
     """
 
     def __init__(self, gradients: int | None) -> None:
@@ -362,8 +358,7 @@ class Interval:
 class _Gate:
     """Tracks whether the running step is inside an interval, and calls `ended` at its end.
 
-    A derivative becomes non-finite where its forward op left its domain. So for an interval of a backward, the forward
-    ops of its derivatives belong to it.
+    A derivative becomes non-finite where its forward op left its domain: that op then belongs to the interval, too.
     """
 
     def __init__(self, interval: Interval, ended: Reached) -> None:

@@ -111,7 +111,7 @@ FILLS = CONSTANTS | {
     "_efficientzerotensor",
 }  # kernels whose zeros and ones the user wrote
 
-ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})  # make a backward's first gradient, before it starts
+ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})  # kernels that make a backward's first gradient
 MOVES = frozenset(
     {"clone", "copy_", "_to_copy", "_unsafe_view", "cat", "stack", "index", "index_select", "gather", "flip", "roll"}
 )  # kernels that only move values: the maker of the input counts as the maker of the result
@@ -337,7 +337,7 @@ class Provenance:
 
 
 _NEITHER = (False, False)
-_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # lack most kernels: seeds and offsets of attention on a GPU
+_NO_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # formats without most kernels: attention's seeds and offsets
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -95,7 +95,7 @@ class ModuleStack:
 
 
 class CalledModules(ModuleStack):
-    """A `ModuleStack` for modules that are not known beforehand: hooks on all modules of the process.
+    """A `ModuleStack` with hooks on all modules of the process, for modules that are not known beforehand.
 
     `name_of(module, args, outermost)` names a module that is called. None makes it count as part of its caller.
     """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FEEDERS = 5  # finite ops before a birth that are kept, nearest last: a few show how an overflow grew
 MOST_CARRIERS = 1000  # places of a step that are measured as carriers; each costs some reductions
-WRITTEN = (FILLS | ROOTS) - {"where"}  # results without inputs: constants, and the 1 from which a backward starts
+WRITTEN = (FILLS | ROOTS) - {"where"}  # kernels without inputs: constants, and the 1 from which a backward starts
 _PHASES: dict[str, Phase] = {"loss": "loss", "raised": "loss", "grad": "backward", "buffer": "forward"}
 
 

@@ -44,12 +44,8 @@ BOUNDS = (
     10.0,
 )  # largest magnitudes: the square fits fp32; a cast to fp16, to each FP8 format; the exponential fits fp32, fp16
 
-NEAR_ONE = 2.0**-6
-"""How far beyond 1 an operand may be that should lie in [-1, 1].
-
-A cosine or a probability in bf16 is off by a few roundings of 2^-8. A larger value is a logit or a distance, which
-nobody clamps to 1.
-"""
+NEAR_ONE = 2.0**-6  # a cosine or a probability in bf16 is off by a few roundings of 2^-8
+"""How far beyond 1 an operand that should lie in [-1, 1] may be; larger ones are logits or distances, never clamped to 1."""
 
 Deed = Literal["away from zero", "above zero", "finite", "inside (-1, 1)", "below", "result", "derivative"]
 

@@ -89,7 +89,7 @@ CONSTANTS = frozenset(
         "constant_pad_nd",
     }
 )  # kernels that write a number that the user gave: an infinity there is intended
-PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # take the value of one class from each row and sum up
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # kernels that add up one class of each row
 SUMS = frozenset({"sum", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "linalg_vector_norm"}) | PICKS
 """Kernels that add up what they read: an infinity that is a mask elsewhere counts there like any other number."""
 

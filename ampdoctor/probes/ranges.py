@@ -389,8 +389,8 @@ class UpdateProbe:
     """Compares parameters before and after an optimizer's step, in the given steps of an fp32 replay.
 
     For `Session.reference`. The weight counts as it would be kept in bf16: rounded, then the update is added and the
-    sum rounded again, as torch's own optimizers do with bf16 parameters. An optimizer's step is taken as a whole,
-    weight decay and update together.
+    sum rounded again, as torch's own optimizers do. An optimizer's step is taken as a whole, weight decay and update
+    together.
     """
 
     def __init__(self, steps: Collection[int]) -> None:

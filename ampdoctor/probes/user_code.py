@@ -32,7 +32,7 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _BOUNDARY = str(FOLDER / "replay" / "session.py")  # frames above the session belong to the caller of ampdoctor
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
 _ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")  # user frames inside are hooks and custom functions of a backward
-_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")  # user frames inside belong to a forward run again, no hook
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")  # user frames inside belong to a recomputed forward
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep  # Python's own library, which may contain installed packages
 

@@ -47,16 +47,13 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """Figures step by step: n steps, k sites, the first g of which are gradients.
-
-    `error` leaves out overflow, which `amax` shows.
-    """
+    """Figures step by step: n steps, k sites, the first g of which are gradients."""
 
     amax: NDArray[np.float64]  # (n, k): largest finite magnitude, or 0; inf for a non-finite weight gradient
     nonzero: NDArray[np.int64]  # (n, g): nonzero finite elements
     power: NDArray[np.float64]  # (n, g): sum of their squares
     flushed: NDArray[np.float32]  # (n, g, 43): share of nonzero elements that is zero in fp16 at each of 2^EXPONENTS
-    error: NDArray[np.float32]  # (n, g, 43): relative L2 error of rounding to fp16 there
+    error: NDArray[np.float32]  # (n, g, 43): relative L2 error of rounding to fp16 there, without overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,8 +61,8 @@ class Shadow:
     """Half-precision steps with the weights, batch and random state of fp32 ones: measured and predicted figures.
 
     `relative_error` is the L2 error of all weight gradients, the median over the steps; inf if one was not finite, None
-    if nothing could be compared. `predicted_error` follows from the fp32 histograms alone: rounding each weight
-    gradient once.
+    if nothing could be compared. `predicted_error`: the same by rounding each weight gradient of the fp32 histograms
+    once.
     """
 
     scale: float  # loss scale of the half-precision steps

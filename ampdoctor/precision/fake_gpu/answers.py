@@ -365,10 +365,7 @@ def _class(_original: Any, cls: Any) -> Any:
 
 
 class Answers:
-    """The replaced functions of `QUESTIONS` and `SERVED`, and a tensor's device.
-
-    `note` is called each time that a caller is told of a GPU.
-    """
+    """The replaced functions of `QUESTIONS` and `SERVED`, and a tensor's device; `note` is called at each such yes."""
 
     __slots__ = ("_active", "_note", "_says_yes", "_version")
 

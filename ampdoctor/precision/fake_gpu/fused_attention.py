@@ -1,7 +1,6 @@
 """flash_attn and xformers: attention that is `scaled_dot_product_attention` in another layout.
 
-The libraries' kernels are no torch ops: autocast does not cast their operands, and inputs that they reject are rejected
-here.
+The libraries' kernels are no torch ops: autocast does not cast their operands. Inputs that they reject raise here, too.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Replacements:
 # packages in `HEAR_YES` were tested completely: a training, its checkpoint, and a restart from there.
 
 USER: Final = ""  # used as the package name of the user's own code, which is in no package
-HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})  # are told of a GPU wherever one is emulated
+HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})  # packages that are told of an emulated GPU
 _STANDARD: Final = "(the standard library)"
 _INSTALLED: Final = ("site-packages", "dist-packages")
 _STANDARD_FOLDERS: Final = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
