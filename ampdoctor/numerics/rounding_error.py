@@ -20,7 +20,6 @@ ROWS, COLUMNS = 256, 8  # exponent field and first three mantissa bits of the ma
 BINS = ROWS * COLUMNS
 PATTERN_SHIFT = 20  # float32 magnitude pattern to bin: subtract one, then shift right by this
 BEYOND_FP32 = 2040  # bin of finite float64 above 2^128; float32 patterns there are NaN, which is counted separately
-
 SERIAL_VERSION = 1
 
 
@@ -224,7 +223,6 @@ def _read_magnitude(data: Mapping[str, Any], key: str) -> float | None:
 # significand bits, and an estimate for others. The largest and the smallest magnitude are used exactly.
 
 Array = NDArray[np.float64]
-
 _ENUMERABLE_BITS = 11  # up to it (float16, TF32) a bin's at most 128 values are rounded one by one; above, by integral
 _ALL_LOST = 2.0**60  # a saturated value that exceeds max by this factor has its own size as error, in float64
 _FP32_BITS = 24
@@ -400,7 +398,6 @@ def _clipping_integral(a: Array, b: Array, limit: float, unit: float) -> Array:
 # of shape (n, 2048), elements per bin (`Histogram.counts`, flat); `exponents` are int64 of shape (k,).
 
 Counts = NDArray[np.int64]
-
 _BINS_PER_BINADE = 8
 
 

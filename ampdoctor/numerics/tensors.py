@@ -86,7 +86,6 @@ class Unseen:
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}  # layouts that store fewer elements than `numel()`
-
 E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
 """The dtype of MX scales, which torch has from 2.7 on; else none."""
 E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
@@ -343,7 +342,7 @@ No square overflowed, and those below 2^-126, which may count as 0, are together
 
 @dataclass(slots=True)
 class Distance:
-    """Sums over pairs of elements; flushed is one that is zero in `got` and nonzero in the reference."""
+    """Sums over pairs of elements; an element is flushed if it is zero in `got` and nonzero in the reference."""
 
     least: float = 0.0  # bound for `below`
     error: float = 0.0  # of the squares of got - reference

@@ -85,8 +85,6 @@ def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 # -- fp32 in place of casts to half in user code: for a reference that is fp32 throughout --
 
 _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)  # no dispatched cast of numbers: 0.999 in bf16 is 1
-
-
 _AS_WRITTEN = ContextVar("_AS_WRITTEN", default=False)
 
 

@@ -78,7 +78,6 @@ PROMOTE: Final = _names("""
 """)  # every eligible input is cast to fp32 if one of them is fp32, else to autocast's dtype
 
 BANNED: Final = _names("binary_cross_entropy")  # raises: with a half sigmoid before it the loss is not safe
-
 CUDNN_ONLY: Final = _names("cudnn_convolution cudnn_convolution_transpose _cudnn_rnn")
 """Registered for CUDA's key, the last in CUDA builds only, and never called on a CPU tensor."""
 
@@ -100,16 +99,11 @@ SAME_ON_CPU: Final = _names("""
 ALL: Final = LOWER_PRECISION | RECURRENT | FP32 | FP32_SET_OPT_DTYPE | FP32_APPEND_DTYPE | PROMOTE | BANNED
 """Every op of CUDA's policy."""
 
-
 __all__ = ["outside_graphs"]
-
 Excluded = torch._C._ExcludeDispatchKeyGuard  # context in which dispatch keys are skipped
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
 CUSTOM_FWD_CAST = "_cast"  # in `torch.amp.autocast_mode`: the function that casts the inputs of `custom_fwd`
-
 _UNSIZED = frozenset({"rrelu_with_noise"})  # writes into a given result without resizing it first, beyond its end
-
 BoxedKernel = Callable[..., Any]  # takes the dispatch key set and the op's arguments
 
 

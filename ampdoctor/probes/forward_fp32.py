@@ -40,12 +40,9 @@ Sums, products and activations keep it or make it smaller; a softmax over logits
 rounding of 2^-9 to less than `SEEN`.
 """
 SEEN = 1.0 / 32  # relative L2 error of a result from which it is recorded: eight roundings to bf16 that all add up
-
 ALIKE = 0.25  # share of the largest error among an op's inputs from which another input counts as well
 MOST_SOURCES = 4  # sources that are named: an angle has two, the position and the rate
 MOST_FOLLOWED = 64  # values that are followed back; an error from further back is the rounding of a whole network
-
-
 _CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution"})
 """Kernels that sum up products; attention's (`_scaled_dot_product_...`) and recurrent layers' go by their names."""
 

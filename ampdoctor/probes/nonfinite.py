@@ -86,8 +86,6 @@ class Tightest:
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
-
-
 _LOCATING = frozenset(("output", "output_grad"))  # kinds that are checked only to locate; they harm nothing themselves
 
 

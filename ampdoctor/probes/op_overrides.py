@@ -45,7 +45,7 @@ BOUNDS = (
 )  # largest magnitudes: the square fits fp32; a cast to fp16, to each FP8 format; the exponential fits fp32, fp16
 
 NEAR_ONE = 2.0**-6  # a cosine or a probability in bf16 is off by a few roundings of 2^-8
-"""How far beyond 1 an operand that should lie in [-1, 1] may be; larger ones are logits or distances, never clamped to 1."""
+"""How far an operand meant to lie in [-1, 1] may exceed 1; larger ones are logits or distances, not clamped to 1."""
 
 Deed = Literal["away from zero", "above zero", "finite", "inside (-1, 1)", "below", "result", "derivative"]
 
@@ -211,7 +211,6 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _IN_BETWEEN = str(FOLDER / "precision" / "fake_gpu") + os.sep  # the user's own calls pass through it (Tensor.to)
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
-
 How = Literal["fp32", "line_fp32", "fp64", "line_fp64", "guard", "line_guard"]
 """The op, or everything on its line, in fp32, in fp64, or in fp32 with operands or results kept within bounds."""
 

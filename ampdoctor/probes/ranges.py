@@ -121,7 +121,6 @@ class RangeProbe:
 # -- measured underflow: elements that are zero here and nonzero in the fp32 reference from the same state --
 
 Key = tuple[Place, int]
-
 _REACH = -23
 """log2 of twice fp16's smallest number: a zero whose scaled fp32 value is below it counts as underflow.
 

@@ -29,7 +29,6 @@ _LOW = (
     torch.float8_e5m2fnuz,
 )
 
-
 LARGE = 64.0  # no function has its pole here, and inputs that overflow float64 (exp from 710 on, powers) are no smaller
 
 NO_RESULT = (

@@ -238,7 +238,6 @@ def _later_weights(
 # -- collecting histograms, step by step, into a profile --
 
 Array = NDArray[np.float64]
-
 _AT_ONCE = 512  # number of places whose histograms are dense at the same time: 16 KiB each
 
 

@@ -21,7 +21,6 @@ from ampdoctor.numerics.rounding_error import BEYOND_FP32, BINS, Tally
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow
 
 Arrays = dict[str, NDArray[Any]]
-
 VERSION = 2  # to be raised when an existing reader could misread what is written
 MAX_STEPS = 1_000_000
 LARGEST_SCALE = 2.0**256  # a scaler's scale times a manual one, each a float32; powers beyond leave double precision
