@@ -301,10 +301,7 @@ FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
 _WIDTH = tuple(FORMATS)
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
 _ATTENTION = "scaled_dot_product"
-_PRODUCTS = {
-    "mm": 0,
-    "addmm": 1,
-}  # matrix products (of a linear layer), and the index of the first factor
+_PRODUCTS = {"mm": 0, "addmm": 1}  # matrix products (of a linear layer), and the index of the first factor
 _MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _MOVES = frozenset({"clone", "_unsafe_view", "copy_"})

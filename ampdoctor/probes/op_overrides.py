@@ -178,9 +178,7 @@ def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None
             leaves[index] = leaf.detach().clone()
             if leaf.is_floating_point() and torch.is_grad_enabled():
                 copies.append(leaves[index].requires_grad_())
-                leaves[index] = copies[
-                    -1
-                ].clone()  # for an in-place op, which autograd allows on no leaf or view of one
+                leaves[index] = copies[-1].clone()  # autograd allows no in-place op on a leaf or a view of it
     own_args, own_kwargs = tree_unflatten(leaves, spec)
     try:
         result = func(*own_args, **own_kwargs) if guard is None else guard.run(func, own_args, own_kwargs)

@@ -89,7 +89,7 @@ CONSTANTS = frozenset(
         "constant_pad_nd",
     }
 )  # kernels that write a number that the user gave: an infinity there is intended
-PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # kernels that add up one class of each row
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})  # kernels that add up one class's value of each row
 SUMS = frozenset({"sum", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "linalg_vector_norm"}) | PICKS
 """Kernels that add up what they read: an infinity that is a mask elsewhere counts there like any other number."""
 
@@ -417,7 +417,7 @@ class Ran:
 
 
 def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
-    """The call of an ATen overload before it runs; with `overwrites`, the op does not read what it writes in place."""
+    """Split a call of an ATen overload before it runs; with `overwrites`, it does not read what it writes in place."""
     named = _bind(func, args, kwargs)
     written = [name for name, is_write, _ in named if is_write]
     lists = [value for _, _, value in named if _is_tensor_list(value)]

@@ -31,12 +31,7 @@ _LOW = (
 
 LARGE = 64.0  # no function has its pole here, and inputs that overflow float64 (exp from 710 on, powers) are no smaller
 
-NO_RESULT = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    IndexError,
-)  # raised where an op has no kernel or rejects a new input
+NO_RESULT = (RuntimeError, TypeError, ValueError, IndexError)  # where an op has no kernel or rejects a new input
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
