@@ -29,7 +29,7 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-ANSWERED: Final = torch.device("cuda", 0)  # a CPU tensor's; code that passes it on (`device=x.device`) requests no CUDA
+ANSWERED: Final = torch.device("cuda", 0)  # reported by CPU tensors; passed on (`device=x.device`), it requests no CUDA
 
 
 class DeviceRedirection:
